@@ -1,0 +1,130 @@
+"""Multi-head latent attention on the latent blocks: queries go to the latents, not latents to keys and values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..cache.handles import PagedTensor, Step
+
+
+class LatentTensor(torch.Tensor):
+    """
+    The keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents.
+
+    Our attention function multiplies the expansion into the queries and the outputs instead ("absorption", DeepSeek-V2,
+    arXiv 2405.04434, section 2.1.2) and reads the latent blocks in place; any other operation expands.
+    """
+
+    latent: PagedTensor
+    rotary: PagedTensor
+    expansion: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    which: int
+
+    @staticmethod
+    def __new__(
+        cls, module: Any, latent: PagedTensor, rotary: PagedTensor, expansion: Callable[[], Any], which: int
+    ) -> LatentTensor:
+        """`which`: 0 for the keys, 1 for the values that `expansion()` returns."""
+        batch, _, length, _ = latent.shape
+        dims = (module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim)
+        heads = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
+        shape = (batch, heads, length, dims[which])
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=latent.dtype, device=latent.device)
+        tensor.latent, tensor.rotary, tensor.expansion, tensor.which = latent, rotary, expansion, which
+        return tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def step(self) -> Step:
+        """The step of the latents."""
+        return self.latent.step
+
+    def dense(self) -> torch.Tensor:
+        """The expanded keys or values, contiguous."""
+        return self.expansion()[self.which].contiguous()
+
+    def absorb(
+        self, module: nn.Module, query: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+        """
+        What to attend with instead of the expanded keys and values, or `None` if latents and rotary keys do not lie side
+        by side.
+
+        Args:
+            query (`torch.Tensor` of shape `(batch, heads, query_len, nope_dim + rope_dim)`).
+
+        Returns:
+            Queries `(batch, heads, query_len, rank + rope_dim)`, key blocks of that width, value blocks of width `rank`,
+            and the function that takes the output `(batch, query_len, heads, rank)` to `(..., value_dim)`.
+        """
+        tensors = self.latent.layer.tensors
+        if len(tensors) != 1 or self.latent.layer is not self.rotary.layer:
+            return None
+        weight, nope = module.kv_b_proj.weight, module.qk_nope_head_dim
+        weight = weight.view(query.shape[1], nope + module.v_head_dim, -1)  # (heads, nope + value_dim, rank)
+        to_keys, to_values = weight[:, :nope], weight[:, nope:]
+        in_latents = torch.matmul(query[..., :nope], to_keys)  # (batch, heads, query_len, rank)
+        query = torch.cat([in_latents, query[..., nope:]], dim=-1)
+
+        def expand(output: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bqhr,hvr->bqhv", output, to_values)
+
+        return query, tensors[0], self.latent.blocks, expand
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LatentTensor(shape={tuple(self.shape)}, latent={self.latent!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(LatentTensor, LatentTensor.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def can_absorb(module: nn.Module) -> bool:
+    """Whether the layer's expansion is one plain matrix that we may multiply elsewhere."""
+    projection = getattr(module, "kv_b_proj", None)
+    return (
+        type(projection) is nn.Linear
+        and projection.bias is None
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+        and all(hasattr(module, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    )
+
+
+_wrapped: dict[type, Callable[..., Any]] = {}
+
+
+def wrap_expansion(cls: type) -> None:
+    """Makes `cls.expand_kv(latent, rotary)` lazy where both are handles. Undone by `unwrap_expansions`."""
+    if cls in _wrapped or "expand_kv" not in vars(cls):
+        return
+    original = vars(cls)["expand_kv"]
+
+    @functools.wraps(original)
+    def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        lazy = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor) and kv_nope.fresh is None
+        if not lazy or args or kwargs or not can_absorb(self) or torch.is_grad_enabled():
+            return original(self, kv_nope, k_rot, *args, **kwargs)
+        expansion = functools.cache(lambda: original(self, kv_nope, k_rot))
+        return tuple(LatentTensor(self, kv_nope, k_rot, expansion, which) for which in (0, 1))
+
+    _wrapped[cls] = original
+    setattr(cls, "expand_kv", expand_kv)
+
+
+def unwrap_expansions() -> None:
+    """Puts back every `expand_kv` that `wrap_expansion` replaced."""
+    while _wrapped:
+        cls, original = _wrapped.popitem()
+        setattr(cls, "expand_kv", original)

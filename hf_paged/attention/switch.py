@@ -1,0 +1,214 @@
+"""Which attention implementation a model's own code would use, and switching it to ours for the duration of a call."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "hf_paged"
+
+
+class _Switches:
+    """
+    Configs that calls have switched to ours, with the implementation each had before.
+
+    Calls overlap in threads, so each config counts its calls: the first saves, the last restores.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[PreTrainedConfig, str, int]] = {}
+
+    def enter(self, config: PreTrainedConfig) -> None:
+        with self._lock:
+            _, native, count = self._held.get(id(config), (config, config._attn_implementation_internal, 0))
+            self._held[id(config)] = (config, native, count + 1)
+            config._attn_implementation_internal = NAME
+
+    def leave(self, config: PreTrainedConfig) -> None:
+        with self._lock:
+            _, native, count = self._held.pop(id(config))
+            if count > 1:
+                self._held[id(config)] = (config, native, count - 1)
+            else:
+                config._attn_implementation_internal = native
+
+    def native(self, config: PreTrainedConfig) -> str | None:
+        held = self._held.get(id(config))
+        return held[1] if held is not None else None
+
+
+_switches = _Switches()
+
+
+def native_implementation(config: PreTrainedConfig | None, module: nn.Module | None = None) -> str:
+    """
+    The implementation that `config` names, or that it named before a call switched it. A model that was loaded with ours
+    has none of its own: then sdpa if the model's file says that it serves it, else eager.
+    """
+    if config is None:
+        return "sdpa"
+    native = _switches.native(config) or config._attn_implementation or "eager"
+    if native != NAME:
+        return native
+    return "sdpa" if module is None or _file_supports_sdpa(type(module).__module__) else "eager"
+
+
+@functools.lru_cache(maxsize=None)
+def _file_supports_sdpa(module_name: str) -> bool:
+    classes = [
+        value
+        for value in vars(sys.modules[module_name]).values()
+        if inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module_name
+    ]
+    return any(value._supports_sdpa for value in classes) or not classes
+
+
+def eager_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The `eager_attention_forward` of the file that defines the attention class."""
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    return None
+
+
+def native_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """What the module would have called with that implementation."""
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_function(module))
+
+
+@contextlib.contextmanager
+def use_paged_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, the cached attention layers of `model` call our attention function."""
+    configs = switchable_configs(model)
+    entered: list[PreTrainedConfig] = []
+    try:
+        for config in configs:
+            _switches.enter(config)
+            entered.append(config)
+        yield
+    finally:
+        for config in reversed(entered):
+            _switches.leave(config)
+
+
+def switchable_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """
+    The configs of `model` that attention layers with a cache read their implementation from, and whose other readers
+    behave the same under our name as under the one they have.
+    """
+    readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            readers.setdefault(id(config), (config, set()))[1].add(type(module))
+    switchable = []
+    for config, classes in readers.values():
+        native = native_implementation(config)
+        if config._attn_implementation_internal == NAME and _switches.native(config) is None:
+            continue  # loaded with ours: nothing to switch
+        if any(_calls_interface(cls) for cls in classes) and not any(_branches(cls, native) for cls in classes):
+            switchable.append(config)
+    return switchable
+
+
+@functools.lru_cache(maxsize=None)
+def _tree(cls: type) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def _calls_interface(cls: type) -> bool:
+    """Whether the class has a cache to update and calls the attention interface itself."""
+    tree = _tree(cls)
+    if tree is None or issubclass(cls, PreTrainedModel):
+        return False
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    updates = any(isinstance(node, ast.Attribute) and node.attr == "update" for node in ast.walk(tree))
+    return "ALL_ATTENTION_FUNCTIONS" in names and updates
+
+
+@functools.lru_cache(maxsize=None)
+def _branches(cls: type, native: str) -> bool:
+    """Whether code of the class compares the implementation's name in a way that ours would answer differently."""
+    tree = _tree(cls)
+    if tree is None:
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            left, right = node.left, node.comparators[0]
+            if isinstance(left, ast.Attribute) and left.attr == "_attn_implementation":
+                if _compare(node.ops[0], native, right) != _compare(node.ops[0], NAME, right):
+                    return True
+    return False
+
+
+def _compare(op: ast.cmpop, name: str, literal: ast.expr) -> Any:
+    try:
+        value = ast.literal_eval(literal)
+    except ValueError:
+        return None if name == NAME else True  # compared with something we cannot read: not safe
+    if isinstance(op, (ast.Eq, ast.NotEq)):
+        return (name == value) == isinstance(op, ast.Eq)
+    return (name in value) == isinstance(op, ast.In)
+
+
+# What an eager attention function may use of its module and call, for our kernels to compute the same.
+_PLAIN_ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
+_PLAIN_PARAMETERS = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
+_OPTIONAL_PARAMETERS = {"softcap", "position_bias"}
+_PLAIN_CALLS = set(
+    "matmul repeat_kv softmax dropout transpose contiguous to type size float tanh reshape expand cat max getattr hasattr"
+    " maybe_autocast".split()
+)
+
+
+@functools.lru_cache(maxsize=None)
+def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
+    """
+    What an eager attention function does beyond softmax(q k / scale + mask) v: a subset of `softcap`, `position_bias` and
+    `sinks`. `None` if it does anything else, so that only calling it gives its numbers.
+    """
+    if function is None:
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    parameters = set(inspect.signature(function).parameters)
+    attributes, calls, names = set(), set(), set()
+    for statement in definition.body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "module":
+                attributes.add(node.attr)
+            elif isinstance(node, ast.Call):
+                calls.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "?"))
+            elif isinstance(node, ast.Name):
+                names.add(node.id)
+    plain = (
+        parameters <= _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS
+        and attributes <= _PLAIN_ATTRIBUTES
+        and calls <= _PLAIN_CALLS
+        and "attention_mask" in names
+    )
+    if not plain:
+        return None
+    return frozenset((parameters & _OPTIONAL_PARAMETERS) | (attributes & {"sinks"}))

@@ -1,0 +1,122 @@
+"""One sequence's map from logical to physical blocks. Plain Python: no tensors, no policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .block_pool import BlockPool
+
+
+class BlockTable:
+    """
+    The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence.
+
+    Token `t` lives in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Tables that share a block
+    never write to it: `append` first replaces a shared tail block and returns the copy to make (copy-on-write).
+    """
+
+    __slots__ = ("block_ids", "block_size", "num_dropped", "num_tokens", "pool")
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.block_ids: list[int] = []
+        self.num_dropped = 0
+        self.num_tokens = 0
+
+    @property
+    def num_unused_slots(self) -> int:
+        """Slots allocated past the last token."""
+        return (self.num_dropped + len(self.block_ids)) * self.block_size - self.num_tokens
+
+    def num_new_blocks(self, num_tokens: int) -> int:
+        """Blocks that `append(num_tokens)` adds to the table, copy-on-write apart."""
+        if num_tokens == 0:
+            return 0
+        last = -(-(self.num_tokens + num_tokens) // self.block_size)
+        return last - self.num_dropped - len(self.block_ids)
+
+    @property
+    def shared_tail(self) -> int | None:
+        """The partly filled tail block, if other tables hold it too."""
+        if self.num_tokens % self.block_size == 0 or not self.block_ids:
+            return None
+        tail = self.block_ids[-1]
+        return tail if self.pool.refcount(tail) > 1 else None
+
+    def append(self, num_tokens: int) -> tuple[int, int] | None:
+        """
+        Makes room for `num_tokens` more tokens and counts them as held.
+
+        Returns the copy `(source_block, target_block)` to make before anything is written, or `None`. Raises
+        `OutOfBlocksError`; the table is then as it was.
+        """
+        if num_tokens == 0:
+            return None
+        tail = self.shared_tail
+        new_ids = self.pool.allocate(self.num_new_blocks(num_tokens) + (tail is not None))
+        copy = None
+        if tail is not None:
+            copy = (tail, new_ids.pop(0))
+            self.pool.release([tail])
+            self.block_ids[-1] = copy[1]
+        self.block_ids += new_ids
+        self.num_tokens += num_tokens
+        return copy
+
+    def skip(self, num_tokens: int) -> None:
+        """Starts an empty table at token `num_tokens`, rounded down to a block: what is in front is never stored."""
+        if self.block_ids or self.num_tokens:
+            raise ValueError(f"skip({num_tokens}) on a table that holds {self.num_tokens} tokens")
+        self.num_dropped = num_tokens // self.block_size
+        self.num_tokens = self.num_dropped * self.block_size
+
+    def drop_before(self, token: int) -> int:
+        """Gives back the leading blocks that hold only tokens before `token`; returns how many."""
+        count = max(0, min(token // self.block_size - self.num_dropped, len(self.block_ids)))
+        if count:
+            self.pool.release(self.block_ids[:count])
+            del self.block_ids[:count]
+            self.num_dropped += count
+        return count
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets all tokens from `num_tokens` on and gives back the blocks that held only those."""
+        if num_tokens >= self.num_tokens:
+            return
+        if num_tokens < self.num_dropped * self.block_size:
+            raise ValueError(
+                f"truncate to {num_tokens} tokens, but the first {self.num_dropped * self.block_size} were given back"
+            )
+        keep = -(-num_tokens // self.block_size) - self.num_dropped
+        # tail first: of what is freed together, the head of a sequence is the more likely to be asked for again
+        self.pool.release(reversed(self.block_ids[keep:]))
+        del self.block_ids[keep:]
+        self.num_tokens = num_tokens
+
+    def fork(self) -> BlockTable:
+        """A second table over the same blocks."""
+        table = BlockTable(self.pool, self.block_size)
+        table.block_ids = list(self.block_ids)
+        table.num_dropped, table.num_tokens = self.num_dropped, self.num_tokens
+        self.pool.acquire(table.block_ids)
+        return table
+
+    def free(self) -> None:
+        """Gives every block back."""
+        self.pool.release(reversed(self.block_ids))
+        self.block_ids = []
+        self.num_dropped = self.num_tokens = 0
+
+
+def num_blocks_needed(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> int:
+    """Blocks that appending `num_tokens[i]` tokens to each `tables[i]` takes, copy-on-write included."""
+    needed = 0
+    writers: Counter[int] = Counter()
+    for table, count in zip(tables, num_tokens):
+        needed += table.num_new_blocks(count)
+        if count and (tail := table.shared_tail) is not None:
+            writers[tail] += 1
+    # the last holder of a block writes to it in place
+    return needed + sum(min(count, tables[0].pool.refcount(tail) - 1) for tail, count in writers.items())

@@ -1,0 +1,170 @@
+"""Lazy tensors that stand for a layer's cached keys or values without gathering them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .storage import LayerBlocks
+
+
+@dataclass
+class ReadCounters:
+    """How often attention over cached tokens read blocks in place, and how often it had to gather them first."""
+
+    in_place: int = 0
+    gathered: int = 0
+    latent: int = 0
+
+
+@dataclass(eq=False)
+class Step:
+    """
+    The state of a layer group's tables at one step: what its layers' handles read through.
+
+    Positions here are *logical*: the column in the padded batch, as transformers counts. The token at logical position
+    `p` of row `b` is token `p - paddings[b]` of that row's table; positions below `paddings[b]` are padding and not stored.
+
+    Args:
+        length (`int`): Logical positions so far, the new ones included.
+        context_len (`int`): Of these, how many were there before the step.
+        first (`int`): First logical position that the layer shows (above 0 for a sliding window).
+        block_size (`int`): Tokens in a block.
+        paddings (`tuple[int, ...]`): Leading padding positions of each row that are not stored.
+        dropped (`tuple[int, ...]`): Leading tokens of each row's table whose blocks were given back.
+        host_tables (`tuple[tuple[int, ...], ...]`): Block ids of each row.
+        counters (`ReadCounters`): Shared by the whole cache.
+    """
+
+    length: int
+    context_len: int
+    first: int
+    block_size: int
+    paddings: tuple[int, ...]
+    dropped: tuple[int, ...]
+    host_tables: tuple[tuple[int, ...], ...]
+    tables: dict[torch.device, torch.Tensor]
+    counters: ReadCounters
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of each row that are new in this step."""
+        return self.length - self.context_len
+
+    def block_tables(self, device: torch.device) -> torch.Tensor:
+        """`(batch, max_blocks)` int32 on `device`, rows filled up with 0."""
+        table = self.tables.get(device)
+        if table is None:
+            width = max(map(len, self.host_tables))
+            rows = [[*ids, *([0] * (width - len(ids)))] for ids in self.host_tables]
+            table = self.tables[device] = torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
+        return table
+
+    def gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        """
+        Logical positions `[first, length)` of every row as one tensor, padding as zeros.
+
+        Args:
+            blocks (`torch.Tensor` of shape `(num_blocks, heads, block_size, dim)`): Keys or values of one layer.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, heads, length - first, dim)`, contiguous.
+        """
+        tables = self.block_tables(blocks.device)
+        batch, (_, heads, _, dim) = tables.shape[0], blocks.shape
+        if not any(self.paddings) and len(set(self.dropped)) == 1:
+            start = self.first - self.dropped[0]
+            count = self.length - self.first
+            dense = blocks[tables].transpose(1, 2).reshape(batch, heads, -1, dim)  # (batch, heads, slots, dim)
+            return dense[:, :, start : start + count].contiguous()
+        dense = blocks.new_zeros(batch, heads, self.length - self.first, dim)
+        for row in range(batch):
+            start = max(self.first, self.paddings[row])
+            count = self.length - start
+            if count <= 0:
+                continue
+            used = tables[row, : len(self.host_tables[row])]
+            tokens = blocks[used].transpose(0, 1).reshape(heads, -1, dim)  # (heads, slots, dim)
+            offset = start - self.paddings[row] - self.dropped[row]
+            dense[row, :, start - self.first :] = tokens[:, offset : offset + count]
+        return dense
+
+
+class PagedTensor(torch.Tensor):
+    """
+    A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks.
+
+    Our attention function reads `blocks` through `step`; any other operation gathers a contiguous tensor by itself, so
+    that a model with attention code of its own still works, only slower. `torch.nn.functional.scaled_dot_product_attention`
+    is passed to the function registered with `set_sdpa`.
+    """
+
+    step: Step
+    layer: LayerBlocks
+    blocks: torch.Tensor
+    fresh: torch.Tensor | None
+    _dense: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, step: Step, layer: LayerBlocks, which: str, fresh: torch.Tensor | None = None) -> PagedTensor:
+        """
+        `which`: `"keys"` or `"values"` of `layer`. `fresh`: this step's own states, `(batch, heads, n, dim)`, when there
+        was nothing before them.
+        """
+        blocks: torch.Tensor = getattr(layer, which)
+        batch, heads, length, dim = len(step.host_tables), blocks.shape[1], step.length - step.first, blocks.shape[3]
+        # views are worked out from these strides, so they must be those of what `dense` returns
+        strides = (heads * length * dim, length * dim, dim, 1) if fresh is None else fresh.stride()
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, (batch, heads, length, dim), strides=strides, dtype=blocks.dtype, device=blocks.device
+        )
+        handle.step, handle.layer, handle.blocks, handle.fresh, handle._dense = step, layer, blocks, fresh, None
+        return handle
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def dense(self) -> torch.Tensor:
+        """The same as an ordinary tensor, gathered once."""
+        if self._dense is None:
+            if self.fresh is not None:
+                self._dense = self.fresh
+            else:
+                self._dense = self.step.gather(self.blocks)
+                self.step.counters.gathered += 1
+        return self._dense
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PagedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, block_size={self.step.block_size})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense().clone()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and _sdpa is not None:
+            return _sdpa(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(PagedTensor, PagedTensor.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_sdpa: Callable[..., torch.Tensor] | None = None
+
+
+def set_sdpa(function: Callable[..., torch.Tensor] | None) -> None:
+    """Who computes `scaled_dot_product_attention` over a `PagedTensor`; set once by the attention package."""
+    global _sdpa
+    _sdpa = function

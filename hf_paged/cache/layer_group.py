@@ -1,0 +1,218 @@
+"""The block tables of one cache's layer group: layers that see the same tokens and keep them equally long."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from .block_table import BlockTable
+from .handles import PagedTensor, ReadCounters, Step
+from .memory import PagedMemory
+
+
+class LayerGroup:
+    """
+    One block table a row, shared by all layers of the group.
+
+    The first layer that updates in a step moves the tables on for all of them. Operations on rows (`select_rows`, `crop`)
+    are asked for by every layer in turn and done once: each layer counts its operations, and the group does the one that
+    it has not done yet.
+
+    Args:
+        memory ([`PagedMemory`]): Where blocks come from.
+        key (`Hashable`): Names the group in the memory.
+        window (`int`, *optional*): Tokens a layer looks back, itself included; what is older is given back.
+        counters ([`ReadCounters`]): Shared by the whole cache.
+    """
+
+    def __init__(self, memory: PagedMemory, key: Hashable, window: int | None, counters: ReadCounters) -> None:
+        self.memory, self.key, self.window, self.counters = memory, key, window, counters
+        self.blocks = memory.group(key)
+        self.tables: list[BlockTable] = []
+        self.length = 0  # logical positions, padding included
+        self.paddings: tuple[int, ...] = ()
+        self.expected_paddings: tuple[int, ...] | None = None
+        self.record_past = False
+        self.num_operations = 0
+        self._step: Step | None = None
+        self._slots: torch.Tensor | None = None
+        self._view: Step | None = None
+        self._snapshots: list[weakref.ref[PagedTensor]] = []
+        with memory.lock:
+            self.blocks.table_sets.add(self)
+
+    def __del__(self) -> None:
+        if hasattr(self, "tables"):
+            self.free()
+
+    # -- moving on ------------------------------------------------------------------------------------------------
+
+    def advance(self, batch_size: int, context_len: int, query_len: int) -> tuple[Step, torch.Tensor]:
+        """
+        Makes logical positions `[context_len, context_len + query_len)` writable in every row.
+
+        Returns the step, and the slot of each new token, `(batch, query_len)` int64 with -1 for what is not stored. Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
+        """
+        if not self.tables:
+            self._open(batch_size)
+        if batch_size != len(self.tables):
+            raise ValueError(f"the cache holds {len(self.tables)} rows, but keys of {batch_size} rows came")
+        length = context_len + query_len
+        step = self._step
+        if step is not None and (step.length, step.context_len) == (length, context_len) and self._slots is not None:
+            return step, self._slots
+        if length > self.length:
+            self._extend(length, context_len)
+        self._view = None
+        self._step = self._snapshot(length, context_len)
+        self._slots = self._new_slots(self._step)
+        return self._step, self._slots
+
+    def _open(self, batch_size: int) -> None:
+        expected = self.expected_paddings
+        if expected is None or len(expected) != batch_size:
+            expected = (0,) * batch_size
+        self.paddings = expected
+        self.tables = [BlockTable(self.blocks.pool, self.blocks.block_size) for _ in range(batch_size)]
+
+    def _extend(self, length: int, context_len: int) -> None:
+        if self.window is not None and not self.record_past:
+            self._drop_outside_window(context_len)
+            if context_len == 0 and length >= self.window:
+                # a first prefill attends to its own states: what will be outside the window is never stored
+                for table, padding in zip(self.tables, self.paddings):
+                    table.skip(max(0, length - self.window + 1 - padding))
+        counts = [max(0, length - padding) - table.num_tokens for table, padding in zip(self.tables, self.paddings)]
+        self.blocks.make_room(self.tables, counts)
+        copies = [copy for table, count in zip(self.tables, counts) if (copy := table.append(count)) is not None]
+        if copies:
+            self.blocks.storage.copy_blocks(copies)
+            self.memory.copied(len(copies))
+        self.length = length
+        self.memory.note_peak()
+
+    def _drop_outside_window(self, length: int) -> None:
+        """Gives back what no query at logical position `length` or later can see."""
+        assert self.window is not None
+        for table, padding in zip(self.tables, self.paddings):
+            oldest = max(0, length - self.window + 1 - padding)
+            if oldest // table.block_size > table.num_dropped and table.block_ids:
+                self._keep_snapshots()
+                table.drop_before(oldest)
+
+    def first_visible(self, length: int) -> int:
+        """First logical position that the next query after `length` positions is shown (as transformers counts)."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def _snapshot(self, length: int, context_len: int) -> Step:
+        size = self.blocks.block_size
+        last = self._step
+        host_tables = tuple(tuple(table.block_ids) for table in self.tables)
+        return Step(
+            length=length,
+            context_len=context_len,
+            first=0 if self.record_past and length == context_len else self.first_visible(context_len),
+            block_size=size,
+            paddings=self.paddings,
+            dropped=tuple(table.num_dropped * size for table in self.tables),
+            host_tables=host_tables,
+            tables=last.tables if last is not None and last.host_tables == host_tables else {},
+            counters=self.counters,
+        )
+
+    def _new_slots(self, step: Step) -> torch.Tensor:
+        size, position = step.block_size, step.context_len
+        if step.query_len == 1:
+            slots = []
+            for ids, padding, dropped in zip(step.host_tables, step.paddings, step.dropped):
+                token = position - padding - dropped
+                slots.append([ids[token // size] * size + token % size if position >= padding else -1])
+            return torch.tensor(slots)
+        tables = step.block_tables(torch.device("cpu")).long()
+        behind = torch.tensor([padding + dropped for padding, dropped in zip(step.paddings, step.dropped)])
+        tokens = torch.arange(position, step.length)[None, :] - behind[:, None]  # (batch, query_len)
+        stored = tokens >= 0
+        tokens = tokens.clamp(min=0)
+        columns = (tokens // size).clamp(max=max(0, tables.shape[1] - 1))
+        slots = tables.gather(1, columns) * size + tokens % size if tables.shape[1] else torch.zeros_like(tokens)
+        return slots.masked_fill_(~stored, -1)
+
+    # -- what a layer shows outside a step ------------------------------------------------------------------------
+
+    def view(self, length: int) -> Step:
+        """A step without queries over the first `length` logical positions."""
+        if self._view is None or self._view.length != length or self.length != length:
+            self._view = self._snapshot(length, length)
+        return self._view
+
+    def remember(self, handle: PagedTensor) -> PagedTensor:
+        """Keeps what `handle` shows true: it is gathered before its blocks are given back."""
+        if len(self._snapshots) > 64:
+            self._snapshots = [ref for ref in self._snapshots if ref() is not None]
+        self._snapshots.append(weakref.ref(handle))
+        return handle
+
+    def _keep_snapshots(self) -> None:
+        for ref in self._snapshots:
+            if (handle := ref()) is not None:
+                handle.dense()
+        self._snapshots.clear()
+
+    # -- operations on rows ---------------------------------------------------------------------------------------
+
+    def select_rows(self, indices: Sequence[int]) -> None:
+        """Row `i` becomes what row `indices[i]` was: tables are permuted and forked, nothing is copied."""
+        if not self.tables or list(indices) == list(range(len(self.tables))):
+            return
+        with self.memory.lock:
+            self._keep_snapshots()
+            old = self.tables
+            # a row that stays where it is keeps its table object
+            new = [old[i] if i == row else old[i].fork() for row, i in enumerate(indices)]
+            for row, table in enumerate(old):
+                if row >= len(new) or new[row] is not table:
+                    table.free()
+            self.tables = new
+            self.paddings = tuple(self.paddings[i] for i in indices)
+            self._step = self._slots = self._view = None
+            self.memory.note_peak()
+
+    def crop(self, length: int) -> None:
+        """Forgets logical positions from `length` on, and what is outside the window then."""
+        with self.memory.lock:
+            if not self.tables:
+                return
+            self._keep_snapshots()
+            for table, padding in zip(self.tables, self.paddings):
+                table.truncate(max(0, length - padding))
+            self.length = min(self.length, length)
+            if self.window is not None:
+                self._drop_outside_window(self.length)
+            self._step = self._slots = self._view = None
+
+    def free(self) -> None:
+        """Forgets everything and gives every block back."""
+        with self.memory.lock:
+            self._keep_snapshots()
+            for table in self.tables:
+                table.free()
+            self.tables, self.length, self.paddings = [], 0, ()
+            self._step = self._slots = self._view = None
+
+    def fork(self, counters: ReadCounters) -> LayerGroup:
+        """A second group over the same blocks."""
+        twin = LayerGroup(self.memory, self.key, self.window, counters)
+        with self.memory.lock:
+            twin.tables = [table.fork() for table in self.tables]
+        twin.length, twin.paddings, twin.record_past = self.length, self.paddings, self.record_past
+        twin.expected_paddings = self.expected_paddings
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
+        counters = memo.setdefault(id(self.counters), ReadCounters())
+        twin = memo[id(self)] = self.fork(counters)
+        twin.num_operations = self.num_operations
+        return twin

@@ -1,0 +1,296 @@
+"""`transformers` cache layers whose keys and values live in blocks. They subclass the stock layers they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import cache_utils
+
+from . import storage
+from .handles import PagedTensor
+from .layer_group import LayerGroup
+
+# Until 5.17, `crop` also took the length to keep, as a positive number.
+_CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
+
+
+class PagedLayer(cache_utils.DynamicLayer):
+    """
+    Keys and values of one layer in the blocks of its group; stands for `DynamicLayer`.
+
+    `update`, `keys` and `values` return [`PagedTensor`] handles.
+    """
+
+    def __init__(self, group: LayerGroup, index: int) -> None:
+        cache_utils.CacheLayerMixin.__init__(self)
+        self._init_paged(group, index)
+
+    def _init_paged(self, group: LayerGroup, index: int) -> None:
+        self.group = group
+        self.index = index
+        self.num_seen = 0
+        self.num_operations = group.num_operations
+
+    # -- writing and reading --------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Stores the new states and returns handles to all that the layer shows.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `(batch, heads, n, dim)`): Of the `n` new tokens.
+
+        Raises:
+            OutOfBlocksError: if the budget does not allow the blocks; nothing was allocated.
+            ValueError: if the batch size is not that of the rows held.
+        """
+        group, context_len, query_len = self.group, self.num_seen, key_states.shape[2]
+        with group.memory.lock:
+            step, slots = group.advance(key_states.shape[0], context_len, query_len)
+            blocks = group.blocks.layer(self.index, key_states, value_states)
+            if key_states.requires_grad or value_states.requires_grad:
+                storage.store(key_states.detach(), value_states.detach(), blocks, slots)
+            else:
+                storage.store(key_states, value_states, blocks, slots)
+            self.num_seen = step.length
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if context_len == 0:
+            return PagedTensor(step, blocks, "keys", key_states), PagedTensor(step, blocks, "values", value_states)
+        keys, values = PagedTensor(step, blocks, "keys"), PagedTensor(step, blocks, "values")
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            # the past is stored without its graph; the new states keep theirs
+            past = step.length - step.first - query_len
+            return (
+                torch.cat([keys.dense()[:, :, :past], key_states], dim=2),
+                torch.cat([values.dense()[:, :, :past], value_states], dim=2),
+            )
+        return group.remember(keys), group.remember(values)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        """Notes dtype and device; blocks are taken by `update`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def _show(self, which: str) -> PagedTensor | None:
+        if not self.num_seen or self.index not in self.group.blocks.storage.layers:
+            return None
+        blocks = self.group.blocks.storage.layers[self.index]
+        return self.group.remember(PagedTensor(self.group.view(self.num_seen), blocks, which))
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys shown, `(batch, heads, length, dim)`, or `None` while the layer is empty."""
+        return self._show("keys")
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values shown, `(batch, heads, length, dim)`, or `None` while the layer is empty."""
+        return self._show("values")
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse(value)
+
+    def _refuse(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError(
+                "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, `reset`, "
+                "`reorder_cache` or `batch_select_indices`"
+            )
+
+    # -- lengths --------------------------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Logical positions seen, padding included."""
+        return self.num_seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and first position of the keys that the next `query_length` queries are shown."""
+        first = self.group.first_visible(self.num_seen)
+        return self.num_seen + query_length - first, first
+
+    def get_max_length(self) -> int:
+        """The window, or -1 for no maximum."""
+        return -1 if self.group.window is None else self.group.window
+
+    # -- operations on rows: each layer asks, the group does each once -----------------------------------------------
+
+    def _is_turn(self) -> bool:
+        self.num_operations += 1
+        if self.num_operations > self.group.num_operations:
+            self.group.num_operations = self.num_operations
+            return True
+        return False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes row `beam_idx[i]`, by permuting block tables."""
+        if self._is_turn():
+            self.group.select_rows(torch.as_tensor(beam_idx).tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` (positions or a boolean mask), in that order."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times in a row, sharing its blocks."""
+        rows = len(self.group.tables)
+        if self._is_turn():
+            self.group.select_rows([row for row in range(rows) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` positions (and, in a sliding layer, what left the window)."""
+        count = int(tokens_to_remove)
+        if count > 0:
+            if not _CROP_TAKES_A_LENGTH:
+                raise ValueError(f"`crop` takes the tokens to remove as a negative number, not {count}")
+            count = min(0, count - self.num_seen)
+        window = self.group.window
+        if window is not None and self.num_seen >= window and not self.group.record_past:
+            raise RuntimeError(
+                "`crop` was called, but the sliding window is full and older tokens were given back: call "
+                "`activate_past_recording` on the cache first"
+            )
+        self.num_seen = max(0, self.num_seen + count)
+        if self._is_turn():
+            self.group.crop(self.num_seen)
+
+    def reset(self) -> None:
+        """Empties the layer; blocks go back to the pool."""
+        self.num_seen = 0
+        self.is_initialized = False
+        if self._is_turn():
+            self.group.free()
+
+    def offload(self) -> None:
+        """Nothing: blocks stay where they are."""
+
+    def prefetch(self) -> None:
+        """Nothing: blocks stay where they are."""
+
+
+class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer):
+    """A layer that looks back `sliding_window` tokens; stands for `DynamicSlidingWindowLayer`."""
+
+    is_sliding = True
+
+    def _init_paged(self, group: LayerGroup, index: int) -> None:
+        super()._init_paged(group, index)
+        assert group.window is not None
+        self.sliding_window = group.window
+        self._sliding_window_tensor = torch.tensor(group.window, dtype=torch.long)
+
+    @property
+    def cumulative_length(self) -> int:
+        """Logical positions seen."""
+        return self.num_seen
+
+    @property
+    def record_past(self) -> bool:
+        """Whether what left the window is kept until the next `crop`."""
+        return self.group.record_past
+
+    def activate_past_recording(self) -> None:
+        """Keeps what leaves the window until the next `crop`, so that it can be rolled back."""
+        self.group.record_past = True
+
+    lazy_initialization = PagedLayer.lazy_initialization
+
+
+class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
+    """A layer with an indexer's keys beside its K/V; stands for `DynamicIndexedLayer`. The indexer's keys stay dense."""
+
+    def _init_paged(self, group: LayerGroup, index: int) -> None:
+        super()._init_paged(group, index)
+        self.indexer_keys = None
+        self.indexer_position_ids = None
+        self.is_indexer_initialized = False
+
+    update = PagedLayer.update
+    lazy_initialization = PagedLayer.lazy_initialization
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` of blocks and indexer keys."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self.reorder_cache(indices)
+
+
+class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
+    """Paged K/V beside a linear-attention state; stands for `LinearAttentionAndFullAttentionLayer`."""
+
+    _linear = cache_utils.LinearAttentionLayer
+
+    def __init__(self, group: LayerGroup, index: int, number_of_states: int = 1) -> None:
+        super().__init__(group, index)
+        self._linear.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """With keywords for the linear state, with positions for keys and values."""
+        (self._linear if kwargs else PagedLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Empties blocks and state."""
+        self._linear.reset(self)
+        PagedLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes row `beam_idx[i]`."""
+        self._linear.reorder_cache(self, torch.as_tensor(beam_idx))
+        PagedLayer.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times in a row."""
+        rows = torch.arange(len(self.group.tables)).repeat_interleave(repeats)
+        self._linear.reorder_cache(self, rows)
+        PagedLayer.batch_repeat_interleave(self, repeats)
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Forgets the last `-tokens_to_remove` positions of blocks and state."""
+        self._linear.crop(self, int(tokens_to_remove))
+        PagedLayer.crop(self, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Keeps what `crop` may have to bring back."""
+        self._linear.activate_past_recording(self)
+
+
+_STAND_INS: dict[type, type[PagedLayer]] = {
+    cache_utils.DynamicLayer: PagedLayer,
+    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+}
+
+
+def stand_in(layer: Any, group_for: Any, index: int) -> Any:
+    """
+    The paged layer for a stock layer, or the layer itself if it keeps no plain keys and values (Mamba states, compressed
+    layers that a model defines).
+
+    Args:
+        layer (`CacheLayerMixin`): A stock layer that holds nothing yet.
+        group_for (`Callable[[int | None], LayerGroup]`): The group of layers with that window.
+        index (`int`): The layer's place in the cache.
+    """
+    paged = _STAND_INS.get(type(layer))
+    if paged is None:
+        return layer
+    group = group_for(getattr(layer, "sliding_window", None))
+    if paged is PagedHybridLayer:
+        return PagedHybridLayer(group, index, layer.number_of_states)
+    return paged(group, index)

@@ -1,0 +1,157 @@
+"""`PagedCache`: a `transformers.Cache` over a paged block pool."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
+
+from ..config import PagedConfig
+from .handles import ReadCounters
+from .layer_group import LayerGroup
+from .layers import PagedLayer, stand_in
+from .memory import MemoryStats, PagedMemory
+
+
+class PagedCache(DynamicCache):
+    """
+    A cache like any other of transformers, whose keys and values live in blocks of a pool (PagedAttention,
+    arXiv 2309.06180, section 4). Layers of one kind share block tables; rows share blocks until one writes
+    (copy-on-write); layers with a sliding window give blocks back once they leave it. `copy.deepcopy` shares blocks.
+
+    Args:
+        config ([`PreTrainedConfig`], *optional*): The model's configuration, which tells the layers' kinds. Without it,
+            every layer is a full attention layer, made when it first updates.
+        paged_config ([`PagedConfig`] or `dict`, *optional*): Block size and budget.
+        memory ([`PagedMemory`], *optional*): A memory to share with other caches; its own if left out.
+        kind (`str`): Names this cache's groups in the memory.
+        offloading (`bool`): Ignored, as blocks stay where they are; models that rebuild a cache pass it.
+
+    Example:
+
+    ```python
+    cache = PagedCache(model.config)
+    model(**inputs, past_key_values=cache)
+    ```
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        paged_config: PagedConfig | Mapping[str, Any] | None = None,
+        *,
+        memory: PagedMemory | None = None,
+        kind: str = "self",
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+    ) -> None:
+        self._setup(memory or PagedMemory(PagedConfig.coerce(paged_config)), kind)
+        self._adopt(DynamicCache(config=config) if config is not None else DynamicCache())
+
+    @classmethod
+    def from_empty(cls, cache: DynamicCache, memory: PagedMemory, kind: str = "self") -> PagedCache:
+        """The paged cache that stands for a `DynamicCache` which holds nothing yet, layer by layer."""
+        paged = cls.__new__(cls)
+        paged._setup(memory, kind)
+        paged._adopt(cache)
+        return paged
+
+    def _setup(self, memory: PagedMemory, kind: str) -> None:
+        self.memory, self.kind = memory, kind
+        self.counters = ReadCounters()
+        self.groups: dict[int | None, LayerGroup] = {}
+
+    def _adopt(self, cache: DynamicCache) -> None:
+        layers = [stand_in(layer, self._group, index) for index, layer in enumerate(cache.layers)]
+        if cache.layer_class_to_replicate is None:
+            Cache.__init__(self, layers=layers)
+        else:
+            Cache.__init__(self, layer_class_to_replicate=cache.layer_class_to_replicate)
+            self.layer_class_to_replicate = self._next_layer
+            self.layers = layers
+
+    def _next_layer(self) -> PagedLayer:
+        return PagedLayer(self._group(None), len(self.layers))
+
+    def _group(self, window: int | None) -> LayerGroup:
+        if window not in self.groups:
+            self.groups[window] = LayerGroup(self.memory, (self.kind, window), window, self.counters)
+        return self.groups[window]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: tables live on the host. (A cache of Mamba states alone would otherwise be compiled.)"""
+        return False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is held."""
+        return not any(group.length for group in self.groups.values())
+
+    def expect_padding(self, paddings: tuple[int, ...]) -> None:
+        """Rows of the first prefill start with so many padding positions, which every mask will hide: do not store them."""
+        for group in self.groups.values():
+            if not group.tables:
+                group.expected_paddings = paddings
+
+    def reserve(self, num_blocks: int) -> None:
+        """Expect up to `num_blocks` blocks a layer, so that memory need not grow step by step."""
+        share = 0.5 / max(1, len(self.layers))
+        for group in self.groups.values():
+            group.blocks.storage.reserve(num_blocks, share)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""
+        rows: torch.Tensor | None = None
+        for layer in self.layers:
+            if hasattr(layer, "batch_repeat_interleave"):
+                layer.batch_repeat_interleave(repeats)
+            else:  # states of linear attention: selecting rows does the same
+                rows = _num_state_rows(layer) if rows is None else rows
+                layer.reorder_cache(rows.repeat_interleave(repeats))
+
+    def free(self) -> None:
+        """Gives every block back; the cache is empty and can be used again."""
+        self.reset()
+
+    def stats(self) -> MemoryStats:
+        """What the memory behind this cache holds."""
+        return self.memory.stats()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless pool, tables and refcounts agree."""
+        self.memory.check_integrity()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.counters = memo[id(self.counters)] = ReadCounters()
+        for name, value in self.__dict__.items():
+            if name == "layer_class_to_replicate" and value is not None:
+                twin.layer_class_to_replicate = twin._next_layer
+            elif name != "counters":
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "layer_class_to_replicate": self.layer_class_to_replicate is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.layer_class_to_replicate = self._next_layer if state["layer_class_to_replicate"] else None
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for layer in self.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            yield keys, values, getattr(layer, "_sliding_window_tensor", None)
+
+
+def _num_state_rows(layer: Any) -> torch.Tensor:
+    """Row numbers of a layer that keeps linear-attention states."""
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    batch_size = next((state.shape[0] for state in states if state is not None), 0)
+    return torch.arange(batch_size)

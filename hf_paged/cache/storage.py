@@ -1,0 +1,158 @@
+"""The memory itself: per-layer block tensors of one layer group, block copies, growth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from ..attention import native
+
+
+@dataclass(frozen=True)
+class LayerBlocks:
+    """
+    The blocks of one layer.
+
+    Args:
+        tensors (`tuple[torch.Tensor, ...]`): What is really allocated. Where K and V agree in heads, dims and dtype it is
+            one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first, so that one gather serves both.
+            Where only the dims differ (MLA: latent and rotary key) it is one tensor
+            `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two.
+        keys (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, key_dim)`): View of the keys.
+        values (`torch.Tensor` of shape `(num_blocks, value_heads, block_size, value_dim)`): View of the values.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block of this layer takes."""
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in self.tensors if tensor.shape[0])
+
+    def matches(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether new states `(batch, heads, n, dim)` fit these blocks."""
+        return all(
+            (blocks.shape[1], blocks.shape[3], blocks.dtype, blocks.device)
+            == (states.shape[1], states.shape[3], states.dtype, states.device)
+            for blocks, states in ((self.keys, keys), (self.values, values))
+        )
+
+    @classmethod
+    def allocate(cls, num_blocks: int, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+        """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
+        if (keys.shape[1], keys.dtype) != (values.shape[1], values.dtype):
+            shapes = [(num_blocks, x.shape[1], block_size, x.shape[3]) for x in (keys, values)]
+            pair = [torch.empty(s, dtype=x.dtype, device=x.device) for s, x in zip(shapes, (keys, values))]
+            return cls(tuple(pair), *pair)
+        heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+        if key_dim == value_dim:
+            shape = (num_blocks, 2 * heads, block_size, key_dim)
+        else:
+            shape = (num_blocks, heads, block_size, key_dim + value_dim)
+        both = torch.empty(shape, dtype=keys.dtype, device=keys.device)
+        return cls.view(both, heads, key_dim)
+
+    @classmethod
+    def view(cls, both: torch.Tensor, heads: int, key_dim: int) -> LayerBlocks:
+        """Keys and values as views of the one tensor that holds both."""
+        if both.shape[1] == 2 * heads:
+            return cls((both,), both[:, :heads], both[:, heads:])
+        return cls((both,), both[..., :key_dim], both[..., key_dim:])
+
+    def grown(self, num_blocks: int) -> LayerBlocks:
+        """A copy with room for `num_blocks`."""
+        tensors = [tensor.new_empty((num_blocks, *tensor.shape[1:])) for tensor in self.tensors]
+        for new, old in zip(tensors, self.tensors):
+            new[: old.shape[0]] = old
+        if len(tensors) == 1:
+            return self.view(tensors[0], self.keys.shape[1], self.keys.shape[3])
+        return LayerBlocks(tuple(tensors), *tensors)
+
+
+class Storage:
+    """
+    The block tensors of one layer group, one `LayerBlocks` a layer, made when the layer first writes.
+
+    On CPU the tensors are made as large as `reserve` was told, since the system commits a page only when it is touched.
+    When they are full they grow by half.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.capacity = 0
+        self._reserved, self._share = 0, 0.0
+        self._layers: dict[int, LayerBlocks] = {}
+
+    @property
+    def layers(self) -> dict[int, LayerBlocks]:
+        """Blocks by layer index."""
+        return self._layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers that have written."""
+        return sum(layer.block_bytes for layer in self._layers.values())
+
+    def reserve(self, num_blocks: int, share: float) -> None:
+        """
+        Expect up to `num_blocks` blocks: where untouched memory costs nothing, a layer made from now on holds that many,
+        as far as that is no more than `share` of the memory available.
+        """
+        self._reserved, self._share = num_blocks, share
+
+    def grow(self, num_blocks: int) -> None:
+        """Makes room for blocks `0 .. num_blocks - 1` in every layer, keeping what is stored."""
+        self.capacity = max(self.capacity, num_blocks)
+        for index, layer in self._layers.items():
+            if layer.keys.shape[0] < self.capacity:
+                rows = layer.keys.shape[0]
+                self._layers[index] = layer.grown(max(self.capacity, rows + rows // 2))
+
+    def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks | None:
+        """The blocks of layer `index` if they exist and fit states like `keys` and `values`."""
+        layer = self._layers.get(index)
+        return layer if layer is not None and layer.matches(keys, values) else None
+
+    def make(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+        """New blocks for layer `index` and states like `keys` and `values`."""
+        num_blocks = self.capacity
+        if keys.device.type == "cpu" and self._reserved > num_blocks:
+            block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
+            affordable = int(self._share * psutil.virtual_memory().available / max(block_bytes, 1))
+            num_blocks = max(num_blocks, min(self._reserved, affordable))
+        self._layers[index] = layer = LayerBlocks.allocate(num_blocks, self.block_size, keys, values)
+        return layer
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies block `source` to block `target` in every layer, one batched copy a layer."""
+        sources, targets = (list(ids) for ids in zip(*copies))
+        for layer in self._layers.values():
+            for tensor in layer.tensors:
+                tensor[torch.tensor(targets, device=tensor.device)] = tensor[
+                    torch.tensor(sources, device=tensor.device)
+                ]
+
+
+def store(keys: torch.Tensor, values: torch.Tensor, layer: LayerBlocks, slots: torch.Tensor) -> None:
+    """
+    Scatters one step's K and V into the blocks.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `(batch, heads, n, dim)`): The new states.
+        layer (`LayerBlocks`): Where they go.
+        slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, or -1 for a
+            token that is not stored.
+    """
+    if native.supports_store(keys, values, layer.keys, layer.values, slots) and native.is_available():
+        native.store(keys, values, layer.keys, layer.values, slots)
+        return
+    slots = slots.to(layer.keys.device)
+    kept = slots >= 0
+    block_ids, offsets = slots[kept] // layer.keys.shape[2], slots[kept] % layer.keys.shape[2]
+    layer.keys[block_ids, :, offsets] = keys.transpose(1, 2)[kept].to(layer.keys.dtype)
+    layer.values[block_ids, :, offsets] = values.transpose(1, 2)[kept].to(layer.values.dtype)

@@ -1,0 +1,71 @@
+"""`PagedConfig`: every knob of the paged memory, its unit and its validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """
+    The knobs of the paged key/value memory. Pass one, or the same keys as a dict, as `cache_config`.
+
+    Args:
+        block_size (`int`, defaults to 16):
+            Tokens in a block; a power of two from 8 to 256 (PagedAttention, arXiv 2309.06180, section 7.2).
+        num_blocks (`int`, *optional*):
+            Most blocks that may be in use at once, over all layer groups (full attention, each sliding window, cross
+            attention). `None`: as many as the call needs.
+        memory_fraction (`float`, *optional*):
+            Most of the memory that is free when the pool is made that its blocks may take, in (0, 1]. `None`: no limit
+            but the machine's.
+
+    Raises:
+        ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if not _is_int(size) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
+            raise ValueError(
+                f"`block_size` is {size!r}: it must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} (tokens)"
+            )
+        if self.num_blocks is not None and (not _is_int(self.num_blocks) or self.num_blocks < 1):
+            raise ValueError(f"`num_blocks` is {self.num_blocks!r}: it must be None or a whole number of at least 1")
+        fraction = self.memory_fraction
+        if fraction is not None and (
+            not isinstance(fraction, Real) or isinstance(fraction, bool) or not 0 < fraction <= 1
+        ):
+            raise ValueError(f"`memory_fraction` is {fraction!r}: it must be None or a number above 0 and at most 1")
+
+    @classmethod
+    def coerce(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:
+        """A `PagedConfig` from what a caller passed as `cache_config`; `ValueError` on unknown keys."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"`cache_config` is {value!r}: it must be a dict, a `PagedConfig` or None")
+        allowed = [field.name for field in fields(cls)]
+        unknown = sorted(str(key) for key in value if key not in allowed)
+        if unknown:
+            raise ValueError(f"`cache_config` has unknown keys {unknown}: allowed with 'paged' are {allowed}")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain dict that a `GenerationConfig` stores and saves."""
+        return asdict(self)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,106 @@
+"""One prefill per prompt: rows that `generate` expands from one prompt are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils import ModelOutput
+
+from .cache.paged_cache import PagedCache
+
+# Inputs whose rows are their first dimension in every model.
+_ROW_INPUTS = {
+    "attention_mask",
+    "decoder_attention_mask",
+    "decoder_input_ids",
+    "decoder_position_ids",
+    "encoder_outputs",
+    "inputs_embeds",
+    "position_ids",
+    "token_type_ids",
+}
+
+
+def prefill_once(
+    prefill: Callable[..., ModelOutput],
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    repeats: int,
+) -> ModelOutput | None:
+    """
+    Runs `prefill(input_ids, model_kwargs)` on every `repeats`-th row and gives each of its rows to `repeats` rows: blocks
+    by reference, outputs by repetition. `None`, with nothing run, where that could give anything but what all rows give.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(batch * repeats, length)`): Each prompt `repeats` times in a row.
+    """
+    if repeats == 1 or not _rows_are_independent(model):
+        return None
+    sliced_ids = _slice(input_ids, repeats)
+    sliced = dict(model_kwargs)
+    for name, value in model_kwargs.items():
+        if isinstance(value, Cache):
+            if not _holds_nothing(value):
+                return None
+        elif _is_plain(value):
+            continue
+        elif name in _ROW_INPUTS and not (name.endswith("position_ids") and value.dim() != 2):
+            sliced[name] = _slice(value, repeats)
+            if sliced[name] is None:
+                return None
+        else:
+            return None
+    if sliced_ids is None:
+        return None
+    outputs = prefill(sliced_ids, sliced)
+    cache = next((sliced[name] for name in ("past_key_values", "cache_params") if sliced.get(name) is not None), None)
+    if cache is not None:
+        cache.batch_repeat_interleave(repeats)
+    rows = sliced_ids.shape[0]
+    for name, value in outputs.items():
+        if not isinstance(value, Cache):
+            outputs[name] = _repeat(value, rows, repeats)
+    return outputs
+
+
+def _rows_are_independent(model: PreTrainedModel) -> bool:
+    """Whether a row's result is its own: no dropout, nobody watching the forward, no expert capacity for a whole batch."""
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
+        return False
+    return not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def _holds_nothing(cache: Cache) -> bool:
+    if isinstance(cache, EncoderDecoderCache):
+        return _holds_nothing(cache.self_attention_cache) and _holds_nothing(cache.cross_attention_cache)
+    return isinstance(cache, PagedCache) and cache.is_empty
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value has no rows."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _slice(value: Any, repeats: int) -> Any:
+    """Every `repeats`-th row, or `None` unless the rows between are equal to it."""
+    if isinstance(value, ModelOutput):
+        parts = {name: _slice(part, repeats) for name, part in value.items()}
+        return None if any(part is None for part in parts.values()) else type(value)(**parts)
+    if not isinstance(value, torch.Tensor) or value.shape[0] % repeats:
+        return None
+    groups = value.view(-1, repeats, *value.shape[1:]) if value.is_contiguous() else value.unflatten(0, (-1, repeats))
+    return groups[:, 0].contiguous() if bool((groups == groups[:, :1]).all()) else None
+
+
+def _repeat(value: Any, rows: int, repeats: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
+        return value.repeat_interleave(repeats, dim=0)
+    if isinstance(value, tuple):
+        return tuple(_repeat(part, rows, repeats) for part in value)
+    return value

@@ -94,8 +94,10 @@ def paged_attention(
     if isinstance(key, LatentTensor):
         absorbed = key.absorb(module, query)
         if absorbed is not None:
-            query, key_blocks, value_blocks, expand = absorbed
-            output = _in_place(module, query, key.step, key_blocks, value_blocks, attention_mask, implementation, kwargs)
+            absorbed_query, blocks, expand = absorbed
+            output = _in_place(
+                module, absorbed_query, key.step, blocks, blocks, attention_mask, implementation, kwargs
+            )
             if output is not None:
                 key.step.counters.latent += 1
                 return expand(output), None

@@ -53,7 +53,7 @@ class LatentTensor(torch.Tensor):
 
     def absorb(
         self, module: nn.Module, query: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
         """
         What to attend with instead of the expanded keys and values, or `None` if latents and rotary keys do not lie side
         by side.
@@ -62,11 +62,12 @@ class LatentTensor(torch.Tensor):
             query (`torch.Tensor` of shape `(batch, heads, query_len, nope_dim + rope_dim)`).
 
         Returns:
-            Queries `(batch, heads, query_len, rank + rope_dim)`, key blocks of that width, value blocks of width `rank`,
-            and the function that takes the output `(batch, query_len, heads, rank)` to `(..., value_dim)`.
+            Queries `(batch, heads, query_len, rank + rope_dim)`, the blocks of that width that serve as keys and as values,
+            and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to `(..., value_dim)`.
         """
         tensors = self.latent.layer.tensors
-        if len(tensors) != 1 or self.latent.layer is not self.rotary.layer:
+        rank = self.latent.shape[3]
+        if self.latent.layer is not self.rotary.layer or tensors[0].shape[3] != rank + self.rotary.shape[3]:
             return None
         weight, nope = module.kv_b_proj.weight, module.qk_nope_head_dim
         weight = weight.view(query.shape[1], nope + module.v_head_dim, -1)  # (heads, nope + value_dim, rank)
@@ -75,9 +76,9 @@ class LatentTensor(torch.Tensor):
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
 
         def expand(output: torch.Tensor) -> torch.Tensor:
-            return torch.einsum("bqhr,hvr->bqhv", output, to_values)
+            return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], to_values)
 
-        return query, tensors[0], self.latent.blocks, expand
+        return query, tensors[0], expand
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LatentTensor(shape={tuple(self.shape)}, latent={self.latent!r})"

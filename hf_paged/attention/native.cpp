@@ -1,0 +1,447 @@
+// Decode attention that reads K/V blocks in place (PagedAttention, arXiv 2309.06180, sec. 4.3), and the store of new K/V.
+//
+// One task is (row, K/V head, part of the sequence); the query heads of a group times the queries of the step are the
+// M rows of two small matrix products per tile of 64 tokens, so K and V are read once. Softmax is online; parts of a
+// split row are merged by log-sum-exp (Flash-Decoding). float32 throughout but for the loads. Only slots in the union
+// of a row's visible ranges are read. Vector extensions of GCC and Clang, no intrinsics: any width, any CPU.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
+constexpr int kMaxRows = 8;                                // rows of M kept in registers
+constexpr int64_t kAlone = 1 << 15;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline vf splat(float x) { return vf{} + x; }
+template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store_vf(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; }
+
+// 16 bits in each 32-bit lane to float32. Float16: the exponent is rebiased by a product, inf and NaN put back.
+inline vf widen(BFloat16*, vu h) { return (vf)(h << 16); }
+inline vf widen(Float16*, vu h) {
+    vf f = (vf)((h & 0x7fffu) << 13) * 0x1p112f;
+    vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return (vf)((vu)f | special | ((h & 0x8000u) << 16));
+}
+template <class T> inline vf load_floats(const T* p) { return widen((T*)nullptr, __builtin_convertvector(load<vh>(p), vu)); }
+inline vf load_floats(const float* p) { return load<vf>(p); }
+template <class T> inline float to_float(const T* p) { return widen((T*)nullptr, vu{} + (uint32_t)p->bits)[0]; }
+inline float to_float(const float* p) { return *p; }
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(BFloat16* p, float x) {  // round to nearest even
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    p->bits = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+inline void put(Float16* p, float x) {
+    uint32_t u, a;
+    std::memcpy(&u, &x, 4);
+    a = u & 0x7fffffff;
+    uint16_t h;
+    if (a > 0x7f800000) h = 0x7e00;
+    else if (a >= 0x477ff000) h = 0x7c00;                                        // rounds to inf
+    else if (a >= 0x38800000) h = (a + 0xfff + ((a >> 13) & 1) - 0x38000000) >> 13;  // normal
+    else {  // subnormal: adding 0.5 lets the FPU round to a multiple of 2^-24
+        float f;
+        std::memcpy(&f, &a, 4);
+        f += 0.5f;
+        std::memcpy(&a, &f, 4);
+        h = a - 0x3f000000;
+    }
+    p->bits = h | ((u >> 16) & 0x8000);
+}
+
+// exp for x <= 88, relative error about 1e-7; 0 below -87, NaN stays NaN. Adding 1.5 * 2^23 rounds to an integer whose
+// low bits are the exponent of the result.
+inline vf exp16(vf x) {
+    const vf magic = splat(12582912.f);
+    vf y = select(x < -87.f, splat(-87.f), x);
+    vf z = y * 1.44269504f + magic, n = z - magic;
+    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    return select(x < -87.f, vf{}, p * (vf)(((vu)z + 127) << 23));
+}
+inline float exp1(float x) { return exp16(splat(x))[0]; }
+inline vf tanh16(vf x) {
+    vf y = select(x > 20.f, splat(20.f), select(x < -20.f, splat(-20.f), x));
+    return 1.f - 2.f / (exp16(y + y) + 1.f);
+}
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
+#endif
+// Interleaving rows i and i + 8 rotates the bits of (row, lane) by one; four times transposes.
+inline void transpose(vu* r) {
+    for (int stage = 0; stage < 4; ++stage) {
+        vu t[16];
+        for (int i = 0; i < 8; ++i) {
+            t[2 * i] = SHUFFLE(r[i], r[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            t[2 * i + 1] = SHUFFLE(r[i], r[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < 16; ++i) r[i] = t[i];
+    }
+}
+
+// Word w of 16 tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type.
+inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }
+template <class T> inline void put_word(float* kt, int w, vu word, const T*) {
+    store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
+    store_vf(kt + (2 * (int64_t)w + 1) * kSub, widen((T*)nullptr, word >> 16));
+}
+template <class T> void transpose_keys(const T* const* tokens, int dim, float* kt) {
+    const int words = dim * (int)sizeof(T) / 4;
+    if (words < kLanes || dim * sizeof(T) % 4) {
+        for (int d = 0; d < dim; ++d)
+            for (int t = 0; t < kLanes; ++t) kt[(int64_t)d * kSub + t] = to_float(tokens[t] + d);
+        return;
+    }
+    for (int w = 0; w < words; w += kLanes) {
+        w = std::min(w, words - kLanes);  // the last step may overlap the one before
+        vu r[16];
+        for (int t = 0; t < 16; ++t) r[t] = load<vu>((const char*)tokens[t] + 4 * (int64_t)w);
+        transpose(r);
+        for (int i = 0; i < 16; ++i) put_word(kt, w + i, r[i], (const T*)nullptr);
+    }
+}
+
+// scores[M][32] = a[M][k] @ kt[k][32]
+template <int M> void score_rows(const float* a, int k, const float* kt, float* out) {
+    vf s[M][2] = {};
+    for (int d = 0; d < k; ++d) {
+        vf b0 = load<vf>(kt + (int64_t)d * kSub), b1 = load<vf>(kt + (int64_t)d * kSub + kLanes);
+        for (int m = 0; m < M; ++m) {
+            vf x = splat(a[(int64_t)m * k + d]);
+            s[m][0] += x * b0;
+            s[m][1] += x * b1;
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < 2; ++v) store_vf(out + m * kTile + v * kLanes, s[m][v]);
+}
+
+// acc[M][N * 16] = acc * alpha[M] + weights[M][n] @ values[n][N * 16]
+template <class T, int N, int M>
+void value_rows(const float* weights, int n, const T* const* tokens, int column, const float* alpha, float* acc, int dim) {
+    vf s[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < N; ++v) s[m][v] = load<vf>(acc + (int64_t)m * dim + v * kLanes) * alpha[m];
+    for (int t = 0; t < n; ++t) {
+        vf b[N];
+        for (int v = 0; v < N; ++v) b[v] = load_floats(tokens[t] + column + v * kLanes);
+        for (int m = 0; m < M; ++m) {
+            vf x = splat(weights[m * kTile + t]);
+            for (int v = 0; v < N; ++v) s[m][v] += x * b[v];
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < N; ++v) store_vf(acc + (int64_t)m * dim + v * kLanes, s[m][v]);
+}
+
+// Calls f(std::integral_constant<int, m>) for a run-time m of 1..8.
+template <class F> inline void with_rows(int m, F f) {
+    switch (m) {
+        case 1: return f(std::integral_constant<int, 1>{});
+        case 2: return f(std::integral_constant<int, 2>{});
+        case 3: return f(std::integral_constant<int, 3>{});
+        case 4: return f(std::integral_constant<int, 4>{});
+        case 5: return f(std::integral_constant<int, 5>{});
+        case 6: return f(std::integral_constant<int, 6>{});
+        case 7: return f(std::integral_constant<int, 7>{});
+        default: return f(std::integral_constant<int, 8>{});
+    }
+}
+
+}  // namespace
+
+// The arguments as native.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
+struct AttentionCall {
+    const void *query, *key, *value;
+    void* out;
+    const int32_t *tables, *seq_lens, *starts;
+    const void *sinks, *bias;
+    int64_t dtype, sinks_dtype, bias_dtype;
+    int64_t batch, heads, kv_heads, query_len, key_dim, value_dim, block_size, num_blocks, table_stride, max_blocks;
+    int64_t query_strides[3], key_strides[2], value_strides[2], bias_strides[4], bias_len;
+    int64_t causal, window, threads;
+    double scale, softcap;
+};
+
+namespace {
+
+struct Span { int64_t row, head, low, high, partial; };  // partial: slot of an unmerged part, -1 if it is the whole row
+
+float float_at(const void* p, int64_t dtype, int64_t i) {
+    if (dtype == 0) return to_float((const float*)p + i);
+    return dtype == 1 ? to_float((const BFloat16*)p + i) : to_float((const Float16*)p + i);
+}
+
+// Grows, never shrinks; one per thread and use.
+struct Scratch {
+    std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
+    size_t size = 0;
+    float* get(size_t floats) {
+        if (floats > size) {
+            size = (floats + 1023) / 1024 * 1024;
+            memory.reset((float*)std::aligned_alloc(64, size * sizeof(float)));
+        }
+        return memory.get();
+    }
+};
+
+struct Kernel {
+    const AttentionCall& c;
+    const int64_t group = c.heads / c.kv_heads, M = group * c.query_len;
+    const int64_t padded = (c.value_dim + kLanes - 1) / kLanes * kLanes;  // of value_dim
+    const int64_t part = M * (padded + 2);                               // floats of a part: acc, then max and sum
+
+    // The half-open range that query i sees; empty as low >= high.
+    void visible(int64_t row, int64_t i, int64_t& low, int64_t& high) const {
+        low = c.starts[row], high = c.seq_lens[row];
+        if (!c.causal) return;
+        high += i + 1 - c.query_len;
+        if (c.window >= 0) low = std::max(low, high - c.window);
+    }
+
+    template <class T> void write(const Span& s, float* acc, float* top, float* sum) const {
+        for (int64_t m = 0; m < M; ++m) {
+            int64_t head = s.head * group + m / c.query_len, i = m % c.query_len;
+            float scale = sum[m] > 0 || sum[m] != sum[m] ? 1.f / sum[m] : 0.f;
+            if (c.sinks && scale != 0.f) {
+                float sink = float_at(c.sinks, c.sinks_dtype, head), high = std::max(sink, top[m]);
+                float weight = exp1(top[m] - high);
+                scale = weight / (sum[m] * weight + exp1(sink - high));
+            }
+            T* out = (T*)c.out + ((s.row * c.query_len + i) * c.heads + head) * c.value_dim;
+            for (int64_t d = 0; d < c.value_dim; ++d) put(out + d, acc[m * padded + d] * scale);
+        }
+    }
+
+    template <class T> void run(const Span& s, float* partials) const {
+        static thread_local Scratch scratch;
+        float* kt = scratch.get(c.key_dim * kSub + M * c.key_dim + M * kTile + part + M + kTile * padded);
+        float *q = kt + c.key_dim * kSub, *scores = q + M * c.key_dim, *acc = scores + M * kTile;
+        float *top = acc + M * padded, *sum = top + M, *alpha = sum + M, *wide = alpha + M;
+        for (int64_t m = 0; m < M; ++m) {
+            const T* from = (const T*)c.query + s.row * c.query_strides[0] + m % c.query_len * c.query_strides[2] +
+                            (s.head * group + m / c.query_len) * c.query_strides[1];
+            for (int64_t d = 0; d < c.key_dim; ++d) q[m * c.key_dim + d] = to_float(from + d) * (float)c.scale;
+            top[m] = -kInf, sum[m] = 0.f;
+        }
+        std::fill(acc, acc + M * padded, 0.f);
+        const int64_t steps = (M + kMaxRows - 1) / kMaxRows, step = steps ? (M + steps - 1) / steps : 1;
+        const int32_t* table = c.tables + s.row * c.table_stride;
+        const T *keys[kTile], *values[kTile];
+        const float* widened[kTile];
+        for (int64_t start = s.low; start < s.high; start += kTile) {
+            const int n = (int)std::min<int64_t>(kTile, s.high - start), whole = (n + kSub - 1) / kSub * kSub;
+            for (int t = 0; t < n;) {
+                int64_t block = table[(start + t) / c.block_size], offset = (start + t) % c.block_size;
+                const T* k = (const T*)c.key + block * c.key_strides[0] + s.head * c.key_strides[1];
+                const T* v = (const T*)c.value + block * c.value_strides[0] + s.head * c.value_strides[1];
+                for (; t < n && offset < c.block_size; ++t, ++offset)
+                    keys[t] = k + offset * c.key_dim, values[t] = v + offset * c.value_dim;
+            }
+            for (int t = n; t < whole; ++t) keys[t] = keys[n - 1];  // their scores are masked below
+            for (int t = 0; t < whole; t += kSub) {
+                transpose_keys(keys + t, (int)c.key_dim, kt);
+                transpose_keys(keys + t + kLanes, (int)c.key_dim, kt + kLanes);
+                for (int64_t m = 0; m < M; m += step)
+                    with_rows((int)std::min(step, M - m), [&](auto rows) {
+                        score_rows<rows()>(q + m * c.key_dim, (int)c.key_dim, kt, scores + m * kTile + t);
+                    });
+            }
+            for (int64_t m = 0; m < M; ++m) softmax(s, m, start, n, whole, scores + m * kTile, top[m], sum[m], alpha[m]);
+            if (c.value_dim == padded) {
+                add_values(values, n, step, scores, alpha, acc);
+            } else {
+                for (int t = 0; t < n; ++t) {
+                    widened[t] = wide + t * padded;
+                    for (int64_t d = 0; d < padded; ++d)
+                        wide[t * padded + d] = d < c.value_dim ? to_float(values[t] + d) : 0.f;
+                }
+                add_values(widened, n, step, scores, alpha, acc);
+            }
+        }
+        if (s.partial < 0) write<T>(s, acc, top, sum);
+        else std::memcpy(partials + s.partial * part, acc, part * sizeof(float));
+    }
+
+    template <class V>
+    void add_values(const V* const* values, int n, int64_t step, float* scores, float* alpha, float* acc) const {
+        for (int64_t m = 0; m < M; m += step)
+            with_rows((int)std::min(step, M - m), [&](auto rows) {
+                for (int64_t d = 0; d < padded; d += 2 * kLanes) {
+                    auto add = padded - d > kLanes ? value_rows<V, 2, rows()> : value_rows<V, 1, rows()>;
+                    add(scores + m * kTile, n, values, (int)d, alpha + m, acc + m * padded + d, (int)padded);
+                }
+            });
+    }
+
+    // One row of scores to weights, in place, and its running maximum and sum; alpha rescales what came before.
+    void softmax(const Span& s, int64_t m, int64_t start, int n, int whole, float* x, float& top, float& sum,
+                 float& alpha) const {
+        int64_t low, high, i = m % c.query_len, head = s.head * group + m / c.query_len;
+        visible(s.row, i, low, high);
+        const int from = (int)std::clamp<int64_t>(low - start, 0, n), to = (int)std::clamp<int64_t>(high - start, from, n);
+        if (c.softcap > 0)
+            for (int t = 0; t < whole; t += kLanes)
+                store_vf(x + t, tanh16(load<vf>(x + t) * (float)(1 / c.softcap)) * (float)c.softcap);
+        if (c.bias) {
+            int64_t at = s.row * c.bias_strides[0] + head * c.bias_strides[1] + i * c.bias_strides[2];
+            for (int t = from; t < to; ++t) x[t] += float_at(c.bias, c.bias_dtype, at + (start + t) * c.bias_strides[3]);
+        }
+        std::fill(x, x + from, -kInf);
+        std::fill(x + to, x + whole, -kInf);
+        vf lanes = splat(top);
+        for (int t = 0; t < whole; t += kLanes) {
+            vf y = load<vf>(x + t);
+            lanes = select(y > lanes, y, lanes);
+        }
+        float next = lanes[0];
+        for (int l = 1; l < kLanes; ++l) next = std::max(next, lanes[l]);
+        alpha = 1.f;
+        // Nothing but -inf so far would make -inf - -inf; a NaN score must go on to poison its own query.
+        const float base = next == -kInf ? 0.f : next;
+        if (next != -kInf) alpha = exp1(top - base);
+        vf total = {};
+        for (int t = 0; t < whole; t += kLanes) {
+            vf p = exp16(load<vf>(x + t) - base);
+            total += p;
+            store_vf(x + t, p);
+        }
+        float added = 0.f;
+        for (int l = 0; l < kLanes; ++l) added += total[l];
+        sum = sum * alpha + added;
+        top = next;
+    }
+
+    // Parts of one (row, head), `first` the first of them, merged into it and written (Flash-Decoding).
+    template <class T> void merge(const Span* first, int64_t parts, float* partials) const {
+        float *acc = partials + first->partial * part, *top = acc + M * padded, *sum = top + M;
+        for (int64_t p = 1; p < parts; ++p) {
+            const float *acc2 = acc + p * part, *top2 = acc2 + M * padded, *sum2 = top2 + M;
+            for (int64_t m = 0; m < M; ++m) {
+                float high = std::max(top[m], top2[m]), base = high == -kInf ? 0.f : high;
+                float a = exp1(top[m] - base), b = exp1(top2[m] - base);
+                for (int64_t d = 0; d < padded; ++d)
+                    acc[m * padded + d] = acc[m * padded + d] * a + acc2[m * padded + d] * b;
+                sum[m] = sum[m] * a + sum2[m] * b;
+                top[m] = high;
+            }
+        }
+        write<T>(*first, acc, top, sum);
+    }
+
+    // 0, or 1 if a row is longer than its table, 2 if a block id is outside the pool, 3 if the bias is too short.
+    int plan(std::vector<Span>& spans, int64_t& partials, int64_t& total) const {
+        std::vector<std::pair<int64_t, int64_t>> ranges(c.batch);
+        for (int64_t row = 0; row < c.batch; ++row) {
+            int64_t low = std::numeric_limits<int64_t>::max(), high = 0, a, b;
+            for (int64_t i = 0; i < c.query_len; ++i) {
+                visible(row, i, a, b);
+                if (a < b) low = std::min(low, a), high = std::max(high, b);
+            }
+            low = std::min(low, high);
+            if (high > c.max_blocks * c.block_size) return 1;
+            if (c.bias && high > c.bias_len) return 3;
+            for (int64_t i = low / c.block_size; i * c.block_size < high; ++i)
+                if (uint64_t(c.tables[row * c.table_stride + i]) >= uint64_t(c.num_blocks)) return 2;
+            ranges[row] = {low, high};
+            total += (high - low) * c.kv_heads;
+        }
+        // About four tasks a thread evens out ragged rows; a part below 256 tokens would not pay for its merge.
+        int64_t longest = c.threads == 1 ? total : std::max<int64_t>(256, total / (4 * c.threads));
+        for (int64_t row = 0; row < c.batch; ++row) {
+            auto [low, high] = ranges[row];
+            int64_t parts = longest ? std::max<int64_t>(1, (high - low + longest - 1) / longest) : 1;
+            int64_t size = std::max<int64_t>(1, ((high - low + parts - 1) / parts + kTile - 1) / kTile * kTile);
+            parts = std::max<int64_t>(1, (high - low + size - 1) / size);
+            for (int64_t head = 0; head < c.kv_heads; ++head)
+                for (int64_t p = 0; p < parts; ++p)
+                    spans.push_back({row, head, low + p * size, std::min(high, low + (p + 1) * size),
+                                     parts > 1 ? partials++ : -1});
+        }
+        return 0;
+    }
+
+    template <class T> int execute() const {
+        static thread_local std::vector<Span> spans;
+        static thread_local Scratch storage;
+        spans.clear();
+        int64_t num_partials = 0, total = 0;
+        if (int error = plan(spans, num_partials, total)) return error;
+        float* partials = num_partials ? storage.get(num_partials * part) : nullptr;
+        const Span* tasks = spans.data();  // thread_local: the workers must see the caller's
+        const int64_t count = (int64_t)spans.size();
+        // Waking threads takes some microseconds: about what one thread needs for kAlone elements.
+        const bool shared = c.threads > 1 && count > 1 && total * (c.key_dim + c.value_dim) > kAlone;
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (shared)
+        for (int64_t i = 0; i < count; ++i) run<T>(tasks[i], partials);
+        for (int64_t i = 0, j; num_partials && i < count; i = j) {
+            for (j = i + 1; j < count && tasks[j].row == tasks[i].row && tasks[j].head == tasks[i].head;) ++j;
+            if (tasks[i].partial >= 0) merge<T>(tasks + i, j - i, partials);
+        }
+        return 0;
+    }
+};
+
+}  // namespace
+
+extern "C" int hf_paged_attention(const AttentionCall* call) {
+    Kernel kernel{*call};
+    if (call->dtype == 0) return kernel.execute<float>();
+    return call->dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
+}
+
+// Strides in bytes; slots[B][n], a negative one is not stored.
+struct StoreCall {
+    const char* source[2];
+    char* blocks[2];
+    const int64_t* slots;
+    int64_t batch, kv_heads, tokens, block_size, num_slots, slots_stride;
+    int64_t source_strides[2][3], block_strides[2][2], bytes[2];
+};
+
+extern "C" int hf_paged_store(const StoreCall* call) {
+    const StoreCall& c = *call;
+    for (int64_t b = 0; b < c.batch; ++b)
+        for (int64_t t = 0; t < c.tokens; ++t) {
+            int64_t slot = c.slots[b * c.slots_stride + t];
+            if (slot >= c.num_slots) return 2;
+        }
+    for (int which = 0; which < 2; ++which)
+        for (int64_t b = 0; b < c.batch; ++b)
+            for (int64_t t = 0; t < c.tokens; ++t) {
+                const int64_t slot = c.slots[b * c.slots_stride + t], block = slot / c.block_size;
+                if (slot < 0) continue;
+                const char* from = c.source[which] + b * c.source_strides[which][0] + t * c.source_strides[which][2];
+                char* to = c.blocks[which] + block * c.block_strides[which][0] + slot % c.block_size * c.bytes[which];
+                for (int64_t h = 0; h < c.kv_heads; ++h)
+                    std::memcpy(to + h * c.block_strides[which][1], from + h * c.source_strides[which][1], c.bytes[which]);
+            }
+    return 0;
+}

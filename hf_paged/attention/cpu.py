@@ -75,17 +75,23 @@ def paged_attention(
     if bias is not None:
         keys = max(bias.shape[-1], max(metadata.seq_lens_host) if bias.shape[-1] == 1 else 0)
         bias = bias.expand(batch, heads, query_len, keys)
+    pools = (_flat(key_blocks), _flat(value_blocks))
     for part in plan.parts:
         rows, kv_count, _ = part.shape
         first, last = part.heads[0] * group, part.heads[1] * group
         queries = query_len - part.first_query
-        key, value = _gather(part, key_blocks, value_blocks, reuse=not grads)
-        key, value = key.to(query.dtype), value.to(query.dtype)
+        key, value = _gather(part, *pools, key_blocks.shape[3], value_dim, reuse=not grads)
+        if key.dtype != query.dtype:
+            key, value = key.to(query.dtype), value.to(query.dtype)
         # [rows, kv_count, group, queries, dim]
         grouped = query[part.rows, first:last, part.first_query :].unflatten(1, (kv_count, group))
         extra = None
         if softcap is not None or sinks is not None or bias is not None:
             extra = _Extra(softcap, sinks, bias, part, group)
+        if queries == 1 and extra is None and isinstance(part.rows, slice):
+            result = _attend(grouped.squeeze(3), key, value, part, scale, 1, slice(0, group), None)
+            out[part.rows, -1, first:last] = result.flatten(1, 2)
+            continue
         target = out[part.rows] if isinstance(part.rows, slice) else out.new_empty((rows, *shape[1:]))
         for members in _members(group, queries):
             packed = grouped[:, :, members].flatten(2, 3)  # [rows, kv_count, M, dim]
@@ -218,26 +224,31 @@ def _scratch_bytes(size: int, device: torch.device) -> Tensor:
     return held
 
 
-def _gather(part: _Part, key_blocks: Tensor, value_blocks: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
-    """K and V of a part, `[rows, kv_heads, length, dim]`; in the scratch, where no gradient will ask for them."""
+def _gather(
+    part: _Part, keys: Tensor, values: Tensor, key_dim: int, value_dim: int, reuse: bool
+) -> tuple[Tensor, Tensor]:
+    """K and V of a part, `[rows, kv_heads, length, dim]`, from `_flat` pools; in the scratch unless a gradient will ask
+    for them."""
     gathered = []
-    sizes = [math.prod(part.shape) * blocks.shape[3] * blocks.element_size() for blocks in (key_blocks, value_blocks)]
-    starts = (0, -(-sizes[0] // 64) * 64)
-    scratch = _scratch_bytes(starts[1] + sizes[1], key_blocks.device) if reuse else None
-    for blocks, tiles, start, size in zip(
-        (key_blocks, value_blocks), (part.key_tiles, part.value_tiles), starts, sizes
-    ):
-        unit = _unit(blocks)
-        reach = sum((n - 1) * s for n, s in zip(blocks.shape[:2], blocks.stride()[:2]))
-        flat = blocks.as_strided((reach // unit + math.prod(blocks.shape[2:]) // unit, unit), (unit, 1))
+    start, size = 0, math.prod(part.shape)
+    key_bytes = -(-size * key_dim * keys.element_size() // 64) * 64
+    scratch = _scratch_bytes(key_bytes + size * value_dim * values.element_size(), keys.device) if reuse else None
+    for flat, tiles, dim in ((keys, part.key_tiles, key_dim), (values, part.value_tiles, value_dim)):
         if scratch is None:
             picked = flat.index_select(0, tiles)
         else:
-            picked = scratch[start : start + size].view(blocks.dtype).view(-1, unit)
+            picked = scratch[start : start + size * dim * flat.element_size()].view(flat.dtype).view(-1, flat.shape[1])
             torch.index_select(flat, 0, tiles, out=picked)
-        picked = picked.view(*part.shape, blocks.shape[3])
-        gathered.append(picked[:, :, part.offset : part.offset + part.length])
+        gathered.append(picked.view(*part.shape, dim)[:, :, part.offset : part.offset + part.length])
+        start = key_bytes
     return gathered[0], gathered[1]
+
+
+def _flat(blocks: Tensor) -> Tensor:
+    """A pool as `[tiles, unit]`, a view whatever its strides."""
+    unit = _unit(blocks)
+    last = (blocks.shape[0] - 1) * blocks.stride(0) + (blocks.shape[1] - 1) * blocks.stride(1)
+    return blocks.as_strided(((last + blocks.shape[2] * blocks.shape[3]) // unit, unit), (unit, 1))
 
 
 def _unit(blocks: Tensor) -> int:

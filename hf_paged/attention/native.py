@@ -31,6 +31,7 @@ MAX_QUERIES = 16
 """Queries per row up to which reading the blocks in place beats gathering them once."""
 
 _SOURCE = Path(__file__).with_name("native.cpp")
+_SOURCES = (_SOURCE, Path(__file__).with_name("native_lanes.cpp"))
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
@@ -246,7 +247,12 @@ def _build() -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     # A home directory may serve machines with other CPUs, which -march=native would not run on.
     key = hashlib.sha256()
-    for part in (_SOURCE.read_bytes(), repr((_FLAGS, _EXTRA_FLAGS)).encode(), version, _cpu().encode()):
+    for part in (
+        *(source.read_bytes() for source in _SOURCES),
+        repr((_FLAGS, _EXTRA_FLAGS)).encode(),
+        version,
+        _cpu().encode(),
+    ):
         key.update(hashlib.sha256(part).digest())
     folder = _cache_dir()
     path = folder / f"native-{key.hexdigest()[:24]}.so"

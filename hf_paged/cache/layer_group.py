@@ -30,18 +30,21 @@ class LayerGroup:
 
     def __init__(self, memory: PagedMemory, key: Hashable, window: int | None, counters: ReadCounters) -> None:
         self.memory, self.key, self.window, self.counters = memory, key, window, counters
-        self.blocks = memory.group(key)
         self.tables: list[BlockTable] = []
         self.length = 0  # logical positions, padding included
         self.paddings: tuple[int, ...] = ()
         self.expected_paddings: tuple[int, ...] | None = None
         self.record_past = False
         self.num_operations = 0
+        self._attach()
+
+    def _attach(self) -> None:
+        self.blocks = self.memory.group(self.key)
         self._step: Step | None = None
         self._slots: torch.Tensor | None = None
         self._view: Step | None = None
         self._snapshots: list[weakref.ref[PagedTensor]] = []
-        with memory.lock:
+        with self.memory.lock:
             self.blocks.table_sets.add(self)
 
     def __del__(self) -> None:
@@ -216,3 +219,37 @@ class LayerGroup:
         twin = memo[id(self)] = self.fork(counters)
         twin.num_operations = self.num_operations
         return twin
+
+    # -- pickling: the blocks that the tables hold, renumbered from 0 ------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("memory", "key", "window", "counters", "length", "paddings", "expected_paddings", "record_past")
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*own, "num_operations")}
+        held = list(dict.fromkeys(block_id for table in self.tables for block_id in table.block_ids))
+        numbers = {block_id: number for number, block_id in enumerate(held)}
+        state["tables"] = [
+            ([numbers[block_id] for block_id in table.block_ids], table.num_dropped, table.num_tokens)
+            for table in self.tables
+        ]
+        layers = self.blocks.storage.layers.items() if held else ()
+        state["contents"] = {index: (layer.keys[held], layer.values[held]) for index, layer in layers}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tables, contents = state.pop("tables"), state.pop("contents")
+        self.__dict__.update(state)
+        self.tables = []
+        self._attach()
+        with self.memory.lock:
+            size = self.blocks.block_size
+            held = self.blocks.take(1 + max((number for ids, _, _ in tables for number in ids), default=-1))
+            for numbers, num_dropped, num_tokens in tables:
+                table = BlockTable(self.blocks.pool, size)
+                table.block_ids = [held[number] for number in numbers]
+                table.num_dropped, table.num_tokens = num_dropped, num_tokens
+                self.blocks.pool.acquire(table.block_ids)
+                self.tables.append(table)
+            self.blocks.pool.release(held)
+            for index, (keys, values) in contents.items():
+                layer = self.blocks.layer(index, keys, values)
+                layer.keys[held], layer.values[held] = keys, values

@@ -56,7 +56,15 @@ class GroupMemory:
 
     def make_room(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> None:
         """Grows the pool so that appending `num_tokens[i]` to each table succeeds. Raises `OutOfBlocksError`."""
-        needed = num_blocks_needed(tables, num_tokens)
+        self.reserve(num_blocks_needed(tables, num_tokens))
+
+    def take(self, num_blocks: int) -> list[int]:
+        """`num_blocks` new blocks with refcount 1. Raises `OutOfBlocksError`."""
+        self.reserve(num_blocks)
+        return self.pool.allocate(num_blocks)
+
+    def reserve(self, needed: int) -> None:
+        """Sees to it that `needed` blocks are free. Raises `OutOfBlocksError`."""
         self.memory.check_num_blocks(needed)
         missing = needed - self.pool.num_free
         if missing > 0:
@@ -98,6 +106,12 @@ class PagedMemory:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config}  # each layer group pickles the blocks it holds
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"])  # type: ignore[misc]
 
     def group(self, key: Hashable) -> GroupMemory:
         """The pool and storage of the layer group `key`."""

@@ -148,7 +148,8 @@ def store(keys: torch.Tensor, values: torch.Tensor, layer: LayerBlocks, slots: t
         slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, or -1 for a
             token that is not stored.
     """
-    if native.supports_store(keys, values, layer.keys, layer.values, slots) and native.is_available():
+    same_heads = keys.shape[1] == values.shape[1]
+    if same_heads and native.supports_store(keys, values, layer.keys, layer.values, slots) and native.is_available():
         native.store(keys, values, layer.keys, layer.values, slots)
         return
     slots = slots.to(layer.keys.device)

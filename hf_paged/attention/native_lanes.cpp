@@ -1,0 +1,183 @@
+// Included by native.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, which any CPU runs at its own
+// width; conversions, exp, the transposed key tile, and the two small matrix products.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace {
+
+constexpr int kLanes = 16, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
+constexpr int kMaxRows = 8;                                // rows of M kept in registers
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+typedef float vf __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline vf splat(float x) { return vf{} + x; }
+template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store_vf(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
+#endif
+
+// Over the lanes, by halves.
+template <class F> inline float reduce(vf x, F f) {
+    x = f(x, SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = f(x, SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = f(x, SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return f(x, SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+}
+inline vf larger(vf a, vf b) { return select(a > b, a, b); }
+inline vf plus(vf a, vf b) { return a + b; }
+
+// 16 bits in each 32-bit lane to float32. Float16: the exponent is rebiased by a product, inf and NaN put back.
+inline vf widen(BFloat16*, vu h) { return (vf)(h << 16); }
+inline vf widen(Float16*, vu h) {
+    vf f = (vf)((h & 0x7fffu) << 13) * 0x1p112f;
+    vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return (vf)((vu)f | special | ((h & 0x8000u) << 16));
+}
+template <class T> inline vf load_floats(const T* p) { return widen((T*)nullptr, __builtin_convertvector(load<vh>(p), vu)); }
+inline vf load_floats(const float* p) { return load<vf>(p); }
+template <class T> inline float to_float(const T* p) { return widen((T*)nullptr, vu{} + (uint32_t)p->bits)[0]; }
+inline float to_float(const float* p) { return *p; }
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(BFloat16* p, float x) {  // round to nearest even
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    p->bits = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+inline void put(Float16* p, float x) {
+    uint32_t u, a;
+    std::memcpy(&u, &x, 4);
+    a = u & 0x7fffffff;
+    uint16_t h;
+    if (a > 0x7f800000) h = 0x7e00;
+    else if (a >= 0x477ff000) h = 0x7c00;                                        // rounds to inf
+    else if (a >= 0x38800000) h = (a + 0xfff + ((a >> 13) & 1) - 0x38000000) >> 13;  // normal
+    else {  // subnormal: adding 0.5 lets the FPU round to a multiple of 2^-24
+        float f;
+        std::memcpy(&f, &a, 4);
+        f += 0.5f;
+        std::memcpy(&a, &f, 4);
+        h = a - 0x3f000000;
+    }
+    p->bits = h | ((u >> 16) & 0x8000);
+}
+
+// exp for x <= 88, relative error about 1e-7; 0 below -87, NaN stays NaN. Adding 1.5 * 2^23 rounds to an integer whose
+// low bits are the exponent of the result.
+inline vf exp16(vf x) {
+    const vf magic = splat(12582912.f);
+    vf y = select(x < -87.f, splat(-87.f), x);
+    vf z = y * 1.44269504f + magic, n = z - magic;
+    vf r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    return select(x < -87.f, vf{}, p * (vf)(((vu)z + 127) << 23));
+}
+inline float exp1(float x) { return exp16(splat(x))[0]; }
+inline vf tanh16(vf x) {
+    vf y = select(x > 20.f, splat(20.f), select(x < -20.f, splat(-20.f), x));
+    return 1.f - 2.f / (exp16(y + y) + 1.f);
+}
+
+// Interleaving rows i and i + 8 rotates the bits of (row, lane) by one; four times transposes.
+inline void transpose(vu* r) {
+    for (int stage = 0; stage < 4; ++stage) {
+        vu t[16];
+        for (int i = 0; i < 8; ++i) {
+            t[2 * i] = SHUFFLE(r[i], r[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            t[2 * i + 1] = SHUFFLE(r[i], r[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < 16; ++i) r[i] = t[i];
+    }
+}
+
+// Word w of 16 tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type.
+inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }
+template <class T> inline void put_word(float* kt, int w, vu word, const T*) {
+    store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
+    store_vf(kt + (2 * (int64_t)w + 1) * kSub, widen((T*)nullptr, word >> 16));
+}
+template <class T> void transpose_keys(const T* const* tokens, int dim, float* kt) {
+    const int words = dim * (int)sizeof(T) / 4;
+    if (words < kLanes || dim * sizeof(T) % 4) {
+        for (int d = 0; d < dim; ++d)
+            for (int t = 0; t < kLanes; ++t) kt[(int64_t)d * kSub + t] = to_float(tokens[t] + d);
+        return;
+    }
+    for (int w = 0; w < words; w += kLanes) {
+        w = std::min(w, words - kLanes);  // the last step may overlap the one before
+        vu r[16];
+        for (int t = 0; t < 16; ++t) r[t] = load<vu>((const char*)tokens[t] + 4 * (int64_t)w);
+        transpose(r);
+        for (int i = 0; i < 16; ++i) put_word(kt, w + i, r[i], (const T*)nullptr);
+    }
+}
+
+// scores[M][32] = a[M][k] @ kt[k][32]
+template <int M> void score_rows(const float* a, int k, const float* kt, float* out) {
+    vf s[M][2] = {};
+    for (int d = 0; d < k; ++d) {
+        vf b0 = load<vf>(kt + (int64_t)d * kSub), b1 = load<vf>(kt + (int64_t)d * kSub + kLanes);
+        for (int m = 0; m < M; ++m) {
+            vf x = splat(a[(int64_t)m * k + d]);
+            s[m][0] += x * b0;
+            s[m][1] += x * b1;
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < 2; ++v) store_vf(out + m * kTile + v * kLanes, s[m][v]);
+}
+
+// acc[M][N * 16] = acc * alpha[M] + weights[M][n] @ values[n][N * 16]
+template <class T, int N, int M>
+void value_rows(const float* weights, int n, const T* const* tokens, int column, const float* alpha, float* acc, int dim) {
+    vf s[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < N; ++v) s[m][v] = load<vf>(acc + (int64_t)m * dim + v * kLanes) * alpha[m];
+    for (int t = 0; t < n; ++t) {
+        vf b[N];
+        for (int v = 0; v < N; ++v) b[v] = load_floats(tokens[t] + column + v * kLanes);
+        for (int m = 0; m < M; ++m) {
+            vf x = splat(weights[m * kTile + t]);
+            for (int v = 0; v < N; ++v) s[m][v] += x * b[v];
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < N; ++v) store_vf(acc + (int64_t)m * dim + v * kLanes, s[m][v]);
+}
+
+// Calls f(std::integral_constant<int, m>) for a run-time m of 1..8.
+template <class F> inline void with_rows(int m, F f) {
+    switch (m) {
+        case 1: return f(std::integral_constant<int, 1>{});
+        case 2: return f(std::integral_constant<int, 2>{});
+        case 3: return f(std::integral_constant<int, 3>{});
+        case 4: return f(std::integral_constant<int, 4>{});
+        case 5: return f(std::integral_constant<int, 5>{});
+        case 6: return f(std::integral_constant<int, 6>{});
+        case 7: return f(std::integral_constant<int, 7>{});
+        default: return f(std::integral_constant<int, 8>{});
+    }
+}
+
+}  // namespace
+

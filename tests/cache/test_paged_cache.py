@@ -1,0 +1,239 @@
+"""`PagedCache` standing alone, beside the `DynamicCache` it stands for, on real models and on bare tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig
+
+from hf_paged import OutOfBlocksError, PagedCache
+
+TINY = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "full": LlamaConfig(**TINY),
+    "window": MistralConfig(**TINY, sliding_window=11),
+}
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def config(request: pytest.FixtureRequest) -> PreTrainedConfig:
+    return CONFIGS[request.param]
+
+
+@pytest.fixture
+def model(config: PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def caches(config: PreTrainedConfig) -> tuple[DynamicCache, PagedCache]:
+    return DynamicCache(config=config), PagedCache(config, {"block_size": 8})
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    return model(ids, past_key_values=cache).logits
+
+
+def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_by_forward(model: Any, config: PreTrainedConfig) -> None:
+    plain, paged = caches(config)
+    for step, length in enumerate([9, 1, 1, 5, 1, 20, 1, 1]):
+        ids = tokens(2, length, step)
+        assert_same(logits(model, ids, plain), logits(model, ids, paged))
+        assert plain.get_seq_length() == paged.get_seq_length()
+        assert plain.get_mask_sizes(3, 0) == paged.get_mask_sizes(3, 0)
+        for stock, ours in zip(plain.layers, paged.layers):
+            assert isinstance(ours, type(stock))
+            assert_same(stock.keys, ours.keys + 0)
+            assert_same(stock.values, ours.values + 0)
+        paged.check_integrity()
+    assert paged.counters.in_place > 0
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])),
+        lambda cache: cache.batch_repeat_interleave(3),
+        lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+        lambda cache: cache.reset(),
+    ],
+    ids=["reorder", "repeat", "select", "select_mask", "reset"],
+)
+@pytest.mark.parametrize("length", [5, 8, 23])
+def test_operations_on_rows(model: Any, config: PreTrainedConfig, operation: Any, length: int) -> None:
+    plain, paged = caches(config)
+    for cache in (plain, paged):
+        logits(model, tokens(3, length), cache)
+        operation(cache)
+    rows = 3 if paged.is_empty else len(paged.layers[0].group.tables)
+    for step in range(3):
+        ids = tokens(rows, 1 + step, 10 + step)
+        assert_same(logits(model, ids, plain), logits(model, ids, paged))
+        paged.check_integrity()
+
+
+@pytest.mark.parametrize("remove", [1, 3, 8])
+def test_crop(model: Any, config: PreTrainedConfig, remove: int) -> None:
+    plain, paged = caches(config)
+    for cache in (plain, paged):
+        cache.activate_past_recording()
+        logits(model, tokens(2, 9), cache)
+        cache.crop(0)
+        logits(model, tokens(2, 9, 1), cache)
+        cache.crop(-remove)
+    assert plain.get_seq_length() == paged.get_seq_length() == 18 - remove
+    ids = tokens(2, 4, 2)
+    assert_same(logits(model, ids, plain), logits(model, ids, paged))
+    paged.check_integrity()
+
+
+def test_crop_of_a_full_window_that_was_not_recorded_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["window"]).eval()
+    for cache in caches(CONFIGS["window"]):
+        logits(model, tokens(1, 20), cache)
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-2)
+
+
+def test_a_deep_copy_shares_blocks_and_goes_its_own_way(model: Any, config: PreTrainedConfig) -> None:
+    plain, paged = caches(config)
+    for cache in (plain, paged):
+        logits(model, tokens(2, 10), cache)
+    used = paged.stats().used_blocks
+    twins = copy.deepcopy(plain), copy.deepcopy(paged)
+    assert paged.stats().used_blocks == used, "a copy takes blocks"
+    for step, (a, b) in enumerate([(plain, paged), twins, (plain, paged), twins]):
+        ids = tokens(2, 3, 5 + step)
+        assert_same(logits(model, ids, a), logits(model, ids, b))
+    paged.check_integrity()
+    del twins, a, b
+    paged.reset()
+    paged.check_integrity()
+    assert paged.stats().used_blocks == 0
+
+
+def test_pickle(model: Any, config: PreTrainedConfig) -> None:
+    plain, paged = caches(config)
+    for cache in (plain, paged):
+        logits(model, tokens(2, 13), cache)
+        cache.batch_repeat_interleave(2)
+    data = pickle.dumps(paged)
+    again = pickle.loads(data)
+    again.check_integrity()
+    assert again.stats().used_blocks == paged.stats().used_blocks, "sharing is lost"
+    ids = tokens(4, 2, 1)
+    assert_same(logits(model, ids, plain), logits(model, ids, again))
+
+
+def test_keys_are_a_snapshot() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["window"]).eval()
+    cache = PagedCache(CONFIGS["window"], {"block_size": 8})
+    logits(model, tokens(2, 12), cache)
+    before, numbers = cache.layers[0].keys, cache.layers[0].keys + 0
+    for step in range(30):
+        logits(model, tokens(2, 1, step), cache)
+    assert torch.equal(before + 0, numbers)
+
+
+def test_a_window_gives_blocks_back() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["window"]).eval()
+    cache = PagedCache(CONFIGS["window"], {"block_size": 8})
+    logits(model, tokens(1, 100), cache)
+    assert cache.stats().used_blocks <= 3
+    for step in range(40):
+        logits(model, tokens(1, 1, step), cache)
+        assert cache.stats().used_blocks <= 3, "11 tokens of window need at most 3 blocks of 8"
+
+
+def test_blocks_go_back_when_a_cache_is_collected(model: Any, config: PreTrainedConfig) -> None:
+    first = PagedCache(config, {"block_size": 8})
+    second = PagedCache(config, memory=first.memory)
+    logits(model, tokens(2, 20), first)
+    logits(model, tokens(2, 20), second)
+    used = first.stats().used_blocks
+    del second
+    assert first.stats().used_blocks == used // 2
+    first.check_integrity()
+
+
+def test_out_of_blocks_names_the_numbers_and_leaves_the_pool_whole(model: Any, config: PreTrainedConfig) -> None:
+    cache = PagedCache(config, {"block_size": 8, "num_blocks": 4})
+    logits(model, tokens(2, 9), cache)
+    with pytest.raises(OutOfBlocksError, match=r"needs 2 blocks of 8 tokens, 0 of 4 are free: raise `num_blocks`"):
+        for step in range(12):
+            logits(model, tokens(2, 1, step), cache)
+    cache.check_integrity()
+    cache.reset()
+    logits(model, tokens(2, 9), cache)
+
+
+def test_another_batch_size_is_refused() -> None:
+    cache = PagedCache()
+    states = torch.zeros(2, 1, 3, 4)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match="holds 2 rows, but keys of 3 rows came"):
+        cache.update(torch.zeros(3, 1, 1, 4), torch.zeros(3, 1, 1, 4), 0)
+
+
+def test_assigning_keys_is_refused() -> None:
+    cache = PagedCache()
+    cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
+    with pytest.raises(AttributeError, match="cannot be assigned"):
+        cache.layers[0].keys = torch.zeros(1)
+
+
+def test_layers_may_differ_in_heads_dims_and_dtype() -> None:
+    cache = PagedCache(paged_config={"block_size": 8})
+    shapes = [((2, 4), (2, 4)), ((1, 16), (1, 4)), ((2, 4), (4, 8))]
+    expected = []
+    for index, ((key_heads, key_dim), (value_heads, value_dim)) in enumerate(shapes):
+        keys = [torch.randn(2, key_heads, n, key_dim) for n in (11, 1)]
+        values = [torch.randn(2, value_heads, n, value_dim) for n in (11, 1)]
+        expected.append((keys, values))
+    for step in (0, 1):
+        for index, (keys, values) in enumerate(expected):
+            cache.update(keys[step], values[step], index)
+    for layer, (keys, values) in zip(cache.layers, expected):
+        assert torch.equal(layer.keys + 0, torch.cat(keys, 2))
+        assert torch.equal(layer.values + 0, torch.cat(values, 2))
+
+
+def test_gradients_reach_the_new_states() -> None:
+    cache = PagedCache(paged_config={"block_size": 8})
+    cache.update(torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4), 0)
+    keys = torch.randn(1, 1, 2, 4, requires_grad=True)
+    values = torch.randn(1, 1, 2, 4, requires_grad=True)
+    all_keys, all_values = cache.update(keys, values, 0)
+    (all_keys.sum() + 2 * all_values.sum()).backward()
+    assert torch.equal(keys.grad, torch.ones_like(keys)) and torch.equal(values.grad, 2 * torch.ones_like(values))
+
+
+def test_growth_keeps_what_is_stored() -> None:
+    cache = PagedCache(paged_config={"block_size": 8})
+    chunks = [torch.randn(3, 2, n, 4) for n in (5, 100, 1, 300, 17)]
+    for chunk in chunks:
+        keys, values = cache.update(chunk, -chunk, 0)
+    assert torch.equal(keys + 0, torch.cat(chunks, 2)) and torch.equal(values + 0, -torch.cat(chunks, 2))

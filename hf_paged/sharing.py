@@ -45,7 +45,7 @@ def prefill_once(
     sliced = dict(model_kwargs)
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
-            if not _holds_nothing(value):
+            if not _holds_nothing(value) or (model._is_stateful and not _keeps_states(value)):
                 return None
         elif _is_plain(value):
             continue
@@ -58,10 +58,10 @@ def prefill_once(
     if sliced_ids is None:
         return None
     outputs = prefill(sliced_ids, sliced)
-    cache = next((sliced[name] for name in ("past_key_values", "cache_params") if sliced.get(name) is not None), None)
-    if cache is not None:
-        cache.batch_repeat_interleave(repeats)
     rows = sliced_ids.shape[0]
+    cache = next((sliced[name] for name in ("past_key_values", "cache_params") if sliced.get(name) is not None), None)
+    if cache is not None:  # every layer must know how to reorder its rows; to select one several times is the same
+        cache.reorder_cache(torch.arange(rows, device=input_ids.device).repeat_interleave(repeats))
     for name, value in outputs.items():
         if not isinstance(value, Cache):
             outputs[name] = _repeat(value, rows, repeats)
@@ -80,6 +80,11 @@ def _holds_nothing(cache: Cache) -> bool:
     if isinstance(cache, EncoderDecoderCache):
         return _holds_nothing(cache.self_attention_cache) and _holds_nothing(cache.cross_attention_cache)
     return isinstance(cache, PagedCache) and cache.is_empty
+
+
+def _keeps_states(cache: Cache) -> bool:
+    """Whether recurrent states live in the cache (some models keep them in their modules, sized for the batch)."""
+    return any(hasattr(layer, "recurrent_states") for layer in getattr(cache, "layers", ()))
 
 
 def _is_plain(value: Any) -> bool:

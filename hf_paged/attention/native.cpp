@@ -1,4 +1,4 @@
-// Decode attention that reads K/V blocks in place (PagedAttention, arXiv 2309.06180, sec. 4.3), and the store of new K/V.
+// Decode attention that reads K/V blocks in place (PagedAttention, arXiv 2309.06180, sec. 4.3); the store of new K/V.
 //
 // One task is (row, K/V head, part of the sequence); the query heads of a group times the queries of the step are the
 // M rows of two small matrix products per tile of 64 tokens, so K and V are read once. Softmax is online; parts of a
@@ -24,7 +24,7 @@ struct AttentionCall {
     const void *sinks, *bias;
     int64_t dtype, sinks_dtype, bias_dtype;
     int64_t batch, heads, kv_heads, query_len, key_dim, value_dim, block_size, num_blocks, table_stride, max_blocks;
-    int64_t query_strides[3], key_strides[2], value_strides[2], bias_strides[4], bias_len;
+    int64_t query_strides[3], key_strides[3], value_strides[3], bias_strides[4], bias_len;
     int64_t causal, window, threads;
     double scale, softcap;
 };
@@ -81,16 +81,24 @@ struct Kernel {
         }
     }
 
-    // Blocks lie anywhere, so the processor does not see the next one coming. Inlined by force: GCC takes a function that
-    // only prefetches for one without effect, and drops its calls.
-    template <class T> inline __attribute__((always_inline)) void prefetch(const Span& s, const int32_t* table, int64_t start) const {
+    template <class T> const T* key_tile(const Span& s, int64_t block) const {
+        return (const T*)c.key + block * c.key_strides[0] + s.head * c.key_strides[1];
+    }
+    template <class T> const T* value_tile(const Span& s, int64_t block) const {
+        return (const T*)c.value + block * c.value_strides[0] + s.head * c.value_strides[1];
+    }
+
+    // Blocks lie anywhere, so the processor does not see the next one coming. Inlined by force: GCC takes a function
+    // that only prefetches for one without effect, and drops its calls.
+    template <class T>
+    inline __attribute__((always_inline)) void prefetch(const Span& s, const int32_t* table, int64_t start) const {
         for (int64_t t = start, end = std::min(s.high, start + kTile); t < end;) {
             const int64_t block = table[t / c.block_size], offset = t % c.block_size;
             const int64_t count = std::min(c.block_size - offset, end - t);
-            const T* k = (const T*)c.key + block * c.key_strides[0] + s.head * c.key_strides[1] + offset * c.key_dim;
-            const T* v = (const T*)c.value + block * c.value_strides[0] + s.head * c.value_strides[1] + offset * c.value_dim;
-            for (int64_t i = 0; i < count * c.key_dim; i += 64 / sizeof(T)) __builtin_prefetch(k + i);
-            for (int64_t i = 0; i < count * c.value_dim; i += 64 / sizeof(T)) __builtin_prefetch(v + i);
+            const T* k = key_tile<T>(s, block) + offset * c.key_strides[2];
+            const T* v = value_tile<T>(s, block) + offset * c.value_strides[2];
+            for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i);
+            for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i);
             t += count;
         }
     }
@@ -116,10 +124,9 @@ struct Kernel {
             const int n = (int)std::min<int64_t>(kTile, s.high - start), whole = (n + kSub - 1) / kSub * kSub;
             for (int t = 0; t < n;) {
                 int64_t block = table[(start + t) / c.block_size], offset = (start + t) % c.block_size;
-                const T* k = (const T*)c.key + block * c.key_strides[0] + s.head * c.key_strides[1];
-                const T* v = (const T*)c.value + block * c.value_strides[0] + s.head * c.value_strides[1];
+                const T *k = key_tile<T>(s, block), *v = value_tile<T>(s, block);
                 for (; t < n && offset < c.block_size; ++t, ++offset)
-                    keys[t] = k + offset * c.key_dim, values[t] = v + offset * c.value_dim;
+                    keys[t] = k + offset * c.key_strides[2], values[t] = v + offset * c.value_strides[2];
             }
             prefetch<T>(s, table, start + kTile);
             for (int t = n; t < whole; ++t) keys[t] = keys[n - 1];  // their scores are masked below
@@ -131,7 +138,8 @@ struct Kernel {
                         score_rows<rows()>(q + m * c.key_dim, (int)c.key_dim, kt, scores + m * kTile + t);
                     });
             }
-            for (int64_t m = 0; m < M; ++m) softmax(s, m, start, n, whole, scores + m * kTile, top[m], sum[m], alpha[m]);
+            for (int64_t m = 0; m < M; ++m)
+                softmax(s, m, start, n, whole, scores + m * kTile, top[m], sum[m], alpha[m]);
             if (c.value_dim == padded) {
                 add_values(values, n, step, scores, alpha, acc);
             } else {
@@ -163,13 +171,15 @@ struct Kernel {
                  float& alpha) const {
         int64_t low, high, i = m % c.query_len, head = s.head * group + m / c.query_len;
         visible(s.row, i, low, high);
-        const int from = (int)std::clamp<int64_t>(low - start, 0, n), to = (int)std::clamp<int64_t>(high - start, from, n);
+        const int from = (int)std::clamp<int64_t>(low - start, 0, n);
+        const int to = (int)std::clamp<int64_t>(high - start, from, n);
         if (c.softcap > 0)
             for (int t = 0; t < whole; t += kLanes)
                 store_vf(x + t, tanh16(load<vf>(x + t) * (float)(1 / c.softcap)) * (float)c.softcap);
         if (c.bias) {
             int64_t at = s.row * c.bias_strides[0] + head * c.bias_strides[1] + i * c.bias_strides[2];
-            for (int t = from; t < to; ++t) x[t] += float_at(c.bias, c.bias_dtype, at + (start + t) * c.bias_strides[3]);
+            for (int t = from; t < to; ++t)
+                x[t] += float_at(c.bias, c.bias_dtype, at + (start + t) * c.bias_strides[3]);
         }
         std::fill(x, x + from, -kInf);
         std::fill(x + to, x + whole, -kInf);
@@ -252,7 +262,7 @@ struct Kernel {
         const Span* tasks = spans.data();  // thread_local: the workers must see the caller's
         const int64_t count = (int64_t)spans.size();
         // Waking threads takes some microseconds: about what one thread needs for kAlone elements.
-        const bool shared = c.threads > 1 && count > 1 && total * (c.key_dim + c.value_dim) > kAlone;
+        [[maybe_unused]] const bool shared = c.threads > 1 && count > 1 && total * (c.key_dim + c.value_dim) > kAlone;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (shared)
         for (int64_t i = 0; i < count; ++i) run<T>(tasks[i], partials);
         for (int64_t i = 0, j; num_partials && i < count; i = j) {
@@ -277,7 +287,7 @@ struct StoreCall {
     char* blocks[2];
     const int64_t* slots;
     int64_t batch, kv_heads, tokens, block_size, num_slots, slots_stride;
-    int64_t source_strides[2][3], block_strides[2][2], bytes[2];
+    int64_t source_strides[2][3], block_strides[2][3], bytes[2];
 };
 
 extern "C" int hf_paged_store(const StoreCall* call) {
@@ -292,10 +302,11 @@ extern "C" int hf_paged_store(const StoreCall* call) {
             for (int64_t t = 0; t < c.tokens; ++t) {
                 const int64_t slot = c.slots[b * c.slots_stride + t], block = slot / c.block_size;
                 if (slot < 0) continue;
-                const char* from = c.source[which] + b * c.source_strides[which][0] + t * c.source_strides[which][2];
-                char* to = c.blocks[which] + block * c.block_strides[which][0] + slot % c.block_size * c.bytes[which];
+                const int64_t *source = c.source_strides[which], *target = c.block_strides[which];
+                const char* from = c.source[which] + b * source[0] + t * source[2];
+                char* to = c.blocks[which] + block * target[0] + slot % c.block_size * target[2];
                 for (int64_t h = 0; h < c.kv_heads; ++h)
-                    std::memcpy(to + h * c.block_strides[which][1], from + h * c.source_strides[which][1], c.bytes[which]);
+                    std::memcpy(to + h * target[1], from + h * source[1], c.bytes[which]);
             }
     return 0;
 }

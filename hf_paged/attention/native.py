@@ -36,8 +36,8 @@ _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ATTENTION = struct.Struct("9Q3q10q3q2q2q4q1q3q2d")  # struct AttentionCall
-_STORE = struct.Struct("5Q6q6q4q2q")  # struct StoreCall
+_ATTENTION = struct.Struct("9Q3q10q3q3q3q4q1q3q2d")  # struct AttentionCall
+_STORE = struct.Struct("5Q6q6q6q2q")  # struct StoreCall
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
 
 
@@ -55,7 +55,7 @@ def supports(
     bias: Tensor | None = None,
 ) -> bool:
     """Whether `paged_attention` takes these arguments: float32, bfloat16 or float16 on the CPU, at most
-    `MAX_QUERIES` queries a row, contiguous `[block_size, dim]` tiles, no gradient wanted."""
+    `MAX_QUERIES` queries a row, contiguous head dimensions, as many heads of V as of K, no gradient wanted."""
     dtype = query.dtype
     if not (
         query.is_cpu
@@ -69,8 +69,7 @@ def supports(
         query.stride(3) == 1
         and key_blocks.stride(3) == 1
         and value_blocks.stride(3) == 1
-        and key_blocks.stride(2) == key_blocks.size(3)
-        and value_blocks.stride(2) == value_blocks.size(3)
+        and key_blocks.size(1) == value_blocks.size(1)
     ):
         return False
     if sinks is not None and (sinks.dtype not in _DTYPES or not sinks.is_cpu or sinks.stride(0) != 1):
@@ -133,8 +132,10 @@ def paged_attention(
         query_strides[2],
         key_strides[0],
         key_strides[1],
+        key_strides[2],
         value_strides[0],
         value_strides[1],
+        value_strides[2],
         *bias_strides,
         bias_len,
         metadata.causal,
@@ -169,8 +170,7 @@ def supports_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_block
         and values.stride(3) == 1
         and key_blocks.stride(3) == 1
         and value_blocks.stride(3) == 1
-        and key_blocks.stride(2) == key_blocks.size(3)
-        and value_blocks.stride(2) == value_blocks.size(3)
+        and keys.size(1) == values.size(1)
         and slots.dtype is torch.int64
         and slots.stride(1) == 1
         and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
@@ -204,8 +204,10 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
         value_strides[2] * value_size,
         key_block_strides[0] * key_size,
         key_block_strides[1] * key_size,
+        key_block_strides[2] * key_size,
         value_block_strides[0] * value_size,
         value_block_strides[1] * value_size,
+        value_block_strides[2] * value_size,
         key_dim * key_size,
         value_dim * value_size,
     )

@@ -48,7 +48,9 @@ inline vf widen(Float16*, vu h) {
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
-template <class T> inline vf load_floats(const T* p) { return widen((T*)nullptr, __builtin_convertvector(load<vh>(p), vu)); }
+template <class T> inline vf load_floats(const T* p) {
+    return widen((T*)nullptr, __builtin_convertvector(load<vh>(p), vu));
+}
 inline vf load_floats(const float* p) { return load<vf>(p); }
 template <class T> inline float to_float(const T* p) { return widen((T*)nullptr, vu{} + (uint32_t)p->bits)[0]; }
 inline float to_float(const float* p) { return *p; }
@@ -149,7 +151,8 @@ template <int M> void score_rows(const float* a, int k, const float* kt, float* 
 
 // acc[M][N * 16] = acc * alpha[M] + weights[M][n] @ values[n][N * 16]
 template <class T, int N, int M>
-void value_rows(const float* weights, int n, const T* const* tokens, int column, const float* alpha, float* acc, int dim) {
+void value_rows(const float* weights, int n, const T* const* tokens, int column, const float* alpha, float* acc,
+                int dim) {
     vf s[M][N];
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < N; ++v) s[m][v] = load<vf>(acc + (int64_t)m * dim + v * kLanes) * alpha[m];

@@ -76,12 +76,12 @@ class Step:
             `torch.Tensor` of shape `(batch, heads, length - first, dim)`, contiguous.
         """
         tables = self.block_tables(blocks.device)
-        batch, (_, heads, _, dim) = tables.shape[0], blocks.shape
         if not any(self.paddings) and len(set(self.dropped)) == 1:
             start = self.first - self.dropped[0]
             count = self.length - self.first
-            dense = blocks[tables].transpose(1, 2).reshape(batch, heads, -1, dim)  # (batch, heads, slots, dim)
+            dense = blocks[tables].transpose(1, 2).flatten(2, 3)  # (batch, heads, slots, dim)
             return dense[:, :, start : start + count].contiguous()
+        batch, (_, heads, _, dim) = tables.shape[0], blocks.shape
         dense = blocks.new_zeros(batch, heads, self.length - self.first, dim)
         for row in range(batch):
             start = max(self.first, self.paddings[row])
@@ -89,7 +89,7 @@ class Step:
             if count <= 0:
                 continue
             used = tables[row, : len(self.host_tables[row])]
-            tokens = blocks[used].transpose(0, 1).reshape(heads, -1, dim)  # (heads, slots, dim)
+            tokens = blocks[used].transpose(0, 1).flatten(1, 2)  # (heads, slots, dim)
             offset = start - self.paddings[row] - self.dropped[row]
             dense[row, :, start - self.first :] = tokens[:, offset : offset + count]
         return dense

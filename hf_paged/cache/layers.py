@@ -213,8 +213,8 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
     """A layer with an indexer's keys beside its K/V; stands for `DynamicIndexedLayer`. The indexer's keys stay dense."""
 
-    def _init_paged(self, group: LayerGroup, index: int) -> None:
-        super()._init_paged(group, index)
+    def __init__(self, group: LayerGroup, index: int) -> None:
+        PagedLayer.__init__(self, group, index)
         self.indexer_keys = None
         self.indexer_position_ids = None
         self.is_indexer_initialized = False
@@ -255,8 +255,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row."""
-        rows = torch.arange(len(self.group.tables)).repeat_interleave(repeats)
-        self._linear.reorder_cache(self, rows)
+        self._linear.reorder_cache(self, torch.arange(num_state_rows(self)).repeat_interleave(repeats))
         PagedLayer.batch_repeat_interleave(self, repeats)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -267,6 +266,12 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
     def activate_past_recording(self) -> None:
         """Keeps what `crop` may have to bring back."""
         self._linear.activate_past_recording(self)
+
+
+def num_state_rows(layer: Any) -> int:
+    """Rows of a layer's linear-attention states."""
+    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return next((state.shape[0] for state in states if state is not None), 0)
 
 
 _STAND_INS: dict[type, type[PagedLayer]] = {

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..config import PagedConfig
 from .handles import ReadCounters
 from .layer_group import LayerGroup
-from .layers import PagedLayer, stand_in
+from .layers import PagedLayer, num_state_rows, stand_in
 from .memory import MemoryStats, PagedMemory
 
 
@@ -106,13 +106,18 @@ class PagedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""
-        rows: torch.Tensor | None = None
         for layer in self.layers:
             if hasattr(layer, "batch_repeat_interleave"):
                 layer.batch_repeat_interleave(repeats)
-            else:  # states of linear attention: selecting rows does the same
-                rows = _num_state_rows(layer) if rows is None else rows
-                layer.reorder_cache(rows.repeat_interleave(repeats))
+            else:
+                layer.reorder_cache(torch.arange(num_state_rows(layer)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` (positions or a boolean mask), in that order."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        self.reorder_cache(indices)
 
     def free(self) -> None:
         """Gives every block back; the cache is empty and can be used again."""
@@ -149,9 +154,3 @@ class PagedCache(DynamicCache):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             yield keys, values, getattr(layer, "_sliding_window_tensor", None)
 
-
-def _num_state_rows(layer: Any) -> torch.Tensor:
-    """Row numbers of a layer that keeps linear-attention states."""
-    states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    batch_size = next((state.shape[0] for state in states if state is not None), 0)
-    return torch.arange(batch_size)

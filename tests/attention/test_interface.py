@@ -1,0 +1,147 @@
+"""The attention function as transformers calls it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Gemma2Config, GPT2Config, LlamaConfig, T5Config
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
+from transformers.models.granite_swa import modeling_granite_swa
+from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager
+
+import hf_paged
+from hf_paged.attention.switch import NAME, eager_features, native_implementation, use_paged_attention
+from hf_paged.attention.interface import paged_attention, paged_mask
+
+TINY = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.3,
+)
+START = dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+MODELS: dict[str, tuple[Any, Any]] = {
+    "llama": (AutoModelForCausalLM, LlamaConfig(**TINY)),
+    "gemma2": (AutoModelForCausalLM, Gemma2Config(**TINY, head_dim=8, sliding_window=6)),
+    "gpt2": (AutoModelForCausalLM, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),
+    "t5": (AutoModelForSeq2SeqLM, T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **START)),
+}
+
+
+def build(name: str, **kwargs: Any) -> Any:
+    factory, config = MODELS[name]
+    torch.manual_seed(0)
+    return factory.from_config(type(config)(**config.to_dict()), **kwargs)
+
+
+def loss_and_gradients(model: Any, name: str) -> list[torch.Tensor]:
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_model_loaded_with_ours_trains_as_with_its_own(name: str) -> None:
+    own, ours = build(name).eval(), build(name, attn_implementation=NAME).eval()
+    assert ours.config._attn_implementation == NAME
+    for a, b in zip(loss_and_gradients(own, name), loss_and_gradients(ours, name), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_model_loaded_with_ours_generates_as_with_its_own(name: str) -> None:
+    own, ours = build(name).eval(), build(name, attn_implementation=NAME).eval()
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = own.generate(ids, **options)
+    assert torch.equal(ours.generate(ids, **options), expected)
+    assert torch.equal(ours.generate(ids, cache_implementation="paged", **options), expected)
+    assert ours.config._attn_implementation == NAME
+
+
+def test_eager_features_reads_the_function_not_its_name() -> None:
+    assert eager_features(llama_eager) == frozenset()
+    assert eager_features(gemma2_eager) == {"softcap"}
+    assert eager_features(gpt_oss_eager) == {"sinks"}
+    assert eager_features(modeling_granite_swa.eager_attention_forward) is None, "scales by a log-sum-exp"
+    assert eager_features(None) is None
+
+
+def test_switch_counts_calls_and_restores_once() -> None:
+    model = build("llama")
+    own = model.config._attn_implementation
+    with use_paged_attention(model):
+        with use_paged_attention(model):
+            assert model.config._attn_implementation == NAME
+            assert native_implementation(model.config) == own
+        assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == own
+
+
+def test_a_class_that_branches_on_the_name_is_left_alone() -> None:
+    model = build("gpt2")
+    model.config._attn_implementation_internal = "eager"
+    with use_paged_attention(model):  # GPT2Attention compares with "eager"
+        assert model.config._attn_implementation == "eager"
+    model.config._attn_implementation_internal = "sdpa"
+    with use_paged_attention(model):
+        assert model.config._attn_implementation == NAME
+
+
+def test_a_mask_that_shows_dropped_padding_is_refused() -> None:
+    model = build("llama").eval()
+    ids = torch.randint(3, 64, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        cache_implementation="paged",
+        eos_token_id=None,
+    )
+    cache = out.past_key_values
+    assert cache.get_seq_length() == 14
+    with pytest.raises(ValueError, match="first 5 positions of that row were padding"):
+        model.generate(out.sequences, attention_mask=torch.ones_like(out.sequences), past_key_values=cache)
+
+
+def test_dense_tensors_go_to_the_model_s_own_implementation() -> None:
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(_attn_implementation="sdpa")
+    query, key, value = (torch.randn(2, 3, 5, 8) for _ in range(3))
+    mask = paged_mask(batch_size=2, q_length=5, kv_length=5)
+    output, weights = paged_attention(module, query, key, value, mask, scaling=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    torch.testing.assert_close(output, expected.transpose(1, 2))
+    assert weights is None
+
+
+def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
+    from transformers.generation import configuration_utils
+    from transformers.generation.utils import GenerationMixin
+
+    wrapped = GenerationMixin.generate
+    hf_paged.install()
+    assert GenerationMixin.generate is wrapped
+    hf_paged.uninstall()
+    try:
+        assert GenerationMixin.generate is wrapped.__wrapped__
+        assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    finally:
+        hf_paged.install()
+    model = build("llama").eval()
+    ids = torch.randint(3, 64, (1, 5))
+    model.generate(ids, cache_implementation="paged", max_new_tokens=2)
+    assert hf_paged.last_route(model).in_place

@@ -1,0 +1,75 @@
+"""Masks that transformers describes: what we read out of the description, and what they are when somebody looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import masking_utils
+
+from hf_paged.attention.masks import MaskPattern, PagedMask, padding_columns, parse
+
+PAD = torch.zeros(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern"),
+    [
+        (masking_utils.causal_mask_function, MaskPattern(causal=True)),
+        (masking_utils.bidirectional_mask_function, MaskPattern(causal=False)),
+        (masking_utils.sliding_window_causal_mask_function(7), MaskPattern(causal=True, window=7)),
+        (masking_utils.chunked_causal_mask_function(5, PAD), MaskPattern(causal=True, chunk=5)),
+        (masking_utils.sliding_window_bidirectional_mask_function(7), None),
+        (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function), None),
+        (masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.causal_mask_function), None),
+        (lambda b, h, q, k: k <= q, None),
+    ],
+    ids=["causal", "bidirectional", "window", "chunk", "window_bidirectional", "or", "and", "lambda"],
+)
+def test_parse(function: Any, pattern: MaskPattern | None) -> None:
+    assert parse(function) == pattern
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["111", "011", "001"], ((0, 1, 2), (3, 3, 3))),
+        (["110", "011"], ((0, 1), (2, 3))),
+        (["000", "111"], ((0, 0), (0, 3))),
+        (["101"], None),
+        (["0110", "1101"], None),
+    ],
+)
+def test_padding_columns(rows: list[str], expected: Any) -> None:
+    mask = torch.tensor([[int(c) for c in row] for row in rows])
+    assert padding_columns(mask, len(rows), mask.shape[1]) == expected
+    assert padding_columns(mask.bool(), len(rows), mask.shape[1]) == expected
+
+
+def test_padding_columns_of_no_mask_and_of_a_short_one() -> None:
+    assert padding_columns(None, 2, 5) == ((0, 0), (5, 5))
+    assert padding_columns(torch.ones(2, 3), 2, 5) == ((0, 0), (3, 3)), "past its end the mask hides"
+    assert padding_columns(torch.ones(2, 7), 2, 5) == ((0, 0), (5, 5))
+
+
+def arguments(**kwargs: Any) -> dict[str, Any]:
+    padding = torch.tensor([[False, True, True, True, True], [True, True, True, True, True]])
+    return dict(batch_size=2, q_length=3, kv_length=5, q_offset=2, attention_mask=padding, dtype=torch.float32) | kwargs
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: str) -> None:
+    given = arguments()
+    mask = PagedMask(given, implementation)
+    native = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
+    assert mask.shape == native.shape and mask.dtype == native.dtype
+    assert torch.equal(mask[:, :, -1:], native[:, :, -1:])
+    assert torch.equal(torch.cat([mask, mask], 0), torch.cat([native, native], 0))
+
+
+def test_resolve_keeps_the_skips_of_each_implementation() -> None:
+    free = PagedMask(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
+    assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"
+    assert free.resolve("eager") is not None
+    assert free.dense().shape == (2, 1, 5, 5)

@@ -4,7 +4,8 @@ from .cache.block_pool import OutOfBlocksError
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
 from .config import PagedConfig
-from .generation import Route, check_integrity, free, install, last_route, memory_stats, uninstall
+from .generation import install, uninstall
+from .registry import Route, check_integrity, free, last_route, memory_stats
 
 __version__ = "0.1.0"
 

@@ -37,7 +37,8 @@ class PagedConfig:
         size = self.block_size
         if not _is_int(size) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
             raise ValueError(
-                f"`block_size` is {size!r}: it must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} (tokens)"
+                f"`block_size` is {size!r}: it must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} "
+                "(tokens)"
             )
         if self.num_blocks is not None and (not _is_int(self.num_blocks) or self.num_blocks < 1):
             raise ValueError(f"`num_blocks` is {self.num_blocks!r}: it must be None or a whole number of at least 1")

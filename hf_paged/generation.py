@@ -2,122 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import threading
-import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import interface
-from .attention.latent import unwrap_expansions, wrap_expansion
-from .attention.masks import PagedMask, mask_observer
-from .attention.switch import NAME, use_paged_attention
-from .cache.memory import MemoryStats, PagedMemory
+from .attention.latent import unwrap_expansions
+from .attention.switch import NAME
 from .cache.paged_cache import PagedCache
+from .call import Call, current, prepared
 from .config import PagedConfig
+from .registry import memory_for
 from .sharing import prefill_once
-
-logger = logging.getLogger(__name__)
 
 REQUESTED = ("paged", NAME)
 CACHE_NAMES = ("past_key_values", "cache_params")
 
 
-@dataclass(frozen=True)
-class Route:
-    """
-    How the last `generate` call of a model went.
-
-    Args:
-        road (`str`): `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: without one.
-        reason (`str`): Why this road.
-        in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
-        latent (`bool`): ... and did so on the latents of multi-head latent attention.
-        prefills_shared (`bool`): Rows expanded from one prompt were computed once.
-    """
-
-    road: str
-    reason: str
-    in_place: bool = False
-    latent: bool = False
-    prefills_shared: bool = False
-
-
-class _Call:
-    """What one `generate` call has built and switched, to be undone when it ends."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.stack = contextlib.ExitStack()
-        self.built: list[PagedCache] = []
-        self.caches: list[PagedCache] = []
-        self.repeats = 1
-        self.road, self.reason = "plain", "cache_implementation is not 'paged'"
-        self.is_switched = False
-        self.prefills_shared = False
-
-    def use(self, caches: list[PagedCache]) -> None:
-        """Attention of the model reads `caches` in place from here on."""
-        self.caches += caches
-        if self.is_switched:
-            return
-        self.is_switched = True
-        for module in self.model.modules():
-            if "expand_kv" in vars(type(module)):
-                wrap_expansion(type(module))
-        self.stack.enter_context(use_paged_attention(self.model))
-        token = mask_observer.set(self.observe)
-        self.stack.callback(mask_observer.reset, token)
-
-    def observe(self, mask: PagedMask) -> None:
-        """The model's own causal mask says which leading positions are padding: those need not be stored."""
-        if mask.pattern is None or not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
-            return
-        columns = mask.visible_columns()
-        if columns is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
-            return
-        for cache in self.built:
-            if cache.kind == "self" and cache.is_empty:
-                cache.expect_padding(columns[0])
-
-    def route(self) -> Route:
-        counters = [cache.counters for cache in self.caches]
-        in_place = sum(c.in_place for c in counters)
-        return Route(
-            self.road,
-            self.reason,
-            in_place=in_place > 0 and not any(c.gathered for c in counters),
-            latent=any(c.latent for c in counters),
-            prefills_shared=self.prefills_shared,
-        )
-
-
-_current: ContextVar[_Call | None] = ContextVar("hf_paged_call", default=None)
 _lock = threading.Lock()
-_memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
-_routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
-
-
-def _memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory that hangs on `model`, made anew when block size, budget, dtype or device are not what they were."""
-    key = (config, model.dtype, model.device)
-    with _lock:
-        found = _memories.get(model)
-        if found is None or found[0] != key:
-            found = _memories[model] = (key, PagedMemory(config))
-        return found[1]
 
 
 # -- the wrapped methods of GenerationMixin -----------------------------------------------------------------------
@@ -129,23 +40,24 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         if _requested(self, config, kwargs):
             kwargs = _with_validated_config(self, config, kwargs)
-        call = _Call(self)
-        token = _current.set(call)
-        try:
-            with call.stack:
-                result = original(self, *args, **kwargs)
-        except BaseException:
-            # a traceback keeps the frames alive that hold these caches: do not wait for it
-            for cache in call.built:
-                cache.free()
-            raise
-        finally:
-            _current.reset(token)
-            _routes[self] = call.route()
-            logger.debug("%s.generate: %s", type(self).__name__, _routes[self])
-        return result
+        prepared.set(None)
+        with Call(self).running():
+            return original(self, *args, **kwargs)
 
     return generate
+
+
+def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = prepared.get()
+        if call is None or call.model is not self:
+            return original(self, *args, **kwargs)
+        prepared.set(None)
+        with call.running():
+            return original(self, *args, **kwargs)
+
+    return decode
 
 
 def _requested(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
@@ -165,7 +77,7 @@ def _with_validated_config(model: Any, config: GenerationConfig | None, kwargs: 
     given = kwargs.get("cache_config")
     if given is None:
         own = getattr(model, "generation_config", None)
-        given = next((c.cache_config for c in (config, own) if getattr(c, "cache_config", None) is not None), None)
+        given = next((c.cache_config for c in (config, own) if c is not None and c.cache_config is not None), None)
     checked = PagedConfig.coerce(given)
     if kwargs.get("cache_config") is not None:
         kwargs["cache_config"] = checked.to_dict()
@@ -180,7 +92,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        call = _current.get()
+        call = current.get()
         requested = generation_config.cache_implementation in REQUESTED
         config = PagedConfig.coerce(generation_config.cache_config) if requested else None
         passed = {id(model_kwargs.get(name)) for name in CACHE_NAMES if model_kwargs.get(name) is not None}
@@ -189,18 +101,13 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             generation_config.cache_implementation = None
         result = original(self, generation_config, model_kwargs, *args, **kwargs)
         if call is None or call.model is not self:
-            call = None
+            call = Call(self)
+            prepared.set(call)
         if passed:
-            caches = [cache for name in CACHE_NAMES for cache in _paged_parts(model_kwargs.get(name))]
-            if call is not None and caches and not generation_config.output_attentions:
-                call.use(caches)
-            if call is not None and (caches or requested):
-                call.road = "hf_loop" if caches else "plain"
-                call.reason = f"the caller's {'PagedCache' if caches else 'own cache'} is used"
+            _record_passed(call, model_kwargs, requested, generation_config)
         elif config is not None:
             built = _swap(self, config, generation_config, model_kwargs, args, kwargs)
-            if call is not None:
-                _record(call, built, generation_config)
+            _record_built(call, built, generation_config)
         return result
 
     return _prepare_cache_for_generation
@@ -221,7 +128,7 @@ def _swap(
     kwargs: dict[str, Any],
 ) -> list[PagedCache]:
     """Puts a `PagedCache` for each `DynamicCache` that the model just built, and returns them."""
-    memory = _memory_for(model, config)
+    memory = memory_for(model, config)
     names = ("generation_mode", "batch_size", "max_cache_length")
     values = {**dict(zip(names, args)), **kwargs}
     repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -248,9 +155,23 @@ def _swap(
     return [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
 
 
-def _record(call: _Call, built: list[PagedCache], generation_config: GenerationConfig) -> None:
+def _record_passed(
+    call: Call, model_kwargs: dict[str, Any], requested: bool, generation_config: GenerationConfig
+) -> None:
+    caches = [cache for name in CACHE_NAMES for cache in _paged_parts(model_kwargs.get(name))]
+    if caches:
+        call.road, call.reason = "hf_loop", "the caller's PagedCache is used"
+        if not generation_config.output_attentions:
+            call.use(caches)
+    elif requested:
+        call.reason = "the caller's own cache is used"
+
+
+def _record_built(call: Call, built: list[PagedCache], generation_config: GenerationConfig) -> None:
     if not built:
-        call.reason = "use_cache is False" if generation_config.use_cache is False else "the model has a cache of its own"
+        call.reason = (
+            "use_cache is False" if generation_config.use_cache is False else "the model has a cache of its own"
+        )
         return
     call.built += built
     call.repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
@@ -275,7 +196,7 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
         def prefill(ids: torch.Tensor, inputs: dict[str, Any]) -> Any:
             return original(self, ids, generation_config, inputs, *args, **kwargs)
 
-        call = _current.get()
+        call = current.get()
         if call is not None and call.model is self and call.built:
             outputs = prefill_once(prefill, self, input_ids, model_kwargs, call.repeats)
             if outputs is not None:
@@ -292,6 +213,9 @@ _WRAPPERS = {
     "generate": _wrap_generate,
     "_prepare_cache_for_generation": _wrap_prepare_cache,
     "_prefill": _wrap_prefill,
+    "_sample": _wrap_decoding,
+    "_beam_search": _wrap_decoding,
+    "_assisted_decoding": _wrap_decoding,
 }
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -317,7 +241,9 @@ def uninstall() -> None:
     with _lock:
         for name, (_, wrapper) in _installed.items():
             if getattr(GenerationMixin, name) is not wrapper:
-                raise RuntimeError(f"`GenerationMixin.{name}` was replaced after hf_paged was installed: undo that first")
+                raise RuntimeError(
+                    f"`GenerationMixin.{name}` was replaced after hf_paged was installed: undo that first"
+                )
         while _installed:
             name, (original, _) = _installed.popitem()
             setattr(GenerationMixin, name, original)
@@ -326,45 +252,3 @@ def uninstall() -> None:
         for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             functions._global_mapping.pop(NAME, None)
         unwrap_expansions()
-
-
-def _memories_of(model: Any) -> list[PagedMemory]:
-    """Memories of a model and, for wrappers such as PEFT's, of the models inside it."""
-    with _lock:
-        modules = [module for module in model.modules() if module in _memories]
-        return [_memories[module][1] for module in modules]
-
-
-def free(model: Any) -> None:
-    """Gives every byte of the model's pool back. Caches that a caller still holds keep theirs until they are collected."""
-    with _lock:
-        for module in [module for module in model.modules() if module in _memories]:
-            del _memories[module]
-
-
-def last_route(model: Any) -> Route | None:
-    """How the model's last `generate` call went and why, or `None` before the first."""
-    routes = [_routes[module] for module in model.modules() if module in _routes]
-    return routes[0] if routes else None
-
-
-def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
-    """
-    What the model's pool holds.
-
-    Args:
-        reset (`bool`, defaults to `False`): Count the peaks anew from now on; the figures returned are those before.
-    """
-    memories = _memories_of(model)
-    if not memories:
-        return MemoryStats()
-    stats = memories[0].stats()
-    if reset:
-        memories[0].reset_peak()
-    return stats
-
-
-def check_integrity(model: Any) -> None:
-    """Raises `AssertionError` unless the model's pool agrees with the block tables that are alive."""
-    for memory in _memories_of(model):
-        memory.check_integrity()

@@ -33,8 +33,9 @@ def prefill_once(
     repeats: int,
 ) -> ModelOutput | None:
     """
-    Runs `prefill(input_ids, model_kwargs)` on every `repeats`-th row and gives each of its rows to `repeats` rows: blocks
-    by reference, outputs by repetition. `None`, with nothing run, where that could give anything but what all rows give.
+    Runs `prefill(input_ids, model_kwargs)` on every `repeats`-th row and gives each of its rows to `repeats` rows:
+    blocks by reference, outputs by repetition. `None`, with nothing run, where that could give anything but what all
+    rows give.
 
     Args:
         input_ids (`torch.Tensor` of shape `(batch * repeats, length)`): Each prompt `repeats` times in a row.
@@ -45,7 +46,7 @@ def prefill_once(
     sliced = dict(model_kwargs)
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
-            if not _holds_nothing(value) or (model._is_stateful and not _keeps_states(value)):
+            if not _holds_nothing(value):
                 return None
         elif _is_plain(value):
             continue
@@ -69,22 +70,23 @@ def prefill_once(
 
 
 def _rows_are_independent(model: PreTrainedModel) -> bool:
-    """Whether a row's result is its own: no dropout, nobody watching the forward, no expert capacity for a whole batch."""
+    """
+    Whether a row's result is its own and outside the cache nothing remembers it: no dropout, nobody watching the
+    forward, no expert capacity for a whole batch, no module that sets up a state of its own for so many rows.
+    """
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
         return False
-    return not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return not any(
+        module.training or module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_setup_cache")
+        for module in model.modules()
+    )
 
 
 def _holds_nothing(cache: Cache) -> bool:
     if isinstance(cache, EncoderDecoderCache):
         return _holds_nothing(cache.self_attention_cache) and _holds_nothing(cache.cross_attention_cache)
     return isinstance(cache, PagedCache) and cache.is_empty
-
-
-def _keeps_states(cache: Cache) -> bool:
-    """Whether recurrent states live in the cache (some models keep them in their modules, sized for the batch)."""
-    return any(hasattr(layer, "recurrent_states") for layer in getattr(cache, "layers", ()))
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,8 +10,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from hf_paged.attention import cpu, native, reference
-from hf_paged.attention.metadata import AttentionMetadata
+from .. import native
+from . import cpu, reference
+from .metadata import AttentionMetadata
 
 VARIABLE = "HF_PAGED_ATTENTION"
 BACKENDS = {"reference": reference, "cpu": cpu, "native": native}
@@ -55,18 +56,6 @@ def paged_attention(
     )
 
 
-def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """Arguments and effect of `cpu.store`."""
-    if (
-        _forced() in (None, native)
-        and native.supports_store(keys, values, key_blocks, value_blocks, slots)
-        and native.is_available()
-    ):
-        native.store(keys, values, key_blocks, value_blocks, slots)
-    else:
-        cpu.store(keys, values, key_blocks, value_blocks, slots)
-
-
 def _forced() -> ModuleType | None:
     name = os.environ.get(VARIABLE)
     if not name:
@@ -75,7 +64,7 @@ def _forced() -> ModuleType | None:
         raise ValueError(f"{VARIABLE}={name!r} names no backend: use one of {', '.join(BACKENDS)}, or unset it")
     if name == "native" and not native.is_available():
         raise RuntimeError(
-            f"{VARIABLE}=native, but the kernels could not be built (the log of hf_paged.attention.native says why): "
+            f"{VARIABLE}=native, but the kernels could not be built (the log of hf_paged.native says why): "
             "install a C++ compiler, or unset it"
         )
     return BACKENDS[name]

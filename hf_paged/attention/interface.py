@@ -78,12 +78,13 @@ def paged_attention(
     Args:
         module (`nn.Module`): The attention layer.
         query (`torch.Tensor` of shape `(batch, heads, query_len, key_dim)`): Any float dtype.
-        key, value (`torch.Tensor` of shape `(batch, kv_heads, kv_len, dim)`): Handles of a [`PagedCache`], which are read
-            in place where that gives what the model's own implementation would; ordinary tensors go to that
+        key, value (`torch.Tensor` of shape `(batch, kv_heads, kv_len, dim)`): Handles of a [`PagedCache`], which are
+            read in place where that gives what the model's own implementation would; ordinary tensors go to that
             implementation.
         attention_mask (`torch.Tensor`, *optional*): A [`PagedMask`], a dense mask in the format of the model's own
             implementation, or `None`.
-        kwargs: What the model's own implementation takes (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
+        kwargs: What the model's own implementation takes (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`,
+            ...).
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the query's dtype, and attention weights where the own implementation
@@ -95,9 +96,7 @@ def paged_attention(
         absorbed = key.absorb(module, query)
         if absorbed is not None:
             absorbed_query, blocks, expand = absorbed
-            output = _in_place(
-                module, absorbed_query, key.step, blocks, blocks, attention_mask, implementation, kwargs
-            )
+            output = _in_place(module, absorbed_query, key.step, blocks, blocks, attention_mask, implementation, kwargs)
             if output is not None:
                 key.step.counters.latent += 1
                 return expand(output), None
@@ -186,8 +185,8 @@ def plan_attention(
     step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
 ) -> tuple[AttentionMetadata, torch.Tensor | None] | None:
     """
-    Metadata and additive bias (in table coordinates) that say the same as `attention_mask`, or `None` if nothing short of
-    a dense mask does. Worked out once per step and mask, for all layers.
+    Metadata and additive bias (in table coordinates) that say the same as `attention_mask`, or `None` if nothing short
+    of a dense mask does. Worked out once per step and mask, for all layers.
     """
     memo_key = (id(attention_mask), query_len, is_causal, device)
     found = step.memo.get(memo_key)
@@ -269,8 +268,8 @@ def build_metadata(
     for padding, dropped, first, end in zip(step.paddings, step.dropped, firsts, ends):
         if first < padding and end > first:
             raise ValueError(
-                f"the attention mask shows position {first}, but the first {padding} positions of that row were padding "
-                "when they were cached and are not stored: pass a mask that hides them, as before"
+                f"the attention mask shows position {first}, but the first {padding} positions of that row were "
+                "padding when they were cached and are not stored: pass a mask that hides them, as before"
             )
         if pattern.chunk is not None:
             # chunks count from the row's first real token

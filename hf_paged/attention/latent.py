@@ -55,15 +55,16 @@ class LatentTensor(torch.Tensor):
         self, module: nn.Module, query: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
         """
-        What to attend with instead of the expanded keys and values, or `None` if latents and rotary keys do not lie side
-        by side.
+        What to attend with instead of the expanded keys and values, or `None` if latents and rotary keys do not lie
+        side by side.
 
         Args:
             query (`torch.Tensor` of shape `(batch, heads, query_len, nope_dim + rope_dim)`).
 
         Returns:
-            Queries `(batch, heads, query_len, rank + rope_dim)`, the blocks of that width that serve as keys and as values,
-            and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to `(..., value_dim)`.
+            Queries `(batch, heads, query_len, rank + rope_dim)`, the blocks of that width that serve as keys and as
+            values, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to `(...,
+            value_dim)`.
         """
         tensors = self.latent.layer.tensors
         rank = self.latent.shape[3]
@@ -93,7 +94,7 @@ class LatentTensor(torch.Tensor):
 
 def can_absorb(module: nn.Module) -> bool:
     """Whether the layer's expansion is one plain matrix that we may multiply elsewhere."""
-    projection = getattr(module, "kv_b_proj", None)
+    projection: Any = getattr(module, "kv_b_proj", None)
     return (
         type(projection) is nn.Linear
         and projection.bias is None
@@ -121,11 +122,11 @@ def wrap_expansion(cls: type) -> None:
         return tuple(LatentTensor(self, kv_nope, k_rot, expansion, which) for which in (0, 1))
 
     _wrapped[cls] = original
-    setattr(cls, "expand_kv", expand_kv)
+    cls.expand_kv = expand_kv  # type: ignore[attr-defined]
 
 
 def unwrap_expansions() -> None:
     """Puts back every `expand_kv` that `wrap_expansion` replaced."""
     while _wrapped:
         cls, original = _wrapped.popitem()
-        setattr(cls, "expand_kv", original)
+        cls.expand_kv = original  # type: ignore[attr-defined]

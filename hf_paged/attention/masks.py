@@ -29,8 +29,8 @@ class MaskPattern:
     Args:
         causal (`bool`): A query sees keys up to its own position.
         window (`int`, *optional*): ... and at most so many, itself included.
-        chunk (`int`, *optional*): ... and only those of its own chunk of so many positions, counted from the row's first
-            real token.
+        chunk (`int`, *optional*): ... and only those of its own chunk of so many positions, counted from the row's
+            first real token.
     """
 
     causal: bool

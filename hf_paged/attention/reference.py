@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata
+from .metadata import AttentionMetadata
 
 
 def paged_attention(

@@ -54,8 +54,8 @@ _switches = _Switches()
 
 def native_implementation(config: PreTrainedConfig | None, module: nn.Module | None = None) -> str:
     """
-    The implementation that `config` names, or that it named before a call switched it. A model that was loaded with ours
-    has none of its own: then sdpa if the model's file says that it serves it, else eager.
+    The implementation that `config` names, or that it named before a call switched it. A model that was loaded with
+    ours has none of its own: then sdpa if the model's file says that it serves it, else eager.
     """
     if config is None:
         return "sdpa"
@@ -65,9 +65,9 @@ def native_implementation(config: PreTrainedConfig | None, module: nn.Module | N
     return "sdpa" if module is None or _file_supports_sdpa(type(module).__module__) else "eager"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _file_supports_sdpa(module_name: str) -> bool:
-    classes = [
+    classes: list[Any] = [
         value
         for value in vars(sys.modules[module_name]).values()
         if inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module_name
@@ -124,7 +124,7 @@ def switchable_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return switchable
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _tree(cls: type) -> ast.AST | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(cls)))
@@ -132,7 +132,7 @@ def _tree(cls: type) -> ast.AST | None:
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _calls_interface(cls: type) -> bool:
     """Whether the class has a cache to update and calls the attention interface itself."""
     tree = _tree(cls)
@@ -143,7 +143,7 @@ def _calls_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in names and updates
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _branches(cls: type, native: str) -> bool:
     """Whether code of the class compares the implementation's name in a way that ours would answer differently."""
     tree = _tree(cls)
@@ -173,16 +173,16 @@ _PLAIN_ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
 _PLAIN_PARAMETERS = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
 _OPTIONAL_PARAMETERS = {"softcap", "position_bias"}
 _PLAIN_CALLS = set(
-    "matmul repeat_kv softmax dropout transpose contiguous to type size float tanh reshape expand cat max getattr hasattr"
-    " maybe_autocast".split()
+    "matmul repeat_kv softmax dropout transpose contiguous to type size float tanh reshape expand cat max getattr "
+    "hasattr maybe_autocast".split()
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
     """
-    What an eager attention function does beyond softmax(q k / scale + mask) v: a subset of `softcap`, `position_bias` and
-    `sinks`. `None` if it does anything else, so that only calling it gives its numbers.
+    What an eager attention function does beyond softmax(q k / scale + mask) v: a subset of `softcap`, `position_bias`
+    and `sinks`. `None` if it does anything else, so that only calling it gives its numbers.
     """
     if function is None:
         return None

@@ -27,7 +27,8 @@ class Step:
     The state of a layer group's tables at one step: what its layers' handles read through.
 
     Positions here are *logical*: the column in the padded batch, as transformers counts. The token at logical position
-    `p` of row `b` is token `p - paddings[b]` of that row's table; positions below `paddings[b]` are padding and not stored.
+    `p` of row `b` is token `p - paddings[b]` of that row's table; positions below `paddings[b]` are padding and not
+    stored.
 
     Args:
         length (`int`): Logical positions so far, the new ones included.
@@ -100,8 +101,8 @@ class PagedTensor(torch.Tensor):
     A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks.
 
     Our attention function reads `blocks` through `step`; any other operation gathers a contiguous tensor by itself, so
-    that a model with attention code of its own still works, only slower. `torch.nn.functional.scaled_dot_product_attention`
-    is passed to the function registered with `set_sdpa`.
+    that a model with attention code of its own still works, only slower.
+    `torch.nn.functional.scaled_dot_product_attention` is passed to the function registered with `set_sdpa`.
     """
 
     step: Step
@@ -113,8 +114,8 @@ class PagedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, step: Step, layer: LayerBlocks, which: str, fresh: torch.Tensor | None = None) -> PagedTensor:
         """
-        `which`: `"keys"` or `"values"` of `layer`. `fresh`: this step's own states, `(batch, heads, n, dim)`, when there
-        was nothing before them.
+        `which`: `"keys"` or `"values"` of `layer`. `fresh`: this step's own states, `(batch, heads, n, dim)`, when
+        there was nothing before them.
         """
         blocks: torch.Tensor = getattr(layer, which)
         batch, heads, length, dim = len(step.host_tables), blocks.shape[1], step.length - step.first, blocks.shape[3]

@@ -17,9 +17,9 @@ class LayerGroup:
     """
     One block table a row, shared by all layers of the group.
 
-    The first layer that updates in a step moves the tables on for all of them. Operations on rows (`select_rows`, `crop`)
-    are asked for by every layer in turn and done once: each layer counts its operations, and the group does the one that
-    it has not done yet.
+    The first layer that updates in a step moves the tables on for all of them. Operations on rows (`select_rows`,
+    `crop`) are asked for by every layer in turn and done once: each layer counts its operations, and the group does
+    the one that it has not done yet.
 
     Args:
         memory ([`PagedMemory`]): Where blocks come from.
@@ -57,7 +57,8 @@ class LayerGroup:
         """
         Makes logical positions `[context_len, context_len + query_len)` writable in every row.
 
-        Returns the step, and the slot of each new token, `(batch, query_len)` int64 with -1 for what is not stored. Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
+        Returns the step, and the slot of each new token, `(batch, query_len)` int64 with -1 for what is not stored.
+        Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
         """
         if not self.tables:
             self._open(batch_size)

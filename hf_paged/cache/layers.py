@@ -54,10 +54,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         with group.memory.lock:
             step, slots = group.advance(key_states.shape[0], context_len, query_len)
             blocks = group.blocks.layer(self.index, key_states, value_states)
-            if key_states.requires_grad or value_states.requires_grad:
-                storage.store(key_states.detach(), value_states.detach(), blocks, slots)
-            else:
-                storage.store(key_states, value_states, blocks, slots)
+            storage.store(key_states.detach(), value_states.detach(), blocks.keys, blocks.values, slots)
             self.num_seen = step.length
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -105,8 +102,8 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _refuse(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise AttributeError(
-                "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, `reset`, "
-                "`reorder_cache` or `batch_select_indices`"
+                "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, "
+                "`reset`, `reorder_cache` or `batch_select_indices`"
             )
 
     # -- lengths --------------------------------------------------------------------------------------------------
@@ -211,7 +208,9 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 
 
 class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
-    """A layer with an indexer's keys beside its K/V; stands for `DynamicIndexedLayer`. The indexer's keys stay dense."""
+    """
+    A layer with an indexer's keys beside its K/V; stands for `DynamicIndexedLayer`. The indexer's keys stay dense.
+    """
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         PagedLayer.__init__(self, group, index)
@@ -284,8 +283,8 @@ _STAND_INS: dict[type, type[PagedLayer]] = {
 
 def stand_in(layer: Any, group_for: Any, index: int) -> Any:
     """
-    The paged layer for a stock layer, or the layer itself if it keeps no plain keys and values (Mamba states, compressed
-    layers that a model defines).
+    The paged layer for a stock layer, or the layer itself if it keeps no plain keys and values (Mamba states,
+    compressed layers that a model defines).
 
     Args:
         layer (`CacheLayerMixin`): A stock layer that holds nothing yet.

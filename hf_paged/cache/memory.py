@@ -100,9 +100,10 @@ class PagedMemory:
         self.config = config
         self.lock = threading.RLock()
         self.groups: dict[Hashable, GroupMemory] = {}
-        self._copied_blocks = 0
         self._limit_bytes: int | None = None
-        self.reset_peak()
+        self._copied_blocks = self._peak_blocks = 0
+        self._peak_used: dict[Hashable, int] = {}
+        self._waste = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
@@ -130,8 +131,9 @@ class PagedMemory:
         total = self.config.num_blocks
         if total is not None and needed > total - self.num_used:
             raise OutOfBlocksError(
-                f"needs {needed} blocks of {self.config.block_size} tokens, {total - self.num_used} of {total} are free: "
-                f"raise `num_blocks` in `cache_config`, or lower the batch size, the prompt length or `max_new_tokens`"
+                f"needs {needed} blocks of {self.config.block_size} tokens, {total - self.num_used} of {total} are "
+                "free: raise `num_blocks` in `cache_config`, or lower the batch size, the prompt length or "
+                "`max_new_tokens`"
             )
 
     def check_bytes(self, group: GroupMemory, added: int, block_bytes: int, device: torch.device | None = None) -> None:
@@ -150,8 +152,8 @@ class PagedMemory:
             free = max(0, allowed - group.pool.num_used)
             raise OutOfBlocksError(
                 f"needs {needed - group.pool.num_used} blocks of {self.config.block_size} tokens ({block_bytes} bytes "
-                f"each), {free} of {allowed} are free: raise `memory_fraction` ({fraction}) in `cache_config`, or lower "
-                f"the batch size, the prompt length or `max_new_tokens`"
+                f"each), {free} of {allowed} are free: raise `memory_fraction` ({fraction}) in `cache_config`, or "
+                f"lower the batch size, the prompt length or `max_new_tokens`"
             )
 
     def copied(self, num_blocks: int) -> None:
@@ -178,7 +180,7 @@ class PagedMemory:
     def reset_peak(self) -> None:
         """Starts counting the peak anew."""
         self._peak_blocks, self._waste, self._copied_blocks = 0, 0.0, 0
-        self._peak_used: dict[Hashable, int] = {}
+        self._peak_used = {}
         self.note_peak()
 
     def stats(self) -> MemoryStats:

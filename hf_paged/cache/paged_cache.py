@@ -93,7 +93,9 @@ class PagedCache(DynamicCache):
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...]) -> None:
-        """Rows of the first prefill start with so many padding positions, which every mask will hide: do not store them."""
+        """
+        Rows of the first prefill start with so many padding positions, which every mask will hide: do not store them.
+        """
         for group in self.groups.values():
             if not group.tables:
                 group.expected_paddings = paddings
@@ -146,11 +148,10 @@ class PagedCache(DynamicCache):
         return {**self.__dict__, "layer_class_to_replicate": self.layer_class_to_replicate is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.layer_class_to_replicate = self._next_layer if state["layer_class_to_replicate"] else None
+        grows = state.pop("layer_class_to_replicate")
+        self.__dict__.update(state, layer_class_to_replicate=self._next_layer if grows else None)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for layer in self.layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             yield keys, values, getattr(layer, "_sliding_window_tensor", None)
-

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from ..attention import native
+from .. import native
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class LayerBlocks:
     The blocks of one layer.
 
     Args:
-        tensors (`tuple[torch.Tensor, ...]`): What is really allocated. Where K and V agree in heads, dims and dtype it is
-            one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first, so that one gather serves both.
-            Where only the dims differ (MLA: latent and rotary key) it is one tensor
+        tensors (`tuple[torch.Tensor, ...]`): What is really allocated. Where K and V agree in heads, dims and dtype it
+            is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first, so that one gather serves
+            both. Where only the dims differ (MLA: latent and rotary key) it is one tensor
             `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two.
         keys (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, key_dim)`): View of the keys.
         values (`torch.Tensor` of shape `(num_blocks, value_heads, block_size, value_dim)`): View of the values.
@@ -47,15 +47,14 @@ class LayerBlocks:
         """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
         if (keys.shape[1], keys.dtype) != (values.shape[1], values.dtype):
             shapes = [(num_blocks, x.shape[1], block_size, x.shape[3]) for x in (keys, values)]
-            pair = [torch.empty(s, dtype=x.dtype, device=x.device) for s, x in zip(shapes, (keys, values))]
+            pair = [_empty(shape, states) for shape, states in zip(shapes, (keys, values))]
             return cls(tuple(pair), *pair)
         heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
         if key_dim == value_dim:
             shape = (num_blocks, 2 * heads, block_size, key_dim)
         else:
             shape = (num_blocks, heads, block_size, key_dim + value_dim)
-        both = torch.empty(shape, dtype=keys.dtype, device=keys.device)
-        return cls.view(both, heads, key_dim)
+        return cls.view(_empty(shape, keys), heads, key_dim)
 
     @classmethod
     def view(cls, both: torch.Tensor, heads: int, key_dim: int) -> LayerBlocks:
@@ -66,12 +65,18 @@ class LayerBlocks:
 
     def grown(self, num_blocks: int) -> LayerBlocks:
         """A copy with room for `num_blocks`."""
-        tensors = [tensor.new_empty((num_blocks, *tensor.shape[1:])) for tensor in self.tensors]
+        tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor) for tensor in self.tensors]
         for new, old in zip(tensors, self.tensors):
             new[: old.shape[0]] = old
         if len(tensors) == 1:
             return self.view(tensors[0], self.keys.shape[1], self.keys.shape[3])
         return LayerBlocks(tuple(tensors), *tensors)
+
+
+def _empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    # outlives the call: a tensor made in inference mode could not be written to by a call outside it
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 class Storage:
@@ -100,8 +105,8 @@ class Storage:
 
     def reserve(self, num_blocks: int, share: float) -> None:
         """
-        Expect up to `num_blocks` blocks: where untouched memory costs nothing, a layer made from now on holds that many,
-        as far as that is no more than `share` of the memory available.
+        Expect up to `num_blocks` blocks: where untouched memory costs nothing, a layer made from now on holds that
+        many, as far as that is no more than `share` of the memory available.
         """
         self._reserved, self._share = num_blocks, share
 
@@ -138,22 +143,40 @@ class Storage:
                 ]
 
 
-def store(keys: torch.Tensor, values: torch.Tensor, layer: LayerBlocks, slots: torch.Tensor) -> None:
+def store(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_blocks: torch.Tensor,
+    value_blocks: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
     """
-    Scatters one step's K and V into the blocks.
+    Writes the K and V of one step into the blocks, in place.
 
     Args:
-        keys, values (`torch.Tensor` of shape `(batch, heads, n, dim)`): The new states.
-        layer (`LayerBlocks`): Where they go.
-        slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, or -1 for a
-            token that is not stored.
+        keys, values (`torch.Tensor` of shape `(batch, heads, n, dim)`): The new states, any strides; converted to the
+            blocks' dtype.
+        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, heads, block_size, dim)`): Where they go.
+        slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, each at
+            most once; negative for a token that is not stored.
     """
-    same_heads = keys.shape[1] == values.shape[1]
-    if same_heads and native.supports_store(keys, values, layer.keys, layer.values, slots) and native.is_available():
-        native.store(keys, values, layer.keys, layer.values, slots)
-        return
-    slots = slots.to(layer.keys.device)
-    kept = slots >= 0
-    block_ids, offsets = slots[kept] // layer.keys.shape[2], slots[kept] % layer.keys.shape[2]
-    layer.keys[block_ids, :, offsets] = keys.transpose(1, 2)[kept].to(layer.keys.dtype)
-    layer.values[block_ids, :, offsets] = values.transpose(1, 2)[kept].to(layer.values.dtype)
+    if native.supports_store(keys, values, key_blocks, value_blocks, slots) and native.is_available():
+        native.store(keys, values, key_blocks, value_blocks, slots)
+    else:
+        store_portable(keys, values, key_blocks, value_blocks, slots)
+
+
+def store_portable(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_blocks: torch.Tensor,
+    value_blocks: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """`store` in plain PyTorch, on any device."""
+    slots = slots.to(key_blocks.device)
+    rows, tokens = (slots >= 0).nonzero(as_tuple=True)
+    slot = slots[rows, tokens]
+    block_ids, offsets = slot // key_blocks.shape[2], slot % key_blocks.shape[2]
+    key_blocks[block_ids, :, offsets] = keys[rows, :, tokens].to(key_blocks.dtype)
+    value_blocks[block_ids, :, offsets] = values[rows, :, tokens].to(value_blocks.dtype)

@@ -14,8 +14,8 @@ from transformers.models.granite_swa import modeling_granite_swa
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager
 
 import hf_paged
-from hf_paged.attention.switch import NAME, eager_features, native_implementation, use_paged_attention
 from hf_paged.attention.interface import paged_attention, paged_mask
+from hf_paged.attention.switch import NAME, eager_features, native_implementation, use_paged_attention
 
 TINY = dict(
     vocab_size=64,
@@ -31,7 +31,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (AutoModelForCausalLM, LlamaConfig(**TINY)),
     "gemma2": (AutoModelForCausalLM, Gemma2Config(**TINY, head_dim=8, sliding_window=6)),
     "gpt2": (AutoModelForCausalLM, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),
-    "t5": (AutoModelForSeq2SeqLM, T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **START)),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **START),
+    ),
 }
 
 

@@ -15,8 +15,8 @@ SIZE = 8
 
 class PagedSequences(RuleBasedStateMachine):
     """
-    Each table stands for a list of tokens. `memory` plays the tensors: what a slot holds. Writes go through tables as the
-    cache does them; afterwards every table must read back its own tokens, whatever the others did.
+    Each table stands for a list of tokens. `memory` plays the tensors: what a slot holds. Writes go through tables as
+    the cache does them; afterwards every table must read back its own tokens, whatever the others did.
     """
 
     tables = Bundle("tables")

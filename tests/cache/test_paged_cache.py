@@ -209,7 +209,7 @@ def test_layers_may_differ_in_heads_dims_and_dtype() -> None:
     cache = PagedCache(paged_config={"block_size": 8})
     shapes = [((2, 4), (2, 4)), ((1, 16), (1, 4)), ((2, 4), (4, 8))]
     expected = []
-    for index, ((key_heads, key_dim), (value_heads, value_dim)) in enumerate(shapes):
+    for (key_heads, key_dim), (value_heads, value_dim) in shapes:
         keys = [torch.randn(2, key_heads, n, key_dim) for n in (11, 1)]
         values = [torch.randn(2, value_heads, n, value_dim) for n in (11, 1)]
         expected.append((keys, values))

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "native_lanes.cpp"
+#include "lanes.cpp"
 
 // The arguments as native.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
 struct AttentionCall {

@@ -1,4 +1,4 @@
-// Included by native.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, which any CPU runs at its own
+// Included by kernels.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, which any CPU runs at its own
 // width; conversions, exp, the transposed key tile, and the two small matrix products.
 
 #include <algorithm>

@@ -1,8 +1,9 @@
-"""The C++ kernels of `native.cpp`: built on first use, loaded with ctypes, absent without complaint.
+"""The C++ kernels of `kernels.cpp`: built on first use, loaded with ctypes, absent without complaint.
 
 There is no wheel to match and no torch header to compile: a few seconds of the user's own compiler, once per machine,
 kept in `$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`. Wherever that cannot work (no
-compiler, read-only home, `HF_PAGED_NATIVE=0`), `is_available()` is False and the portable path of `cpu.py` serves.
+compiler, read-only home, `HF_PAGED_NATIVE=0`), `is_available()` is False and the portable
+path of `attention/cpu.py` serves.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch  # before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
 from torch import Tensor
 
-from hf_paged.attention.metadata import AttentionMetadata
+if TYPE_CHECKING:
+    from hf_paged.attention.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
 MAX_QUERIES = 16
 """Queries per row up to which reading the blocks in place beats gathering them once."""
 
-_SOURCE = Path(__file__).with_name("native.cpp")
-_SOURCES = (_SOURCE, Path(__file__).with_name("native_lanes.cpp"))
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = (_SOURCE, Path(__file__).with_name("lanes.cpp"))
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
@@ -178,7 +181,7 @@ def supports_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_block
 
 
 def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """`cpu.store` for the arguments that `supports_store` accepts."""
+    """`cache.storage.store` for the arguments that `supports_store` accepts."""
     batch, kv_heads, tokens, key_dim = keys.shape
     num_blocks, _, block_size, value_dim = value_blocks.shape
     key_size, value_size = keys.element_size(), values.element_size()

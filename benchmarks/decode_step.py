@@ -1,0 +1,154 @@
+"""
+One decode step of `generate`: a Qwen2.5-0.5B-shaped random model, plain against `cache_implementation="paged"`.
+
+Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so that it covers all that
+`generate` does for a token; the prefill is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
+
+import hf_paged
+from benchmarks.machine import facts
+
+QWEN2_5_0_5B = dict(
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    max_position_embeddings=32768,
+)
+QUICK = QWEN2_5_0_5B | dict(vocab_size=4096, num_hidden_layers=4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows and their prompt lengths in tokens; shorter rows are left-padded."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+def cases(quick: bool) -> list[Case]:
+    """The three cases of the issue, smaller with `quick`."""
+    if quick:
+        return [Case("1x128", (128,)), Case("4 rows of 32..256", (32, 100, 180, 256))]
+    ragged = tuple(64 + round(i * (1024 - 64) / 31) for i in range(32))
+    return [Case("1x512", (512,)), Case("8x512", (512,) * 8), Case("32 rows of 64..1024", ragged)]
+
+
+class Clock(StoppingCriteria):
+    """Notes when each step ends; stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def steps(self) -> list[float]:
+        """Seconds of each step after the first, which holds the prefill."""
+        return [b - a for a, b in zip(self.times, self.times[1:])]
+
+
+def step_seconds(
+    model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **kwargs: Any
+) -> tuple[list[float], Any]:
+    """Seconds of each decode step, and the tokens."""
+    clock = Clock()
+    tokens = model.generate(
+        **inputs,
+        max_new_tokens=new_tokens + 1,
+        do_sample=False,
+        eos_token_id=None,
+        stopping_criteria=StoppingCriteriaList([clock]),
+        **kwargs,
+    )
+    return clock.steps(), tokens
+
+
+def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, torch.Tensor]:
+    """Random left-padded prompts with their attention mask."""
+    generator = torch.Generator().manual_seed(0)
+    width = max(lengths)
+    ids = torch.randint(3, vocab_size, (len(lengths), width), generator=generator)
+    mask = torch.arange(width)[None, :] >= width - torch.tensor(lengths)[:, None]
+    return {"input_ids": (ids * mask).to(device), "attention_mask": mask.long().to(device)}
+
+
+def run(device: str, quick: bool, repeats: int, new_tokens: int) -> list[dict[str, Any]]:
+    """Rows of the table."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**(QUICK if quick else QWEN2_5_0_5B), pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
+    rows = []
+    for case in cases(quick):
+        inputs = padded(case.lengths, config.vocab_size, device)
+        seconds: dict[str, list[float]] = {"plain": [], "paged": []}
+        options: dict[str, dict[str, Any]] = {"plain": {}, "paged": {"cache_implementation": "paged"}}
+        for name in seconds:
+            step_seconds(model, inputs, 2, **options[name])  # warm-up
+        ratios = []
+        for _ in range(repeats):
+            medians = {}
+            for name in seconds:
+                steps, _ = step_seconds(model, inputs, new_tokens, **options[name])
+                seconds[name] += steps
+                medians[name] = statistics.median(steps)
+            ratios.append(medians["paged"] / medians["plain"])
+        rows.append(
+            {
+                "case": case.name,
+                **{f"{name}_ms": round(1e3 * statistics.median(values), 2) for name, values in seconds.items()},
+                "ratio": round(statistics.median(ratios), 3),
+                "ratio_min": round(min(ratios), 3),
+                "ratio_max": round(max(ratios), 3),
+                "route": asdict(hf_paged.last_route(model) or hf_paged.Route("plain", "")),
+            }
+        )
+        hf_paged.free(model)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| case | plain ms | paged ms | paged / plain | min..max | in place |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['case']} | {row['plain_ms']} | {row['paged_ms']} | **{row['ratio']}** | "
+            f"{row['ratio_min']}..{row['ratio_max']} | {'yes' if row['route']['in_place'] else 'no'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a small model, under 60 s")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of plain and paged")
+    parser.add_argument("--new-tokens", type=int, default=12, help="steps timed in each turn")
+    parser.add_argument("--json", help="also write the results here")
+    args = parser.parse_args()
+    rows = run(args.device, args.quick, args.repeats, args.new_tokens)
+    print(table(rows))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": facts(), "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

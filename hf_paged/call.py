@@ -1,0 +1,96 @@
+"""One `generate` call: what it has built and switched."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from transformers import PreTrainedModel
+
+from .attention.latent import wrap_expansion
+from .attention.masks import PagedMask, mask_observer
+from .attention.switch import use_paged_attention
+from .cache.paged_cache import PagedCache
+from .registry import Route, note_route
+
+logger = logging.getLogger(__name__)
+
+
+class Call:
+    """What one `generate` call has built and switched, to be undone when it ends."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.stack = contextlib.ExitStack()
+        self.built: list[PagedCache] = []
+        self.caches: list[PagedCache] = []
+        self.repeats = 1
+        self.road, self.reason = "plain", "cache_implementation is not 'paged'"
+        self.reads_in_place = self.is_running = self.is_switched = False
+        self.prefills_shared = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The call itself: what it switched is put back at its end, and its caches are freed if it fails."""
+        tokens = current.set(self), mask_observer.set(None)
+        try:
+            with self.stack:
+                self.is_running = True
+                if self.reads_in_place:
+                    self._switch()
+                yield
+        except BaseException:
+            # a traceback keeps the frames alive that hold these caches: do not wait for it
+            for cache in self.built:
+                cache.free()
+            raise
+        finally:
+            mask_observer.reset(tokens[1])
+            current.reset(tokens[0])
+            note_route(self.model, self.route())
+            logger.debug("%s.generate: %s", type(self.model).__name__, self.route())
+
+    def use(self, caches: list[PagedCache]) -> None:
+        """While the call runs, attention of the model reads `caches` in place."""
+        self.caches += caches
+        self.reads_in_place = True
+        if self.is_running and not self.is_switched:
+            self._switch()
+
+    def _switch(self) -> None:
+        self.is_switched = True
+        for module in self.model.modules():
+            if "expand_kv" in vars(type(module)):
+                wrap_expansion(type(module))
+        self.stack.enter_context(use_paged_attention(self.model))
+        token = mask_observer.set(self.observe)
+        self.stack.callback(mask_observer.reset, token)
+
+    def observe(self, mask: PagedMask) -> None:
+        """The model's own causal mask says which leading positions are padding: those need not be stored."""
+        if mask.pattern is None or not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
+            return
+        columns = mask.visible_columns()
+        if columns is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
+            return
+        for cache in self.built:
+            if cache.kind == "self" and cache.is_empty:
+                cache.expect_padding(columns[0])
+
+    def route(self) -> Route:
+        counters = [cache.counters for cache in self.caches]
+        in_place = sum(c.in_place for c in counters)
+        return Route(
+            self.road,
+            self.reason,
+            in_place=in_place > 0 and not any(c.gathered for c in counters),
+            latent=any(c.latent for c in counters),
+            prefills_shared=self.prefills_shared,
+        )
+
+
+current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
+# Prepared by a model whose own `generate` does not come through ours, to run with its decoding loop.
+prepared: ContextVar[Call | None] = ContextVar("hf_pagedprepared_call", default=None)

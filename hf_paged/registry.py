@@ -1,0 +1,99 @@
+"""What hangs on a model without being part of it: its pool, and how its last call went."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .cache.memory import MemoryStats, PagedMemory
+from .config import PagedConfig
+
+
+@dataclass(frozen=True)
+class Route:
+    """
+    How the last `generate` call of a model went.
+
+    Args:
+        road (`str`): `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: without one.
+        reason (`str`): Why this road.
+        in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
+        latent (`bool`): ... and did so on the latents of multi-head latent attention.
+        prefills_shared (`bool`): Rows expanded from one prompt were computed once.
+    """
+
+    road: str
+    reason: str
+    in_place: bool = False
+    latent: bool = False
+    prefills_shared: bool = False
+
+
+_lock = threading.Lock()
+# Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
+_memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
+_routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
+
+
+def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
+    """The memory that hangs on `model`, made anew when block size, budget, dtype or device are not what they were."""
+    key = (config, model.dtype, model.device)
+    with _lock:
+        found = _memories.get(model)
+        if found is None or found[0] != key:
+            found = _memories[model] = (key, PagedMemory(config))
+        return found[1]
+
+
+def note_route(model: PreTrainedModel, route: Route) -> None:
+    """Remembers how a call went."""
+    with _lock:
+        _routes[model] = route
+
+
+def _memories_of(model: Any) -> list[PagedMemory]:
+    """Memories of a model and, for wrappers such as PEFT's, of the models inside it."""
+    with _lock:
+        modules = [module for module in model.modules() if module in _memories]
+        return [_memories[module][1] for module in modules]
+
+
+def free(model: Any) -> None:
+    """
+    Gives every byte of the model's pool back. Caches that a caller still holds keep theirs until they are collected.
+    """
+    with _lock:
+        for module in [module for module in model.modules() if module in _memories]:
+            del _memories[module]
+
+
+def last_route(model: Any) -> Route | None:
+    """How the model's last `generate` call went and why, or `None` before the first."""
+    with _lock:
+        return next((_routes[module] for module in model.modules() if module in _routes), None)
+
+
+def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
+    """
+    What the model's pool holds.
+
+    Args:
+        reset (`bool`, defaults to `False`): Count the peaks anew from now on; the figures returned are those before.
+    """
+    memories = _memories_of(model)
+    if not memories:
+        return MemoryStats()
+    stats = memories[0].stats()
+    if reset:
+        memories[0].reset_peak()
+    return stats
+
+
+def check_integrity(model: Any) -> None:
+    """Raises `AssertionError` unless the model's pool agrees with the block tables that are alive."""
+    for memory in _memories_of(model):
+        memory.check_integrity()

@@ -1,0 +1,370 @@
+"""Every generative architecture of transformers, tiny and random: does `"paged"` give plain `generate`'s tokens?
+
+    python -m tests.architectures [--only REGEX] [--json PATH] [--jobs N]
+
+`check(name)` answers for one class. An architecture that cannot be built here, or that plain `generate` does not
+serve, is listed with its reason and is no failure of the paged cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import gc
+import io
+import json
+import multiprocessing
+import re
+import sys
+import threading
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from tests.architecture_configs import tiny_model
+from tests.architecture_inputs import make_inputs
+
+FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "multimodal": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+}
+BLOCK_SIZE = 8  # tokens; equal to the sliding window of the tiny models, and below every sequence checked
+SECONDS_PER_ARCHITECTURE = 120.0
+END_TOKENS = list(range(100, 112))  # enough of them that some rows end before the others
+LOGITS_TOLERANCE = 1e-3  # of the logits' standard deviation; float32 sums in another order stay far below
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "num_beams": 1, "max_new_tokens": 18, "min_new_tokens": 18},
+    "logits": {
+        **{"do_sample": False, "num_beams": 1, "max_new_tokens": 12, "min_new_tokens": 12},
+        **{"output_logits": True, "return_dict_in_generate": True},
+    },
+    "beams": {
+        **{"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 14},
+        "eos_token_id": END_TOKENS,
+    },
+    "sample": {
+        **{"do_sample": True, "num_beams": 1, "num_return_sequences": 2, "max_new_tokens": 14},
+        "eos_token_id": END_TOKENS,
+    },
+}
+
+
+@dataclasses.dataclass
+class ModeResult:
+    """One kind of `generate` call; `status` is equal, different, error, not served or not deterministic."""
+
+    status: str
+    detail: str = ""
+    road: str = ""
+
+
+@dataclasses.dataclass
+class Result:
+    """One architecture; `status` is equal, different, error, plain fails or cannot build."""
+
+    name: str
+    family: str
+    status: str
+    detail: str = ""
+    modes: dict[str, ModeResult] = dataclasses.field(default_factory=dict)
+    road: str = ""  # of the greedy call, like the next three
+    reason: str = ""
+    in_place: bool | None = None  # None: not reported
+    latent: bool | None = None
+    seconds: float = 0.0
+
+
+def _families() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for family, mapping in FAMILIES.items():
+        for names in (getattr(modeling_auto, mapping, None) or {}).values():
+            for name in (names,) if isinstance(names, str) else names:
+                found.setdefault(name, family)
+    return found
+
+
+def list_architectures() -> list[str]:
+    """The model classes to check, each once."""
+    return list(_families())
+
+
+def check(name: str) -> Result:
+    """Builds the model class `name` tiny and compares plain with paged `generate` in every mode."""
+    started = time.perf_counter()
+    result = Result(name, _families().get(name, "other"), "error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _check(result)
+        except Exception as error:
+            result.status, result.detail = "error", describe(error)
+    gc.collect()
+    result.seconds = round(time.perf_counter() - started, 2)
+    return result
+
+
+def _check(result: Result) -> None:
+    try:
+        model = tiny_model(getattr(transformers, result.name))
+        inputs = make_inputs(model)
+    except Exception as error:
+        result.status, result.detail = "cannot build", describe(error)
+        return
+    try:
+        first = _generate(model, inputs, "greedy", paged=False)
+        problem = "" if _same(first, _generate(model, inputs, "greedy", paged=False)) else "not deterministic"
+    except Exception as error:
+        problem = describe(error)
+    if problem:
+        result.status, result.detail = "plain fails", problem
+        return
+    for mode in MODES:
+        result.modes[mode] = _check_mode(model, inputs, mode, result)
+    statuses = {mode.status for mode in result.modes.values()}
+    result.status = next((s for s in ("error", "different") if s in statuses), "equal")
+    result.detail = "; ".join(f"{name}: {m.detail}" for name, m in result.modes.items() if m.detail)
+
+
+def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, result: Result) -> ModeResult:
+    try:
+        expected = _generate(model, inputs, mode, paged=False)
+    except Exception as error:
+        return ModeResult("not served", describe(error))
+    before = _attention_implementations(model)
+    try:
+        found = _generate(model, inputs, mode, paged=True)
+    except Exception as error:
+        return ModeResult("error", describe(error), _route(model)["road"])
+    route = _route(model)
+    if mode == "greedy":
+        result.road, result.reason = route["road"], route["reason"]
+        result.in_place, result.latent = route["in_place"], route["latent"]
+    if difference := _difference(expected, found):
+        if not _same(expected, _generate(model, inputs, mode, paged=False)):
+            return ModeResult("not deterministic", "plain differs from itself", route["road"])
+        return ModeResult("different", difference, route["road"])
+    if problem := _left_behind(model, before):
+        return ModeResult("error", problem, route["road"])
+    return ModeResult("equal", "", route["road"])
+
+
+def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: bool) -> Any:
+    # `generate` may write to what it is given
+    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    arguments |= MODES[mode]
+    if paged:
+        import hf_paged
+
+        hf_paged.install()
+        arguments |= {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
+    torch.manual_seed(7)
+    return model.generate(**arguments)
+
+
+def _tokens(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    sequences = getattr(output, "sequences", None)
+    return _tokens(sequences if sequences is not None else output[0])
+
+
+def _same(expected: Any, found: Any) -> bool:
+    return not _difference(expected, found)
+
+
+def _difference(expected: Any, found: Any) -> str:
+    """What differs between two outputs of `generate`; empty when nothing does."""
+    a, b = _tokens(expected), _tokens(found)
+    if a.shape != b.shape:
+        return f"shape {tuple(b.shape)}, plain {tuple(a.shape)}"
+    if not torch.equal(a, b):
+        row, position = (a != b).nonzero()[0].tolist()[:2]
+        return f"{int((a != b).sum())} of {a.numel()} tokens differ, first in row {row} at {position}"
+    logits, other = getattr(expected, "logits", None), getattr(found, "logits", None)
+    if isinstance(logits, tuple) and isinstance(other, tuple):
+        gaps = [_gap(x, y) for x, y in zip(logits, other, strict=True)]
+        if max(gaps) > LOGITS_TOLERANCE:
+            return f"logits {max(gaps):.1e} standard deviations apart, first at step {_first_above(gaps)}"
+    return ""
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference of two `(rows, vocab)` logits in standard deviations; NaN and infinities must agree."""
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return float("inf")
+    a, b = a[a.isfinite()], b[b.isfinite()]
+    return float((a - b).abs().max() / a.std().clamp_min(1e-6)) if a.numel() > 1 else 0.0
+
+
+def _first_above(gaps: list[float]) -> int:
+    return next(step for step, gap in enumerate(gaps) if gap > LOGITS_TOLERANCE)
+
+
+def _attention_implementations(model: PreTrainedModel) -> dict[str, str | None]:
+    return {
+        name: getattr(module.config, "_attn_implementation", None)
+        for name, module in model.named_modules()
+        if getattr(module, "config", None) is not None
+    }
+
+
+def _left_behind(model: PreTrainedModel, before: dict[str, str | None]) -> str:
+    """What a paged call left different in the model; empty when the model is as it came."""
+    import hf_paged
+
+    after = _attention_implementations(model)
+    changed = [name for name in before if after.get(name) != before[name]]
+    if changed:
+        return f"attention of {changed[0] or 'the model'} left as {after.get(changed[0])}, was {before[changed[0]]}"
+    verify = getattr(hf_paged, "check_integrity", None)
+    if verify is not None:
+        try:
+            verify(model)
+        except Exception as error:
+            return f"check_integrity: {describe(error)}"
+    return ""
+
+
+def _route(model: PreTrainedModel) -> dict[str, Any]:
+    import hf_paged
+
+    last_route = getattr(hf_paged, "last_route", None)
+    route = last_route(model) if last_route is not None else None
+    fields = {"road": "", "reason": "", "in_place": None, "latent": None}
+    return {name: getattr(route, name, default) for name, default in fields.items()}
+
+
+def describe(error: BaseException) -> str:
+    """One line: type, message, and the place it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{where}"
+
+
+def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE) -> list[Result]:
+    """Checks `names` in `jobs` processes; one that crashes or exceeds `seconds` costs only its own result."""
+    queue, results = collections.deque(enumerate(names)), {}
+
+    def serve() -> None:
+        worker = _Worker()
+        while True:
+            try:
+                index, name = queue.popleft()
+            except IndexError:
+                return worker.stop()
+            results[index] = worker.check(name, seconds)
+            print(f"\r{len(results)}/{len(names)} {name:60.60}", end="", file=sys.stderr, flush=True)
+
+    threads = [threading.Thread(target=serve) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(file=sys.stderr)
+    return [results[index] for index in range(len(names))]
+
+
+class _Worker:
+    """A process that runs `check`; replaced when it dies or takes too long."""
+
+    def __init__(self) -> None:
+        self.process: multiprocessing.process.BaseProcess | None = None
+        self.pipe: Connection | None = None
+
+    def check(self, name: str, seconds: float) -> Result:
+        if self.process is None or not self.process.is_alive():
+            self._start()
+        started = time.perf_counter()
+        try:
+            self.pipe.send(name)
+            if self.pipe.poll(seconds):
+                return self.pipe.recv()
+            problem = f"no result within {seconds:.0f} s"
+        except (EOFError, OSError):
+            problem = "the process died"
+        self.stop()
+        return Result(name, _families()[name], "error", problem, seconds=round(time.perf_counter() - started, 2))
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve_checks, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+        self.process = None
+
+
+def _serve_checks(pipe: Connection) -> None:
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    sys.stdout = io.StringIO()  # some models print
+    while True:
+        pipe.send(check(pipe.recv()))
+
+
+def table(results: list[Result]) -> str:
+    """The results in Markdown, one row per architecture."""
+    header = ["architecture", "family", "status", *MODES, "road", "in place", "latent", "s", "detail"]
+    lines = [" | ".join(header), " | ".join("---" for _ in header)]
+    for result in results:
+        modes = [result.modes[mode].status if mode in result.modes else "" for mode in MODES]
+        flags = ["" if flag is None else "yes" if flag else "no" for flag in (result.in_place, result.latent)]
+        detail = "; ".join(filter(None, (result.detail, result.reason))).replace("|", "/")
+        cells = [result.name, result.family, result.status, *modes, result.road, *flags, f"{result.seconds:.1f}"]
+        lines.append(" | ".join([*cells, detail]))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def summary(results: list[Result]) -> str:
+    """How many architectures per status and per road."""
+    statuses = collections.Counter(result.status for result in results)
+    roads = collections.Counter(result.road or "not reported" for result in results if result.modes)
+    served = [result for result in results if result.modes]
+    lines = [
+        f"transformers {transformers.__version__}: {len(results)} classes, {len(served)} served by plain generate, "
+        f"{statuses['equal']} equal",
+        "status: " + ", ".join(f"{status} {count}" for status, count in statuses.most_common()),
+        "road: " + ", ".join(f"{road} {count}" for road, count in roads.most_common()),
+        f"read in place: {sum(bool(result.in_place) for result in served)}, "
+        f"of them latent: {sum(bool(result.latent) for result in served)}",
+    ]
+    for mode in MODES:
+        counts = collections.Counter(result.modes[mode].status for result in served)
+        lines.append(f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common()))
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="regular expression on the class name, case ignored")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    options = parser.parse_args()
+    names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
+    results = sweep(names, options.jobs)
+    print(table(results), summary(results), sep="\n\n")
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return int(any(result.status in ("different", "error") for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

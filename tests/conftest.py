@@ -1,0 +1,52 @@
+"""Settings every test shares: no network, one torch thread, fixed seeds, and no model left changed by a test."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before transformers or tokenizers is imported: both read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import numpy as np
+import pytest
+import torch
+
+# Appended, so that an installed hf_paged wins over the checkout while `tests.models` is still found.
+ROOT = str(Path(__file__).resolve().parents[1])
+if ROOT not in sys.path:
+    sys.path.append(ROOT)
+
+SEED = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    # Two cores and many tiny models: threads cost more than they give, and one thread makes sums reproducible.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Every test starts from the same random state and leaves grad mode and default dtype as they were."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    yield
+    torch.set_grad_enabled(grad)
+    torch.set_default_dtype(dtype)

@@ -1,0 +1,324 @@
+"""Tiny real models and a tiny real tokenizer, built from configs with fixed random weights.
+
+Weights are drawn so that logits are well spread (standard deviation about 3 over 128 tokens): a greedy choice or a beam
+never hangs on rounding, and a token changes when attention reads one wrong key.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import string
+import tempfile
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 128
+PAD, BOS, EOS = 0, 1, 2
+FIRST_WORD = 4  # ids below are special
+WINDOW = 8  # tokens; every test goes well past it
+BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
+PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_DECODER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+}
+_SEQ2SEQ = {
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": False,  # a tied random model repeats its last token for ever
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+_BART_LAYERS = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "decoder_start_token_id": BOS,
+    "forced_eos_token_id": None,
+}
+
+# name -> (config class, model class, config arguments)
+CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**_DECODER, **_HEADS}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, **_HEADS}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, **_HEADS, "sliding_window": WINDOW}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**_DECODER, **_HEADS, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **_DECODER,
+            **_HEADS,
+            "num_hidden_layers": 3,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_DECODER,
+            **_HEADS,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "n_positions": 256,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "tie_word_embeddings": False,
+            "pad_token_id": PAD,
+            "bos_token_id": BOS,
+            "eos_token_id": None,
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**_DECODER, **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **_SEQ2SEQ,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": PAD,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 16,
+        },
+    ),
+    "bart": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {**_SEQ2SEQ, **_BART_LAYERS, "max_position_embeddings": 256, "dropout": 0.0},
+    ),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            **_SEQ2SEQ,
+            **_BART_LAYERS,
+            "num_mel_bins": 8,
+            "max_source_positions": 20,
+            "max_target_positions": 128,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+            "dropout": 0.0,
+        },
+    ),
+}
+NAMES = tuple(CONFIGS)
+ENCODER_DECODER = ("t5", "bart", "whisper")
+DECODER_ONLY = tuple(name for name in NAMES if name not in ENCODER_DECODER)
+SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
+
+
+def is_encoder_decoder(name: str) -> bool:
+    return name in ENCODER_DECODER
+
+
+def config(name: str, **overrides: Any) -> transformers.PreTrainedConfig:
+    config_class, _, arguments = CONFIGS[name]
+    return getattr(transformers, config_class)(**{**arguments, **overrides})
+
+
+# Chosen for greedy text that does not fall into a loop.
+_SEEDS = {"qwen3": 3, "t5": 1, "bart": 14, "whisper": 9}
+
+
+def build(name: str, seed: int | None = None, **overrides: Any) -> PreTrainedModel:
+    """A new model, never shared: for tests that change it. float32, eval, on the CPU."""
+    model = getattr(transformers, CONFIGS[name][1])(config(name, **overrides))
+    init_weights(model, _SEEDS.get(name, 0) if seed is None else seed)
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=None,
+        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
+        use_cache=True,
+    )
+    if name == "whisper":
+        model.generation_config.max_initial_timestamp_index = None
+        model.generation_config.is_multilingual = False
+        model.generation_config.return_timestamps = False
+    return model.float().eval()
+
+
+@torch.no_grad()
+def init_weights(model: torch.nn.Module, seed: int) -> None:
+    """Redraws every parameter so that activations keep unit size, attention is peaked and logits spread."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + mean)
+
+    # T5 ties the two whatever its config says; smaller embeddings keep the logits in range.
+    tied = model.get_output_embeddings().weight if model.config.tie_word_embeddings else None
+    for name, parameter in model.named_parameters():
+        leaf = name.rsplit(".", 2)[-2] if "." in name else name
+        if "norm" in name or name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight", "layer_norm.weight")):
+            zero_centred = "gemma" in model.config.model_type  # Gemma multiplies by (1 + weight)
+            draw(parameter, 0.1, 0.0 if name.endswith("bias") or zero_centred else 1.0)
+        elif parameter.ndim < 2:
+            draw(parameter, 1.0 if name.endswith("sinks") else 0.1)
+        elif name.startswith(("lm_head", "proj_out")):
+            draw(parameter, 3.0 / parameter.shape[1] ** 0.5)
+        elif isinstance(model.get_submodule(name.rsplit(".", 1)[0]), torch.nn.Embedding):
+            draw(parameter, 0.35 if parameter is tied else 1.0)
+        else:
+            # Experts are stored [experts, in, out]; GPT-2's Conv1D is [in, out]; Linear is [out, in].
+            fan_in = parameter.shape[-2] if parameter.ndim == 3 or leaf.startswith("c_") else parameter[0].numel()
+            gain = 1.5 if leaf in ("q", "k", "q_proj", "k_proj", "qkv_proj", "c_attn") else 1.2
+            if model.config.model_type == "t5" and leaf in ("q", "k"):
+                gain = 1.0  # T5 does not divide scores by sqrt(head_dim)
+            if name.startswith(("decoder.", "model.decoder.")):
+                # What the decoder itself said must weigh as much as the audio or text it listens to.
+                if name.endswith(("SelfAttention.o.weight", "self_attn.out_proj.weight")):
+                    gain = 3.0
+                elif name.endswith(("EncDecAttention.o.weight", "encoder_attn.out_proj.weight")):
+                    gain = 0.7
+            draw(parameter, gain / fan_in**0.5)
+
+
+@functools.cache
+def get(name: str) -> PreTrainedModel:
+    """The session's shared model of this name, gone once through safetensors. Tests must leave it as it was."""
+    model = build(name)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder).eval()
+
+
+@functools.cache
+def get_eager(name: str) -> PreTrainedModel:
+    """The same weights loaded with eager attention, which can return attention weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        get(name).save_pretrained(folder)
+        return type(get(name)).from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@functools.cache
+def get_assistant(name: str) -> PreTrainedModel:
+    """The same model with noise on its weights: its guesses are accepted often, not always."""
+    assistant = copy.deepcopy(get(name))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+    return assistant
+
+
+def corpus() -> list[str]:
+    """Sentences of made-up words, the same on every machine."""
+    syllables = [first + last for first in "bcdfghklmnprstvwz" for last in "aeiou"]
+    ends = ("", "x", "", "y", "", "j", "", "q")
+    words = [syllables[7 * k % 85] + syllables[(11 * k * k + 3) % 85] + ends[k % 8] for k in range(400)]
+    return [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """BPE over `corpus`, with exactly the models' vocabulary; pads on the left."""
+    model = Tokenizer(BPE(unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    model.decoder = decoders.Metaspace()
+    trainer = BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<s>", "</s>", "<unk>"],
+        initial_alphabet=[*string.ascii_lowercase, "\N{LOWER ONE EIGHTH BLOCK}"],
+        show_progress=False,
+    )
+    model.train_from_iterator(corpus(), trainer)
+    assert model.get_vocab_size() == VOCAB_SIZE
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_ids(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Words, `[batch_size, length]` int64, no special token among them."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return torch.randint(FIRST_WORD, VOCAB_SIZE, (batch_size, length), generator=generator)
+
+
+def prompt(name: str, batch_size: int = 3, length: int = 13, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Inputs of `generate` without padding."""
+    if name == "whisper":
+        cfg = config(name)
+        generator = torch.Generator().manual_seed(200 + seed)
+        shape = (batch_size, cfg.num_mel_bins, 2 * cfg.max_source_positions)
+        return {"input_features": torch.randn(shape, generator=generator)}
+    ids = token_ids(batch_size, length, seed)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def padded_prompt(name: str, lengths: tuple[int, ...] = (13, 4, 9), seed: int = 0) -> dict[str, torch.Tensor]:
+    """Inputs of `generate` of several lengths in tokens, padded on the left."""
+    inputs = prompt(name, len(lengths), max(lengths), seed)
+    if name == "whisper":
+        # Audio has one length; the ragged part is a decoder prompt.
+        ids = token_ids(len(lengths), max(lengths), seed)
+        mask = _left_mask(lengths)
+        return {**inputs, "decoder_input_ids": ids.masked_fill(mask == 0, PAD), "decoder_attention_mask": mask}
+    mask = _left_mask(lengths)
+    return {"input_ids": inputs["input_ids"].masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def _left_mask(lengths: tuple[int, ...]) -> torch.Tensor:
+    width = max(lengths)
+    return (torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]).long()
+
+
+def prompt_width(name: str, inputs: dict[str, torch.Tensor]) -> int:
+    """Tokens of the returned sequences that are prompt."""
+    if is_encoder_decoder(name):
+        return inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
+    return inputs["input_ids"].shape[1]

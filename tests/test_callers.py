@@ -1,0 +1,469 @@
+"""Those who call `generate` for the user: pipelines, Trainer, PEFT, `torch.compile`, threads, nested calls."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TextIteratorStreamer,
+    pipeline,
+)
+
+import hf_paged
+from tests import models
+
+NEW_TOKENS = 12
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+BEAMS: dict[str, Any] = {"num_beams": 3, **GREEDY}
+
+
+def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:
+    assert expected.shape == actual.shape, f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    if not torch.equal(expected, actual):
+        first = (expected != actual).nonzero()[0].tolist()
+        raise AssertionError(f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
+
+
+def assert_used_pool(model: torch.nn.Module) -> None:
+    assert hf_paged.memory_stats(model).peak_blocks > 0, "the call did not use the paged pool"
+    hf_paged.check_integrity(model)
+    assert hf_paged.memory_stats(model).used_blocks == 0
+
+
+# ----------------------------------------------------------------------------------------------------- pipeline
+
+TEXTS = models.corpus()[0], models.corpus()[1][:9], models.corpus()[2][:23], models.corpus()[3][:40], "b"
+
+
+@pytest.mark.parametrize("mode", [GREEDY, BEAMS, {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 8}])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("door", ["keyword", "generation_config"])
+def test_pipeline_text_generation(door: str, batch_size: int, mode: dict[str, Any]) -> None:
+    results = []
+    for paged in (False, True):
+        model = copy.deepcopy(models.get("llama"))
+        keyword = models.PAGED if paged and door == "keyword" else {}
+        if paged and door == "generation_config":
+            model.generation_config.cache_implementation = "paged"
+        generator = pipeline("text-generation", model=model, tokenizer=models.tokenizer(), device="cpu")
+        torch.manual_seed(0)
+        results.append(generator(list(TEXTS), batch_size=batch_size, **mode, **keyword))
+    assert results[0] == results[1]
+    assert_used_pool(model)
+
+
+# ----------------------------------------------------------------------------------------------------- Trainer
+
+
+class Pairs(Dataset):
+    """Eight pairs of token ids, input to labels."""
+
+    def __init__(self) -> None:
+        self.inputs = models.token_ids(8, 10, seed=1)
+        self.labels = models.token_ids(8, 7, seed=2)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.inputs[index]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.labels[index]}
+
+
+def seq2seq_trainer(model: PreTrainedModel, folder: Path, num_beams: int, **arguments: Any) -> Seq2SeqTrainer:
+    def share_of_labels(predictions: Any) -> dict[str, float]:
+        width = min(predictions.predictions.shape[1] - 1, predictions.label_ids.shape[1])
+        hits = predictions.predictions[:, 1 : width + 1] == predictions.label_ids[:, :width]
+        return {"hits": float(hits.mean()), "sum": float(predictions.predictions.sum())}
+
+    settings = Seq2SeqTrainingArguments(
+        output_dir=str(folder),
+        predict_with_generate=True,
+        generation_max_length=14,
+        generation_num_beams=num_beams,
+        per_device_eval_batch_size=3,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        max_steps=2,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+        **arguments,
+    )
+    pairs = Pairs()
+    return Seq2SeqTrainer(
+        model=model, args=settings, train_dataset=pairs, eval_dataset=pairs, compute_metrics=share_of_labels
+    )
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        key: value for key, value in metrics.items() if not key.endswith(("runtime", "per_second", "preparation_time"))
+    }
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_seq2seq_trainer_predicts_with_generate(name: str, num_beams: int, tmp_path: Path) -> None:
+    """Predict, train two steps, predict: the second prediction must come from the new weights."""
+    results: dict[bool, list[Any]] = {}
+    for paged in (False, True):
+        model = models.build(name)
+        if paged:
+            model.generation_config.cache_implementation = "paged"
+        trainer = seq2seq_trainer(model, tmp_path, num_beams)
+        before = trainer.predict(trainer.eval_dataset)
+        scores = trainer.evaluate()
+        trainer.train()
+        after = trainer.predict(trainer.eval_dataset)
+        results[paged] = [before.predictions, timeless(scores), after.predictions, timeless(after.metrics)]
+        if paged:
+            assert_used_pool(model)
+    plain, paged_ = results[False], results[True]
+    assert_same_tokens(torch.tensor(plain[0]), torch.tensor(paged_[0]), "predictions before training")
+    assert plain[1] == pytest.approx(paged_[1])
+    assert_same_tokens(torch.tensor(plain[2]), torch.tensor(paged_[2]), "predictions after training")
+    assert plain[3] == pytest.approx(paged_[3])
+    assert not torch.equal(torch.tensor(plain[0]), torch.tensor(plain[2])), "training changed nothing: the test is void"
+
+
+def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> None:
+    predictions = []
+    for config in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8}}):
+        model = models.build("t5")
+        generation_config = GenerationConfig(
+            **config, decoder_start_token_id=models.PAD, pad_token_id=models.PAD, max_length=14
+        )
+        trainer = seq2seq_trainer(model, tmp_path, num_beams=2, generation_config=generation_config)
+        predictions.append(torch.tensor(trainer.predict(trainer.eval_dataset).predictions))
+    assert_same_tokens(*predictions)
+    assert_used_pool(model)
+
+
+def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:
+    """A call leaves nothing behind that changes a training step."""
+    gradients = []
+    for paged in ({}, models.PAGED):
+        model = models.build("llama").train()
+        inputs = models.padded_prompt("llama")
+        model.generate(**inputs, **GREEDY, **paged)
+        assert model.training
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, atol=0, rtol=0)
+
+
+def test_weights_changed_between_calls() -> None:
+    """Nothing of a call's keys and values survives into the next one with other weights."""
+    model, inputs = models.build("llama"), models.prompt("llama")
+    model.generate(**inputs, **GREEDY, **models.PAGED)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(-1.3)
+    expected = model.generate(**inputs, **GREEDY)
+    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
+
+
+# ----------------------------------------------------------------------------------------------------- PEFT
+
+
+@pytest.mark.parametrize("mode", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_peft_lora(mode: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config).eval()
+    inputs = models.padded_prompt("llama")
+    expected = model.generate(**inputs, **mode)
+    assert_same_tokens(expected, model.generate(**inputs, **mode, **models.PAGED), "with the adapter")
+    assert_used_pool(model.get_base_model())
+    with model.disable_adapter():
+        bare = model.generate(**inputs, **mode)
+        assert not torch.equal(bare, expected), "the adapter changes nothing: the test is void"
+        assert_same_tokens(bare, model.generate(**inputs, **mode, **models.PAGED), "without the adapter")
+
+
+def test_peft_adapter_names() -> None:
+    """Each row with its own adapter: `adapter_names` must keep as many entries as the forward has rows."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config, adapter_name="first")
+    model.add_adapter("second", config)
+    model.eval()
+    inputs = models.padded_prompt("llama")
+    names = ["first", "__base__", "second"]
+    expected = model.generate(**inputs, adapter_names=names, **GREEDY)
+    assert_same_tokens(expected, model.generate(**inputs, adapter_names=names, **GREEDY, **models.PAGED))
+
+
+# ----------------------------------------------------------------------------------------------------- compile
+
+
+def compiled_module(model: PreTrainedModel) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_forward(model: PreTrainedModel) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_in_place(model: PreTrainedModel) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("wrap", [compiled_module, compiled_forward, compiled_in_place])
+def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
+    inputs = models.padded_prompt("llama")
+    options = {"do_sample": False, "max_new_tokens": 3}
+    torch._dynamo.reset()
+    model = models.build("llama", num_hidden_layers=1)
+    expected = model.generate(**inputs, **options)
+    wrapped = wrap(model)
+    assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain")
+    assert_same_tokens(expected, wrapped.generate(**inputs, **options, **models.PAGED), "compiled, paged")
+    assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain again")
+    gc.collect()  # tracing leaves reference cycles, which hold what the traced call saw
+    assert_used_pool(model)
+    torch._dynamo.reset()
+
+
+# ----------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
+def test_deepcopy_after_a_paged_call(name: str) -> None:
+    model, inputs = models.build(name), models.prompt(name)
+    expected = model.generate(**inputs, **BEAMS)
+    model.generate(**inputs, **BEAMS, **models.PAGED)
+    twin = copy.deepcopy(model)
+    assert hf_paged.memory_stats(twin).peak_blocks == 0, "a copy of a model is not a copy of its pool"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same_tokens(expected, twin.generate(**inputs, **BEAMS, **models.PAGED), "the copy, with the original zeroed")
+    assert_same_tokens(expected, twin.generate(**inputs, **BEAMS), "the copy, plain")
+
+
+def test_dtype_changed_after_a_paged_call() -> None:
+    """One pool per dtype that the model really produces: bfloat16 after float32 and back."""
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    single = model.generate(**inputs, **GREEDY)
+    assert_same_tokens(single, model.generate(**inputs, **GREEDY, **models.PAGED), "float32")
+    model.to(torch.bfloat16)
+    logits = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": 1}
+    expected = model.generate(**inputs, **logits).logits[0]
+    actual = model.generate(**inputs, **logits, **models.PAGED).logits[0]
+    torch.testing.assert_close(actual, expected, atol=0.15, rtol=0.05)  # bfloat16 keeps 8 bits
+    half = model.generate(**inputs, **GREEDY, **models.PAGED)
+    assert half.shape == single.shape
+    model.to(torch.float32)
+    assert_same_tokens(model.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY, **models.PAGED), "back")
+    assert_used_pool(model)
+
+
+def test_saved_files_are_the_same_with_a_pool(tmp_path: Path) -> None:
+    model = models.build("llama")
+    model.save_pretrained(tmp_path / "without")
+    torch.save(model.state_dict(), tmp_path / "without.pt")
+    model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED)
+    output = model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED, return_dict_in_generate=True)
+    assert hf_paged.memory_stats(model).used_blocks > 0, "a returned cache holds its blocks"
+    model.save_pretrained(tmp_path / "with")
+    torch.save(model.state_dict(), tmp_path / "with.pt")
+    names = sorted(path.name for path in (tmp_path / "without").iterdir())
+    assert sorted(path.name for path in (tmp_path / "with").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
+    left, right = torch.load(tmp_path / "without.pt"), torch.load(tmp_path / "with.pt")
+    assert left.keys() == right.keys()
+    reloaded = LlamaForCausalLM.from_pretrained(tmp_path / "with")
+    inputs = models.prompt("llama")
+    assert_same_tokens(output.sequences, reloaded.generate(**inputs, **GREEDY, **models.PAGED), "reloaded")
+
+
+def test_a_model_goes_away_with_its_pool() -> None:
+    model = models.build("llama")
+    model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None, "something keeps the model alive"
+
+
+# ----------------------------------------------------------------------------------------------------- threads
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """Runs the jobs at once and returns their results; the first exception of a job is raised here."""
+    barrier = threading.Barrier(len(jobs))
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def work(index: int, job: Callable[[], Any]) -> None:
+        try:
+            barrier.wait(30)
+            results[index] = job()
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+REPEATS = 4
+
+
+def repeat(model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: [model.generate(**inputs, **options) for _ in range(REPEATS)]
+
+
+def attention_implementations(model: PreTrainedModel) -> list[str]:
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+@pytest.mark.parametrize("names", [("llama", "mistral"), ("llama", "t5"), ("gemma2", "gpt2")])
+def test_two_threads_on_two_models(names: tuple[str, str]) -> None:
+    jobs, expected = [], []
+    for index, name in enumerate(names):
+        inputs, mode = models.padded_prompt(name), (BEAMS, GREEDY)[index]
+        expected.append(models.get(name).generate(**inputs, **mode))
+        jobs.append(repeat(models.get(name), inputs, {**mode, **models.PAGED}))
+    for want, outputs in zip(expected, in_threads(*jobs), strict=True):
+        for output in outputs:
+            assert_same_tokens(want, output)
+    for name in names:
+        assert_used_pool(models.get(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
+@pytest.mark.parametrize("kinds", ["both paged", "paged and plain", "three paged and one plain"])
+def test_threads_on_one_model(name: str, kinds: str) -> None:
+    """Calls overlap, of different shapes; the model's attention is switched while others use it."""
+    model = models.get(name)
+    before = attention_implementations(model)
+    backends = {
+        "both paged": [models.PAGED, models.PAGED],
+        "paged and plain": [models.PAGED, {}],
+        "three paged and one plain": [models.PAGED, {}, models.PAGED, models.PAGED],
+    }[kinds]
+    modes = (GREEDY, BEAMS, {"num_beams": 2, **GREEDY}, GREEDY)
+    lengths = ((13, 4, 9), (6, 17), (20,), (3, 11, 5, 8))
+    jobs, expected = [], []
+    for index, backend in enumerate(backends):
+        inputs = models.padded_prompt(name, lengths[index], seed=index)
+        expected.append(model.generate(**inputs, **modes[index]))
+        jobs.append(repeat(model, inputs, {**modes[index], **backend}))
+    for thread, (want, outputs) in enumerate(zip(expected, in_threads(*jobs), strict=True)):
+        for output in outputs:
+            assert_same_tokens(want, output, f"thread {thread}")
+    assert attention_implementations(model) == before
+    assert_used_pool(model)
+
+
+def test_a_thread_that_fails_does_not_harm_the_other() -> None:
+    model, inputs = models.get("llama"), models.padded_prompt("llama")
+    expected = model.generate(**inputs, **BEAMS)
+    before = attention_implementations(model)
+
+    class Fails(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 5:
+                raise InterruptedError("on purpose")
+            return scores
+
+    def failing() -> int:
+        failures = 0
+        for _ in range(REPEATS):
+            try:
+                model.generate(**inputs, **GREEDY, **models.PAGED, logits_processor=LogitsProcessorList([Fails()]))
+            except InterruptedError:
+                failures += 1
+        return failures
+
+    failures, outputs = in_threads(failing, repeat(model, inputs, {**BEAMS, **models.PAGED}))
+    assert failures == REPEATS
+    for output in outputs:
+        assert_same_tokens(expected, output)
+    assert attention_implementations(model) == before
+    assert_used_pool(model)
+
+
+def test_streamer_in_a_thread() -> None:
+    """The way of every chat demo: generate in a thread, read the streamer here."""
+    model, inputs = models.get("llama"), models.prompt("llama", batch_size=1)
+    texts = []
+    for backend in ({}, models.PAGED):
+        streamer = TextIteratorStreamer(models.tokenizer(), skip_prompt=True, timeout=60)
+        thread = threading.Thread(target=model.generate, kwargs={**inputs, **GREEDY, **backend, "streamer": streamer})
+        thread.start()
+        texts.append(list(streamer))
+        thread.join(60)
+    assert texts[0] == texts[1]
+    assert "".join(texts[0])
+
+
+# ----------------------------------------------------------------------------------------------------- nesting
+
+
+class Judge(LogitsProcessor):
+    """Asks a model at every step, by a `generate` call of its own, and biases the scores by the answer."""
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(input_ids)
+        answer = self.model.generate(input_ids=input_ids, attention_mask=mask, **self.options)
+        return scores.scatter_add(1, answer[:, -1:], torch.full((len(scores), 1), 2.0))
+
+
+@pytest.mark.parametrize("outer", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("inner", ["same model", "other model"])
+@pytest.mark.parametrize("paged", ["both", "outer", "inner"])
+def test_generate_inside_a_processor(outer: dict[str, Any], inner: str, paged: str) -> None:
+    model = models.get("llama")
+    judge = model if inner == "same model" else models.get("mistral")
+    inputs = models.prompt("llama")
+    inner_options = {"do_sample": False, "num_beams": 2, "max_new_tokens": 3}
+
+    def call(outer_backend: dict[str, Any], inner_backend: dict[str, Any]) -> torch.Tensor:
+        processor = Judge(judge, {**inner_options, **inner_backend})
+        return model.generate(**inputs, **outer, **outer_backend, logits_processor=LogitsProcessorList([processor]))
+
+    before = attention_implementations(model)
+    expected = call({}, {})
+    assert not torch.equal(expected, model.generate(**inputs, **outer)), "the judge changes nothing: the test is void"
+    actual = call(models.PAGED if paged != "inner" else {}, models.PAGED if paged != "outer" else {})
+    assert_same_tokens(expected, actual)
+    assert attention_implementations(model) == before
+    hf_paged.check_integrity(model)
+    assert hf_paged.memory_stats(model).used_blocks == 0

@@ -1,0 +1,528 @@
+"""What fails must fail cleanly: the pool whole, the model as it came, the next call right; bad input named."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import hf_paged
+from tests import models
+
+NEW_TOKENS = 12
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sample": {"do_sample": True, "temperature": 1.0, "max_new_tokens": NEW_TOKENS},
+    "samples": {"do_sample": True, "temperature": 1.0, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS},
+    "beams": {"num_beams": 3, **GREEDY},
+}
+
+
+class OnPurpose(Exception):
+    pass
+
+
+class Countdown:
+    """Raises at its `count`-th call, the first call being 1."""
+
+    def __init__(self, count: int, error: type[BaseException]) -> None:
+        self.left, self.error = count, error
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("on purpose")
+
+
+class FailingProcessor(LogitsProcessor):
+    def __init__(self, countdown: Countdown) -> None:
+        self.countdown = countdown
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.countdown()
+        return scores
+
+
+class FailingCriteria(StoppingCriteria):
+    def __init__(self, countdown: Countdown) -> None:
+        self.countdown = countdown
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.countdown()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class FailingStreamer(BaseStreamer):
+    def __init__(self, countdown: Countdown) -> None:
+        self.countdown = countdown
+
+    def put(self, value: torch.Tensor) -> None:
+        self.countdown()
+
+    def end(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def hooked(module: torch.nn.Module, countdown: Countdown) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda *_: countdown())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def replaced_forward(module: torch.nn.Module, countdown: Countdown) -> Iterator[None]:
+    """Fails inside the forward without a hook, which could change the road of the call."""
+    original = type(module).forward
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is module:
+            countdown()
+        return original(self, *args, **kwargs)
+
+    type(module).forward = forward
+    try:
+        yield
+    finally:
+        type(module).forward = original
+
+
+def last_block(model: PreTrainedModel) -> torch.nn.Module:
+    """The feed-forward part of the last layer: when it runs, every layer has stored its keys and values."""
+    decoder = model.get_decoder()
+    if hasattr(decoder, "h"):
+        return decoder.h[-1].mlp
+    if hasattr(decoder, "block"):
+        return decoder.block[-1].layer[-1]
+    layer = decoder.layers[-1]
+    return layer.mlp if hasattr(layer, "mlp") else layer.fc2
+
+
+def first_norm(model: PreTrainedModel) -> torch.nn.Module:
+    """Runs after the step's blocks are planned for no layer, or for the first only."""
+    decoder = model.get_decoder()
+    if hasattr(decoder, "h"):
+        return decoder.h[0].ln_2
+    if hasattr(decoder, "block"):
+        return decoder.block[0].layer[-1]
+    layer = decoder.layers[0]
+    return layer.post_attention_layernorm if hasattr(layer, "post_attention_layernorm") else layer.fc1
+
+
+# place -> (model, countdown) -> (arguments for generate, context to call it in)
+Place = Callable[[PreTrainedModel, Countdown], tuple[dict[str, Any], contextlib.AbstractContextManager[None]]]
+PLACES: dict[str, Place] = {
+    "model hook": lambda model, countdown: ({}, hooked(model, countdown)),
+    "layer hook": lambda model, countdown: ({}, hooked(last_block(model), countdown)),
+    "first layer": lambda model, countdown: ({}, replaced_forward(first_norm(model), countdown)),
+    "last layer": lambda model, countdown: ({}, replaced_forward(last_block(model), countdown)),
+    "processor": lambda model, countdown: (
+        {"logits_processor": LogitsProcessorList([FailingProcessor(countdown)])},
+        contextlib.nullcontext(),
+    ),
+    "criteria": lambda model, countdown: (
+        {"stopping_criteria": StoppingCriteriaList([FailingCriteria(countdown)])},
+        contextlib.nullcontext(),
+    ),
+    "streamer": lambda model, countdown: ({"streamer": FailingStreamer(countdown)}, contextlib.nullcontext()),
+}
+
+
+def model_state(model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "attention": {
+            name: module.config._attn_implementation
+            for name, module in model.named_modules()
+            if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
+        },
+        "training": [module.training for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "generation_config": model.generation_config.to_dict(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
+    assert expected.shape == actual.shape, f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    if not torch.equal(expected, actual):
+        first = (expected != actual).nonzero()[0].tolist()
+        raise AssertionError(f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
+
+
+def assert_whole(model: PreTrainedModel) -> None:
+    hf_paged.check_integrity(model)
+    stats = hf_paged.memory_stats(model)
+    assert stats.used_blocks == 0, f"blocks are still in use: {stats}"
+
+
+def assert_next_call_is_right(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
+    for mode, options in MODES.items():
+        torch.manual_seed(3)
+        expected = model.generate(**inputs, **options)
+        torch.manual_seed(3)
+        actual = model.generate(**inputs, **options, **models.PAGED)
+        assert_same_tokens(expected, actual, f"the next call, {mode}")
+    assert_whole(model)
+
+
+def failing_call(
+    model: PreTrainedModel, place: str, step: int, error: type[BaseException], mode: str, backend: dict[str, Any]
+) -> tuple[BaseException, torch.Tensor]:
+    """The exception that the call raised, with its traceback and so its frames alive, and the RNG state it left."""
+    inputs = models.padded_prompt("llama" if not model.config.is_encoder_decoder else "t5")
+    arguments, context = PLACES[place](model, Countdown(step, error))
+    torch.manual_seed(5)
+    with context, pytest.raises(error, match="on purpose") as caught:
+        model.generate(**inputs, **MODES[mode], **arguments, **backend)
+    return caught.value, torch.get_rng_state()
+
+
+# A streamer's first call is the prompt; beams refuse a streamer.
+FAULTS = [
+    (place, step, mode)
+    for place in PLACES
+    for step in (1, 2, 7)
+    for mode in MODES
+    if not (place == "streamer" and mode == "beams")
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "mode"), FAULTS, ids=[f"{p}-{s}-{m}".replace(" ", "_") for p, s, m in FAULTS]
+)
+def test_an_exception_leaves_the_model_and_the_pool_whole(place: str, step: int, mode: str) -> None:
+    model = models.get("llama")
+    before = model_state(model)
+    _, plain_rng = failing_call(model, place, step, OnPurpose, mode, {})
+    error, paged_rng = failing_call(model, place, step, OnPurpose, mode, models.PAGED)
+    assert error.__traceback__ is not None  # a notebook keeps it too: the blocks must not wait for it
+    assert_whole(model)
+    assert model_state(model) == before
+    assert torch.equal(plain_rng, paged_rng), "the failed call drew other random numbers than plain"
+    assert_next_call_is_right(model, models.padded_prompt("llama"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_keyboard_interrupt(place: str) -> None:
+    model = models.get("llama")
+    before = model_state(model)
+    error, _ = failing_call(model, place, 4, KeyboardInterrupt, "greedy", models.PAGED)
+    assert isinstance(error, KeyboardInterrupt)
+    assert_whole(model)
+    assert model_state(model) == before
+    assert_next_call_is_right(model, models.padded_prompt("llama"))
+
+
+@pytest.mark.parametrize("name", [name for name in models.NAMES if name != "whisper"])
+@pytest.mark.parametrize("place", ["first layer", "last layer", "processor"])
+def test_an_exception_in_every_model(name: str, place: str) -> None:
+    model, inputs = models.get(name), models.padded_prompt(name)
+    before = model_state(model)
+    for mode in ("samples", "beams"):
+        error, _ = failing_call(model, place, 9, OnPurpose, mode, models.PAGED)
+        assert_whole(model)
+        assert model_state(model) == before
+        del error
+    assert_next_call_is_right(model, inputs)
+
+
+def test_train_mode_survives() -> None:
+    """Also a call that is served leaves each module in the mode it had."""
+    model = models.build("llama").train()
+    model.model.layers[0].eval()
+    before = model_state(model)
+    model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED)
+    assert model_state(model) == before
+    failing_call(model, "processor", 3, OnPurpose, "greedy", models.PAGED)
+    assert model_state(model) == before
+    assert_whole(model)
+
+
+def test_grad_mode_survives() -> None:
+    model = models.get("llama")
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            failing_call(model, "last layer", 3, OnPurpose, "greedy", models.PAGED)
+            assert torch.is_grad_enabled() == enabled
+
+
+def test_a_failure_with_an_assistant() -> None:
+    model, assistant = models.get("llama"), copy.deepcopy(models.get_assistant("llama"))
+    inputs = models.prompt("llama", batch_size=1)
+    for failing in (model, assistant):
+        with replaced_forward(last_block(failing), Countdown(4, OnPurpose)), pytest.raises(OnPurpose) as caught:
+            model.generate(**inputs, **GREEDY, assistant_model=assistant, **models.PAGED)
+        assert caught.value.__traceback__ is not None
+        assert_whole(model)
+        assert_whole(assistant)
+    expected = model.generate(**inputs, **GREEDY)
+    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, assistant_model=assistant, **models.PAGED), "next")
+
+
+def test_a_cache_of_the_user_survives_a_failure() -> None:
+    """Its blocks belong to the user: they are neither freed nor counted as the call's."""
+    model, inputs = models.get("llama"), models.prompt("llama")
+    cache = hf_paged.PagedCache(model.config)
+    first = model.generate(**inputs, **GREEDY, past_key_values=cache)
+    held = cache.get_seq_length()
+    with pytest.raises(OnPurpose):
+        model.generate(
+            input_ids=first,
+            attention_mask=torch.ones_like(first),
+            **GREEDY,
+            past_key_values=cache,
+            logits_processor=LogitsProcessorList([FailingProcessor(Countdown(1, OnPurpose))]),
+        )
+    assert cache.get_seq_length() >= held
+    cache.reset()
+    fresh = model.generate(**inputs, **GREEDY, past_key_values=cache)
+    assert_same_tokens(first, fresh, "after a reset")
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+# option, value, what of the message says what is allowed
+BAD_VALUES: list[tuple[str, Any, str]] = [
+    *[
+        ("block_size", value, r"power of two.*\b8\b.*\b256\b")
+        for value in (0, -1, 7, 12, 4, 512, 16.0, "16", True, None)
+    ],
+    *[("num_blocks", value, r"at least 1|positive|>= ?1") for value in (0, -1, 1.5, "4", True)],
+    *[("memory_fraction", value, r"\b0\b.*\b1\b") for value in (0, 0.0, -0.1, 1.01, "0.5", float("nan"), True)],
+    ("blocksize", 16, r"block_size.*num_blocks.*memory_fraction"),
+    ("backend", "quanto", r"block_size.*num_blocks.*memory_fraction"),
+]
+BAD_IDS = [f"{option}={value!r}" for option, value, _ in BAD_VALUES]
+
+
+def assert_nothing_allocated(model: PreTrainedModel) -> None:
+    stats = hf_paged.memory_stats(model)
+    for field in dataclasses.fields(stats):
+        if field.name.endswith("_bytes") or field.name in ("used_blocks", "peak_blocks"):
+            assert getattr(stats, field.name) == 0, stats
+
+
+def counted_forwards(model: PreTrainedModel) -> list[int]:
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize(("option", "value", "allowed"), BAD_VALUES, ids=BAD_IDS)
+@pytest.mark.parametrize("door", ["keyword", "generation_config", "model"])
+def test_bad_cache_config_is_refused_before_anything_happens(door: str, option: str, value: Any, allowed: str) -> None:
+    model, inputs = models.build("llama", num_hidden_layers=1), models.prompt("llama")
+    forwards = counted_forwards(model)
+    paged = {"cache_implementation": "paged", "cache_config": {option: value}}
+    with pytest.raises(ValueError) as caught:
+        if door == "keyword":
+            model.generate(**inputs, **GREEDY, **paged)
+        elif door == "generation_config":
+            model.generate(**inputs, generation_config=GenerationConfig(**paged, **GREEDY))
+        else:
+            model.generation_config.cache_implementation = "paged"
+            model.generation_config.cache_config = {option: value}
+            model.generate(**inputs, **GREEDY)
+    message = str(caught.value)
+    assert option in message, message
+    if "unknown" not in message:
+        assert repr(value) in message, message
+    assert re.search(allowed, message), message
+    assert_nothing_allocated(model)
+    assert not forwards, "the model ran"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [bad for bad in BAD_VALUES if bad[0] in ("block_size", "num_blocks", "memory_fraction")],
+)
+def test_bad_paged_config(option: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=allowed) as caught:
+        hf_paged.PagedConfig(**{option: value})
+    assert option in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("cache_config", ["paged", 16, [("block_size", 16)]], ids=repr)
+def test_cache_config_of_another_type(cache_config: Any) -> None:
+    model = models.build("llama", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="cache_config"):
+        model.generate(**models.prompt("llama"), **GREEDY, cache_implementation="paged", cache_config=cache_config)
+    assert_nothing_allocated(model)
+
+
+# ----------------------------------------------------------------------------------------------------- the budget
+
+BUDGET_MODES = {
+    "greedy": GREEDY,
+    "samples": {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 30},
+    "beams": {"num_beams": 6, "do_sample": False, "max_new_tokens": 30},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
+@pytest.mark.parametrize("mode", BUDGET_MODES)
+def test_a_call_that_cannot_fit_says_what_is_missing(name: str, mode: str) -> None:
+    model, inputs = models.build(name), models.prompt(name, 3, 21)
+    before = model_state(model)
+    options = BUDGET_MODES[mode]
+    with pytest.raises(hf_paged.OutOfBlocksError) as caught:
+        model.generate(
+            **inputs, **options, cache_implementation="paged", cache_config={"block_size": 8, "num_blocks": 5}
+        )
+    assert isinstance(caught.value, RuntimeError)
+    message = str(caught.value)
+    assert re.search(r"\b5\b", message), f"the total is missing: {message}"
+    assert "free" in message, message
+    assert "num_blocks" in message, f"the knob is missing: {message}"
+    assert len(re.findall(r"\d+", message)) >= 3, f"needed, free and total: {message}"
+    assert caught.value.__traceback__ is not None
+    assert_whole(model)
+    assert model_state(model) == before
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(1)
+    assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), "with room")
+
+
+def test_out_of_blocks_is_a_runtime_error() -> None:
+    assert issubclass(hf_paged.OutOfBlocksError, RuntimeError)
+
+
+@pytest.mark.parametrize("mode", BUDGET_MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
+def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
+    """The error is never raised for want of blocks that the call does not use."""
+    model, inputs, options = models.build(name), models.prompt(name, 3, 21), BUDGET_MODES[mode]
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **options, cache_implementation="paged", cache_config={"block_size": 8})
+    peak = hf_paged.memory_stats(model, reset=True).peak_blocks
+    tight = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": peak}}
+    for _ in range(2):
+        torch.manual_seed(1)
+        assert_same_tokens(expected, model.generate(**inputs, **options, **tight), "the same budget as the peak")
+        assert hf_paged.memory_stats(model).peak_blocks <= peak
+    too_tight = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": peak - 1}}
+    with pytest.raises(hf_paged.OutOfBlocksError):
+        model.generate(**inputs, **GREEDY, **too_tight) if mode == "greedy" else _again(
+            model, inputs, options, too_tight
+        )
+    assert_whole(model)
+
+
+def _again(model: PreTrainedModel, inputs: Any, options: Any, backend: Any) -> None:
+    torch.manual_seed(1)
+    model.generate(**inputs, **options, **backend)
+
+
+def test_block_size_and_budget_may_change_between_calls() -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (13, 4, 30))
+    expected = model.generate(**inputs, **GREEDY)
+    for config in (
+        {"block_size": 8},
+        {"block_size": 32},
+        {"block_size": 8, "num_blocks": 40},
+        {"num_blocks": 12},
+        {},
+        {"block_size": 256, "memory_fraction": 0.01},
+        {"block_size": 8},
+    ):
+        actual = model.generate(**inputs, **GREEDY, cache_implementation="paged", cache_config=dict(config))
+        assert_same_tokens(expected, actual, f"{config}")
+        assert_whole(model)
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+# What plain refuses, paged refuses with the same type.
+PLAIN_REFUSES: dict[str, dict[str, Any]] = {
+    "no beams": {"num_beams": 0},
+    "negative beams": {"num_beams": -2},
+    "more sequences than beams": {"num_beams": 2, "num_return_sequences": 3, "do_sample": False},
+    "several greedy sequences": {"num_return_sequences": 2, "do_sample": False},
+    "no new tokens": {"max_new_tokens": 0},
+    "negative new tokens": {"max_new_tokens": -3},
+    "max_length shorter than the prompt": {"max_length": 5, "max_new_tokens": None},
+    "temperature of zero": {"do_sample": True, "temperature": 0.0},
+    "negative temperature": {"do_sample": True, "temperature": -1.0},
+    "negative top_p": {"do_sample": True, "top_p": -0.5},
+    "min_p above one": {"do_sample": True, "min_p": 1.5},
+    "negative top_k": {"do_sample": True, "top_k": -1},
+    "no repetition penalty": {"repetition_penalty": 0.0},
+    "unknown argument": {"not_an_argument": 1},
+    "streamer with beams": {"num_beams": 2, "streamer": FailingStreamer(Countdown(10**6, OnPurpose))},
+    "stop strings without a tokenizer": {"stop_strings": ["a"]},
+    "mask of three dimensions": {"attention_mask": torch.ones(3, 1, 13, 13)},
+    "tuple for a cache": {"past_key_values": ((torch.zeros(1), torch.zeros(1)),)},
+    "assistant with a batch": {"prompt_lookup_num_tokens": 2, "do_sample": False},
+    "assistant with several sequences": {
+        "prompt_lookup_num_tokens": 2,
+        "num_return_sequences": 2,
+        "do_sample": True,
+    },
+    "bad words that are no list": {"bad_words_ids": 5},
+    "empty forced words": {"bad_words_ids": []},
+    "early stopping of another kind": {"num_beams": 2, "early_stopping": "sometimes"},
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "group beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "watermark of another type": {"watermarking_config": 7},
+    "chunks without a cache": {"prefill_chunk_size": 4, "use_cache": False},
+    "assistant without a cache": {"prompt_lookup_num_tokens": 2, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("case", PLAIN_REFUSES)
+def test_what_plain_refuses_is_refused_with_the_same_type(case: str) -> None:
+    model = models.build("llama", num_hidden_layers=1)
+    arguments = {**models.prompt("llama"), **GREEDY, **PLAIN_REFUSES[case]}
+    with pytest.raises(Exception) as plain:  # noqa: B017 - which type is what plain decides
+        model.generate(**copy.deepcopy(arguments))
+    with pytest.raises(type(plain.value)) as paged:
+        model.generate(**copy.deepcopy(arguments), **models.PAGED)
+    assert type(paged.value) is type(plain.value), f"plain {plain.value!r}, paged {paged.value!r}"
+    assert_whole(model)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "paged"])
+def test_a_cache_that_the_user_passes_beside_the_keyword_is_used(kind: str) -> None:
+    model, inputs = models.get("llama"), models.prompt("llama")
+    expected = model.generate(**inputs, **GREEDY)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else hf_paged.PagedCache(model.config)
+    actual = model.generate(**inputs, **GREEDY, **models.PAGED, past_key_values=cache, return_dict_in_generate=True)
+    assert_same_tokens(expected, actual.sequences, kind)
+    assert actual.past_key_values is cache
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def test_other_cache_implementations_are_left_alone() -> None:
+    model, inputs = models.get("llama"), models.prompt("llama")
+    expected = model.generate(**inputs, **GREEDY)
+    hf_paged.memory_stats(model, reset=True)
+    for value in ("dynamic", "static"):
+        options = {"cache_implementation": value}
+        if value == "static":
+            options["disable_compile"] = True
+        assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **options), value)
+    assert hf_paged.memory_stats(model).peak_blocks == 0
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(**inputs, **GREEDY, cache_implementation="pagedd")

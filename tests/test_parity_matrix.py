@@ -1,0 +1,1060 @@
+"""`generate(cache_implementation="paged")` gives plain `generate`'s result: every model, every option.
+
+A cell runs the same option function twice, on plain `generate` and on the paged cache, each from the same seed, and
+compares everything that comes back: tokens, RNG state and recorded calls exactly, scores closely. A cell that plain
+refuses must be refused by paged with the same exception type; `REFUSED` names those cells, so that a mistake in a
+test cannot pass for a refusal.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging import version
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+import hf_paged
+from tests import models
+
+NEW_TOKENS = 12
+SEED = 1
+TOLERANCE = 2e-4  # float32 logits have a standard deviation of about 3; reordered sums differ by about 1e-5
+
+# ----------------------------------------------------------------------------------------------------- one run
+
+
+@dataclasses.dataclass
+class Refusal:
+    """What a call raised instead of returning."""
+
+    error: type[BaseException]
+    message: str
+
+
+@dataclasses.dataclass
+class Run:
+    """One side of a cell: a model, and whether its keys and values live in the paged pool."""
+
+    name: str
+    paged: bool
+    model: PreTrainedModel
+
+    @property
+    def encoder_decoder(self) -> bool:
+        return models.is_encoder_decoder(self.name)
+
+    @property
+    def backend(self) -> dict[str, Any]:
+        return copy.deepcopy(models.PAGED) if self.paged else {}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        # Whisper derives do_sample from the temperature, and takes none for greedy.
+        return {"do_sample": True, **({"temperature": 1.0} if self.name == "whisper" else {})}
+
+    def prompt(self, batch_size: int = 3, length: int = 13) -> dict[str, torch.Tensor]:
+        return models.prompt(self.name, batch_size, length)
+
+    def generate(self, inputs: Mapping[str, Any], **options: Any) -> Any:
+        if "max_length" not in options:
+            options.setdefault("max_new_tokens", NEW_TOKENS)
+        return self.model.generate(**inputs, **self.backend, **options)
+
+    def new_cache(self) -> Cache:
+        """An empty cache to pass as `past_key_values`."""
+        config = self.model.config.get_text_config(decoder=True)
+
+        def single() -> Cache:
+            return hf_paged.PagedCache(config) if self.paged else DynamicCache(config=config)
+
+        return EncoderDecoderCache(single(), single()) if self.encoder_decoder else single()
+
+    def assistant(self) -> PreTrainedModel:
+        """The assistant as it was before any call: assisted decoding tunes numbers on its generation config."""
+        assistant = models.get_assistant(self.name)
+        assistant.generation_config = copy.deepcopy(self.model.generation_config)
+        return assistant
+
+
+@functools.cache
+def greedy_tokens(name: str) -> torch.Tensor:
+    """What plain greedy generates for the standard prompt without the prompt, `[3, NEW_TOKENS]`."""
+    output = models.get(name).generate(**models.prompt(name), do_sample=False, max_new_tokens=NEW_TOKENS)
+    return output[:, -NEW_TOKENS:]
+
+
+@functools.cache
+def end_tokens(name: str) -> tuple[int, int]:
+    """Two EOS ids at which the rows of the standard prompt end at different lengths under greedy."""
+    tokens = greedy_tokens(name).tolist()
+
+    def length(row: list[int], ends: tuple[int, int]) -> int:
+        return next((step for step, token in enumerate(row) if token in ends), NEW_TOKENS)
+
+    pairs = [(a, b) for a in tokens[0][2:7] for b in tokens[1][2:10] + tokens[2][2:10]]
+
+    def quality(ends: tuple[int, int]) -> tuple[int, int]:
+        lengths = [length(row, ends) for row in tokens]
+        return len(set(lengths)), min(lengths)
+
+    best = max(pairs, key=quality)
+    assert quality(best)[0] >= 2, f"{name}: no pair of tokens ends the rows at different lengths: {tokens}"
+    return best
+
+
+# Each token is one of these with about one chance in eight, so that most samples and beams end before the limit.
+FREQUENT_ENDS = list(range(20, 36))
+
+# ----------------------------------------------------------------------------------------------------- options
+
+Option = Callable[[Run], Any]
+OPTIONS: dict[str, Option] = {}
+MODELS_OF: dict[str, Sequence[str]] = {}
+# Options whose keys and values are not in the pool of the model: no cache at all, or a cache of the user's own.
+NO_POOL: set[str] = set()
+# Options that run on the model loaded with eager attention.
+EAGER: set[str] = set()
+
+
+def option(
+    models_of: Sequence[str] = models.NAMES, pool: bool = True, eager: bool = False
+) -> Callable[[Option], Option]:
+    def register(function: Option) -> Option:
+        name = function.__name__
+        OPTIONS[name] = function
+        MODELS_OF[name] = models_of
+        if not pool:
+            NO_POOL.add(name)
+        if eager:
+            EAGER.add(name)
+        return function
+
+    return register
+
+
+@option()
+def greedy(run: Run) -> Any:
+    return run.generate(run.prompt(), do_sample=False)
+
+
+@option()
+def greedy_one_row(run: Run) -> Any:
+    return run.generate(run.prompt(batch_size=1), do_sample=False)
+
+
+@option()
+def greedy_long(run: Run) -> Any:
+    return run.generate(run.prompt(batch_size=2, length=70), do_sample=False, max_new_tokens=24)
+
+
+@option()
+def greedy_block_edges(run: Run) -> Any:
+    lengths = (models.BLOCK_SIZE - 1, models.BLOCK_SIZE, models.BLOCK_SIZE + 1)
+    return [run.generate(run.prompt(1, length), do_sample=False, max_new_tokens=9) for length in lengths]
+
+
+@option()
+def greedy_eos_list(run: Run) -> Any:
+    return run.generate(run.prompt(), do_sample=False, eos_token_id=list(end_tokens(run.name)))
+
+
+@option()
+def sample(run: Run) -> Any:
+    return run.generate(run.prompt(), **run.sampling)
+
+
+@option()
+def sample_eos(run: Run) -> Any:
+    return run.generate(run.prompt(), eos_token_id=FREQUENT_ENDS, **run.sampling)
+
+
+@option()
+def beams(run: Run) -> Any:
+    return run.generate(run.prompt(), num_beams=4, do_sample=False)
+
+
+@option()
+def beams_eos(run: Run) -> Any:
+    return run.generate(run.prompt(), num_beams=4, do_sample=False, eos_token_id=FREQUENT_ENDS)
+
+
+@option()
+def beams_early_stopping(run: Run) -> Any:
+    options = {"num_beams": 3, "do_sample": False, "eos_token_id": FREQUENT_ENDS}
+    return [
+        run.generate(run.prompt(2), **options, early_stopping=True, length_penalty=0.5),
+        run.generate(run.prompt(2), **options, early_stopping="never", length_penalty=2.0),
+    ]
+
+
+@option()
+def beams_long(run: Run) -> Any:
+    return run.generate(run.prompt(2, 45), num_beams=4, do_sample=False, max_new_tokens=24)
+
+
+@option()
+def beam_sample(run: Run) -> Any:
+    return run.generate(run.prompt(), num_beams=4, eos_token_id=FREQUENT_ENDS, **run.sampling)
+
+
+@option()
+def return_sequences_sample(run: Run) -> Any:
+    return run.generate(run.prompt(), num_return_sequences=3, **run.sampling)
+
+
+@option()
+def return_sequences_eos(run: Run) -> Any:
+    return run.generate(run.prompt(2), num_return_sequences=4, eos_token_id=FREQUENT_ENDS, **run.sampling)
+
+
+@option()
+def return_sequences_beams(run: Run) -> Any:
+    return run.generate(run.prompt(), num_beams=4, num_return_sequences=3, do_sample=False)
+
+
+@option()
+def prompt_lookup(run: Run) -> Any:
+    inputs = run.prompt(1, 40)
+    return run.generate(inputs, prompt_lookup_num_tokens=3, do_sample=False, max_new_tokens=20)
+
+
+@option()
+def prompt_lookup_sample(run: Run) -> Any:
+    inputs = run.prompt(1, 40)
+    return run.generate(
+        inputs, prompt_lookup_num_tokens=3, max_matching_ngram_size=1, max_new_tokens=20, **run.sampling
+    )
+
+
+@option()
+def assistant_model(run: Run) -> Any:
+    return run.generate(run.prompt(1), assistant_model=run.assistant(), do_sample=False, max_new_tokens=20)
+
+
+@option()
+def assistant_model_sample(run: Run) -> Any:
+    return run.generate(run.prompt(1), assistant_model=run.assistant(), max_new_tokens=20, **run.sampling)
+
+
+@option()
+def assistant_model_padded(run: Run) -> Any:
+    inputs = {key: value[1:2] for key, value in models.padded_prompt(run.name).items()}
+    return run.generate(inputs, assistant_model=run.assistant(), do_sample=False)
+
+
+@option()
+def left_padding(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), do_sample=False)
+
+
+@option()
+def left_padding_over_blocks(run: Run) -> Any:
+    """Whole blocks of padding in front of some rows."""
+    return run.generate(models.padded_prompt(run.name, (40, 3, 17, 8)), do_sample=False)
+
+
+@option()
+def left_padding_eos(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), eos_token_id=FREQUENT_ENDS, do_sample=False)
+
+
+@option()
+def left_padding_sample(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), **run.sampling)
+
+
+@option()
+def left_padding_beams(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), num_beams=4, do_sample=False)
+
+
+@option()
+def left_padding_return_sequences(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), num_return_sequences=3, **run.sampling)
+
+
+@option(models.ENCODER_DECODER)
+def decoder_prompt(run: Run) -> Any:
+    """A ragged decoder prompt beside an encoder input without padding."""
+    ids = models.token_ids(3, 11, seed=5)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    ids = ids.masked_fill(mask == 0, models.PAD)
+    return run.generate({**run.prompt(), "decoder_input_ids": ids, "decoder_attention_mask": mask}, do_sample=False)
+
+
+@option(models.ENCODER_DECODER)
+def encoder_outputs(run: Run) -> Any:
+    inputs = run.prompt()
+    with torch.no_grad():
+        encoded = run.model.get_encoder()(**inputs)
+    rest = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
+    return run.generate({"encoder_outputs": encoded, **rest}, num_beams=2, do_sample=False)
+
+
+class RowBudgets(StoppingCriteria):
+    """Stops row `i` after `3 + i % 5` tokens, or once it said a token of a set; remembers who is done."""
+
+    def __init__(self) -> None:
+        self.done: torch.Tensor | None = None
+        self.start = 0
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        rows, length = input_ids.shape
+        if self.done is None:
+            self.done, self.start = torch.zeros(rows, dtype=torch.bool), length
+        assert len(self.done) == rows, f"the batch changed from {len(self.done)} to {rows} rows"
+        self.seen.append(tuple(input_ids.shape))
+        budget = 3 + torch.arange(rows) % 5
+        self.done = self.done | (length - self.start >= budget) | (input_ids[:, -1] % 11 == 0)
+        return self.done.clone()
+
+
+@option()
+def stopping_criteria(run: Run) -> Any:
+    criteria = RowBudgets()
+    output = run.generate(run.prompt(), stopping_criteria=StoppingCriteriaList([criteria]), do_sample=False)
+    return output, criteria.seen
+
+
+@option()
+def stopping_criteria_eos(run: Run) -> Any:
+    criteria = RowBudgets()
+    options = {"stopping_criteria": StoppingCriteriaList([criteria]), "eos_token_id": FREQUENT_ENDS}
+    return run.generate(run.prompt(), num_return_sequences=2, **options, **run.sampling), criteria.seen
+
+
+@option()
+def stopping_criteria_beams(run: Run) -> Any:
+    criteria = RowBudgets()
+    options = {"stopping_criteria": StoppingCriteriaList([criteria]), "num_beams": 3, "do_sample": False}
+    return run.generate(run.prompt(), **options), criteria.seen
+
+
+def stop_strings_for(name: str) -> list[str]:
+    """A token of the first row's text, and a string that starts and ends inside two tokens of the second row's."""
+    first, second, _ = greedy_tokens(name).tolist()
+    decode = models.tokenizer().decode
+    return [decode(first[2:3]), decode(second[3:5])[1:]]
+
+
+@option()
+def stop_strings(run: Run) -> Any:
+    strings = stop_strings_for(run.name)
+    return run.generate(run.prompt(), stop_strings=strings, tokenizer=models.tokenizer(), do_sample=False)
+
+
+@option()
+def stop_strings_eos(run: Run) -> Any:
+    options = {"stop_strings": stop_strings_for(run.name), "tokenizer": models.tokenizer()}
+    return run.generate(run.prompt(), eos_token_id=FREQUENT_ENDS, do_sample=False, **options)
+
+
+class Allowed:
+    """`prefix_allowed_tokens_fn` whose answer depends on the row and on its last token; records its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, list[int]]] = []
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        self.calls.append((batch_id, input_ids.tolist()))
+        words = models.VOCAB_SIZE - models.FIRST_WORD
+        start = 7 * int(input_ids[-1]) + 5 * batch_id
+        return [models.FIRST_WORD + (start + k) % words for k in range(6)]
+
+
+@option()
+def prefix_allowed_tokens(run: Run) -> Any:
+    allowed = Allowed()
+    return run.generate(run.prompt(), prefix_allowed_tokens_fn=allowed, do_sample=False), allowed.calls
+
+
+@option()
+def prefix_allowed_tokens_beams(run: Run) -> Any:
+    allowed = Allowed()
+    return run.generate(run.prompt(), prefix_allowed_tokens_fn=allowed, num_beams=3, do_sample=False), allowed.calls
+
+
+class RowBias(LogitsProcessor):
+    """Adds a bias that depends on the row and the step; checks and records the batch that it is shown."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.bias = 2 * torch.randn(5, models.VOCAB_SIZE, generator=generator)
+        self.batches: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert scores.shape == (input_ids.shape[0], models.VOCAB_SIZE), f"{input_ids.shape=} {scores.shape=}"
+        if self.batches:
+            before = self.batches[-1]
+            assert input_ids.shape == (before.shape[0], before.shape[1] + 1), f"{before.shape} then {input_ids.shape}"
+        self.batches.append(input_ids.clone())
+        rows = (torch.arange(input_ids.shape[0]) + input_ids.shape[1]) % len(self.bias)
+        return scores + self.bias[rows]
+
+
+@option()
+def custom_processor(run: Run) -> Any:
+    """Also rows that ended stay in the batch that a processor sees, in their place."""
+    processor = RowBias()
+    inputs = models.padded_prompt(run.name)
+    options = {"eos_token_id": FREQUENT_ENDS, "do_sample": False}
+    output = run.generate(inputs, logits_processor=LogitsProcessorList([processor]), **options)
+    width = processor.batches[0].shape[1]
+    for batch in processor.batches:
+        assert torch.equal(batch[:, :width], processor.batches[0]), "the prompt moved inside the batch"
+    return output, processor.batches
+
+
+@option()
+def custom_processor_beams(run: Run) -> Any:
+    processor = RowBias()
+    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    return run.generate(run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options), processor.batches
+
+
+@option()
+def custom_processor_return_sequences(run: Run) -> Any:
+    processor = RowBias()
+    options = {"num_return_sequences": 3, "eos_token_id": FREQUENT_ENDS, **run.sampling}
+    return run.generate(run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options), processor.batches
+
+
+class Recorder(BaseStreamer):
+    """Every call that a streamer gets, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append((tuple(value.shape), value.tolist()))
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@option()
+def streamer(run: Run) -> Any:
+    recorder = Recorder()
+    return run.generate(run.prompt(1), streamer=recorder, do_sample=False), recorder.calls
+
+
+@option()
+def streamer_batch(run: Run) -> Any:
+    recorder = Recorder()
+    options = {"eos_token_id": list(end_tokens(run.name)), "do_sample": False}
+    return run.generate(run.prompt(), streamer=recorder, **options), recorder.calls
+
+
+@option()
+def streamer_assistant(run: Run) -> Any:
+    recorder = Recorder()
+    options = {"assistant_model": run.assistant(), "do_sample": False}
+    return run.generate(run.prompt(1), streamer=recorder, **options), recorder.calls
+
+
+@option()
+def streamer_text(run: Run) -> Any:
+    text = TextIteratorStreamer(models.tokenizer(), skip_prompt=True, timeout=10)
+    output = run.generate(run.prompt(1), streamer=text, do_sample=False)
+    return output, list(text)
+
+
+DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+@option()
+def dict_greedy(run: Run) -> Any:
+    return run.generate(run.prompt(), do_sample=False, eos_token_id=list(end_tokens(run.name)), **DICT)
+
+
+@option()
+def dict_sample(run: Run) -> Any:
+    options = {"top_k": 20, "repetition_penalty": 1.3, "eos_token_id": FREQUENT_ENDS, **run.sampling}
+    return run.generate(run.prompt(), num_return_sequences=2, **options, **DICT)
+
+
+@option()
+def dict_padded(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), do_sample=False, eos_token_id=FREQUENT_ENDS, **DICT)
+
+
+@option()
+def dict_beams(run: Run) -> Any:
+    return run.generate(run.prompt(), num_beams=4, num_return_sequences=2, do_sample=False, **DICT)
+
+
+@option()
+def dict_beam_sample(run: Run) -> Any:
+    return run.generate(run.prompt(), num_beams=3, **run.sampling, **DICT)
+
+
+@option()
+def dict_assistant(run: Run) -> Any:
+    return run.generate(run.prompt(1), assistant_model=run.assistant(), do_sample=False, **DICT)
+
+
+STATES = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
+
+
+@option(eager=True)
+def output_states(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), do_sample=False, **STATES)
+
+
+@option(eager=True)
+def output_states_beams(run: Run) -> Any:
+    return run.generate(run.prompt(2), num_beams=3, do_sample=False, **STATES)
+
+
+@option()
+def output_hidden_states(run: Run) -> Any:
+    """Without attentions the model keeps its default attention."""
+    options = {"return_dict_in_generate": True, "output_hidden_states": True, "do_sample": False}
+    return run.generate(run.prompt(), **options)
+
+
+@option(eager=True)
+def eager_model(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), num_beams=2, do_sample=False)
+
+
+@option()
+def max_length(run: Run) -> Any:
+    inputs = run.prompt()
+    return run.generate(inputs, max_length=models.prompt_width(run.name, inputs) + 9, do_sample=False)
+
+
+@option()
+def max_length_beams(run: Run) -> Any:
+    inputs = run.prompt()
+    return run.generate(inputs, max_length=models.prompt_width(run.name, inputs) + 9, num_beams=3, do_sample=False)
+
+
+@option()
+def max_time(run: Run) -> Any:
+    """A limit that is never reached, and one that ends the call after one token."""
+    return [run.generate(run.prompt(), max_time=limit, do_sample=False) for limit in (600.0, 1e-9)]
+
+
+@option()
+def guidance_scale(run: Run) -> Any:
+    return run.generate(run.prompt(), guidance_scale=1.5, do_sample=False)
+
+
+@option()
+def guidance_scale_negative_prompt(run: Run) -> Any:
+    negative = models.token_ids(3, 6, seed=3)
+    options = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": torch.ones_like(negative)}
+    return run.generate(run.prompt(), guidance_scale=1.5, do_sample=False, **options)
+
+
+@option()
+def inputs_embeds(run: Run) -> Any:
+    inputs = models.padded_prompt(run.name)
+    embeds = run.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    return run.generate({"inputs_embeds": embeds, **inputs}, do_sample=False)
+
+
+@option()
+def inputs_embeds_beams(run: Run) -> Any:
+    inputs = run.prompt()
+    embeds = run.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    return run.generate({"inputs_embeds": embeds, **inputs}, num_beams=3, do_sample=False)
+
+
+@option()
+def inputs_embeds_and_ids(run: Run) -> Any:
+    inputs = run.prompt()
+    embeds = run.model.get_input_embeddings()(inputs["input_ids"]).detach()
+    return run.generate({"inputs_embeds": embeds, **inputs}, num_return_sequences=2, **run.sampling)
+
+
+@option(pool=False)
+def use_cache_false(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name), use_cache=False, do_sample=False)
+
+
+@option(pool=False)
+def use_cache_false_beams(run: Run) -> Any:
+    return run.generate(run.prompt(), use_cache=False, num_beams=3, do_sample=False)
+
+
+@option()
+def prefill_chunk_size(run: Run) -> Any:
+    return run.generate(models.padded_prompt(run.name, (21, 4, 13)), prefill_chunk_size=5, do_sample=False)
+
+
+@option()
+def prefill_chunk_size_beams(run: Run) -> Any:
+    return run.generate(run.prompt(2, 21), prefill_chunk_size=8, num_beams=3, do_sample=False)
+
+
+@option()
+def custom_generate(run: Run) -> Any:
+    def loop(model: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return type(model)._sample(model, input_ids, **arguments)
+
+    return run.generate(run.prompt(), custom_generate=loop, do_sample=False)
+
+
+@option()
+def returned_cache_continues(run: Run) -> Any:
+    """The cache of a returned dict is a cache: it has contents, and a second call goes on from it."""
+    inputs = run.prompt()
+    first = run.generate(inputs, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    held = cache.get_seq_length()
+    own = cache.self_attention_cache if run.encoder_decoder else cache
+    contents = [(layer.keys + 0, layer.values + 0) for layer in own.layers if not getattr(layer, "is_sliding", False)]
+    ids = torch.cat([first.sequences, models.token_ids(3, 4, seed=9)], dim=1)
+    if run.encoder_decoder:
+        rest = {**inputs, "decoder_input_ids": ids}
+    else:
+        rest = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    second = run.model.generate(**rest, past_key_values=cache, do_sample=False, max_new_tokens=NEW_TOKENS)
+    return first.sequences, held, contents, second
+
+
+@option(pool=False)
+def passed_cache_continues(run: Run) -> Any:
+    """Three turns of a conversation of ragged rows over one cache that the user owns."""
+    inputs = models.padded_prompt(run.name)
+    cache = run.new_cache()
+    turns = []
+    for turn in range(3):
+        output = run.model.generate(**inputs, past_key_values=cache, do_sample=False, max_new_tokens=7)
+        turns.append((output, cache.get_seq_length()))
+        more = models.token_ids(3, 5, seed=20 + turn)
+        ids = torch.cat([output, more], dim=1)
+        if run.encoder_decoder:
+            mask = inputs.get("decoder_attention_mask")
+            inputs["decoder_input_ids"] = ids
+            key = "decoder_attention_mask"
+        else:
+            mask, key = inputs["attention_mask"], "attention_mask"
+            inputs["input_ids"] = ids
+        if mask is not None:
+            inputs[key] = torch.cat([mask, mask.new_ones(3, ids.shape[1] - mask.shape[1])], dim=1)
+    return turns
+
+
+@option(pool=False)
+def passed_cache_beams(run: Run) -> Any:
+    """Beams reorder a cache that the user passed."""
+    cache = run.new_cache()
+    options = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    output = run.model.generate(**run.prompt(2), past_key_values=cache, **options)
+    return output, cache.get_seq_length()
+
+
+def step_inputs(run: Run, encoded: Any, tokens: torch.Tensor, cache: Cache) -> dict[str, Any]:
+    if run.encoder_decoder:
+        return {"encoder_outputs": encoded, "decoder_input_ids": tokens, "past_key_values": cache, "use_cache": True}
+    return {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
+
+
+@option(pool=False)
+@torch.no_grad()
+def token_by_token(run: Run) -> Any:
+    """`model(...)` with a cache, no generate: a prompt, single tokens, then several tokens at once."""
+    cache = run.new_cache()
+    encoded = run.model.get_encoder()(**run.prompt()) if run.encoder_decoder else None
+    tokens = models.token_ids(3, 13)
+    logits = []
+    for step in range(12):
+        output = run.model(**step_inputs(run, encoded, tokens, cache))
+        assert output.past_key_values is cache, "a cache that the user passes is used, never replaced"
+        logits.append(output.logits)
+        tokens = models.token_ids(3, 3, seed=step) if step == 9 else output.logits[:, -1:].argmax(-1)
+    return logits, cache.get_seq_length()
+
+
+@option(pool=False)
+@torch.no_grad()
+def cache_operations(run: Run) -> Any:
+    """What beam search, assisted decoding and users do to a cache between two steps."""
+    cache = run.new_cache()
+    encoded = run.model.get_encoder()(**run.prompt()) if run.encoder_decoder else None
+    logits = []
+    rows = 3
+
+    def step(tokens: torch.Tensor) -> None:
+        nonlocal encoded
+        if encoded is not None and encoded.last_hidden_state.shape[0] != len(tokens):
+            encoded = type(encoded)(last_hidden_state=encoded.last_hidden_state[:1].expand(len(tokens), -1, -1))
+        logits.append(run.model(**step_inputs(run, encoded, tokens, cache)).logits)
+
+    step(models.token_ids(rows, 6))
+    cache.batch_repeat_interleave(2)
+    step(models.token_ids(2 * rows, 1, seed=1))
+    cache.reorder_cache(torch.tensor([1, 1, 0, 5, 4, 2]))
+    step(models.token_ids(2 * rows, 1, seed=2))
+    cache.batch_select_indices(torch.tensor([4, 0, 3]))
+    step(models.token_ids(rows, 1, seed=3))
+    cache.activate_past_recording()
+    step(models.token_ids(rows, 5, seed=4))
+    cache.crop(-3)
+    logits.append(cache.get_seq_length())
+    step(models.token_ids(rows, 2, seed=5))
+    cache.reset()
+    logits.append(cache.get_seq_length())
+    if not run.encoder_decoder:  # a reset cross-attention cache still holds what it was filled with
+        step(models.token_ids(rows, 4, seed=6))
+    return logits
+
+
+BIAS = [[[17], -4.0], [[40, 41], 5.0], [[8], 3.0]]
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 8, "eos_token_id": FREQUENT_ENDS},
+    "min_length": {"min_length": 18, "eos_token_id": FREQUENT_ENDS},
+    "bad_words_ids": {"bad_words_ids": [[10], [42], [18, 42], [99], [83]]},
+    "forced_bos_token_id": {"forced_bos_token_id": 33},
+    "forced_eos_token_id": {"forced_eos_token_id": 50},
+    "suppress_tokens": {"suppress_tokens": list(range(60, 110))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(3, 90))},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.6), "eos_token_id": 50},
+    "sequence_bias": {"sequence_bias": BIAS},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "temperature": {"do_sample": True, "temperature": 0.6},
+    "top_k": {"do_sample": True, "top_k": 5},
+    "top_p": {"do_sample": True, "top_p": 0.7, "top_k": 0},
+    "typical_p": {"do_sample": True, "typical_p": 0.6},
+    "min_p": {"do_sample": True, "min_p": 0.1},
+    "top_h": {"do_sample": True, "top_h": 0.5},
+    "epsilon_cutoff": {"do_sample": True, "epsilon_cutoff": 0.02},
+    "eta_cutoff": {"do_sample": True, "eta_cutoff": 0.02},
+    "renormalize_logits": {"renormalize_logits": True, "do_sample": True, "top_k": 7, **DICT},
+    "processors_together": {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "temperature": 0.8,
+        "top_k": 30,
+        "top_p": 0.95,
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 4,
+        "eos_token_id": FREQUENT_ENDS,
+    },
+    "processors_beams": {
+        "num_beams": 3,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 5,
+        "bad_words_ids": [[10], [18, 42]],
+        "renormalize_logits": True,
+        "eos_token_id": FREQUENT_ENDS,
+    },
+}
+
+
+def processor_option(arguments: dict[str, Any]) -> Option:
+    def function(run: Run) -> Any:
+        sampling = run.sampling if arguments.get("do_sample") else {}
+        return run.generate(run.prompt(), **{"do_sample": False, **sampling, **copy.deepcopy(arguments)})
+
+    return function
+
+
+for _name, _arguments in PROCESSORS.items():
+    OPTIONS[_name] = processor_option(_arguments)
+    MODELS_OF[_name] = models.NAMES
+
+# What plain `generate` refuses, seen by running it.
+REFUSED = {
+    ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt beside an assistant
+    ("whisper", "left_padding_return_sequences"),  # AttributeError: Whisper loses rows when it splits its segments
+    ("t5", "guidance_scale"),  # ValueError: the unconditional forward gets no encoder input
+    ("t5", "guidance_scale_negative_prompt"),
+    ("whisper", "guidance_scale"),  # ValueError: the unconditional forward gets tokens for audio
+    ("whisper", "guidance_scale_negative_prompt"),
+    ("whisper", "inputs_embeds"),  # KeyError in the test itself: audio has no input ids
+    ("whisper", "inputs_embeds_beams"),
+    ("whisper", "inputs_embeds_and_ids"),
+    ("t5", "inputs_embeds_and_ids"),  # ValueError: one of the two
+    ("bart", "inputs_embeds_and_ids"),
+    ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder comes twice
+    ("whisper", "prefill_chunk_size_beams"),
+    ("whisper", "passed_cache_continues"),  # RuntimeError: Whisper counts a prompt shorter than its cache
+}
+
+
+def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
+    """Before 5.23, plain breaks on its own sliding-window cache when that is rolled back (seen on 5.17)."""
+    old = version.parse(transformers.__version__) < version.parse("5.23")
+    rolled_back = "assistant" in cell or cell == "cache_operations"
+    return old and name in models.SLIDING and rolled_back and "must match the size of tensor" in refusal.message
+
+
+# ----------------------------------------------------------------------------------------------------- comparison
+
+
+def outcome(function: Option, run: Run) -> Any:
+    """What the option returns together with the RNG state it leaves, or the exception it raises."""
+    torch.manual_seed(SEED)
+    try:
+        result = function(run)
+    except AssertionError:  # an option's own check: never a refusal
+        raise
+    except Exception as error:
+        return Refusal(type(error), str(error))
+    return result, torch.get_rng_state()
+
+
+def assert_same(expected: Any, actual: Any, where: str) -> None:
+    """Integers, strings and structure exactly; floating point closely. `where` names the place in the message."""
+    if isinstance(expected, Refusal) or isinstance(actual, Refusal):
+        assert isinstance(actual, Refusal), f"{where}: plain raises {expected}, paged returned a result"
+        assert isinstance(expected, Refusal), f"{where}: plain is served, paged raises {actual}"
+        assert actual.error is expected.error, f"{where}: plain raises {expected}, paged raises {actual}"
+    elif isinstance(expected, ModelOutput):
+        assert_same_output(expected, actual, where)
+    elif isinstance(expected, torch.Tensor):
+        assert isinstance(actual, torch.Tensor), f"{where}: expected a tensor, got {type(actual).__name__}"
+        assert_same_tensor(expected, actual, where)
+    elif isinstance(expected, Cache):
+        assert isinstance(actual, Cache), f"{where}: expected a cache, got {type(actual).__name__}"
+        assert_same(expected.get_seq_length(), actual.get_seq_length(), f"{where}.get_seq_length()")
+    elif isinstance(expected, (list, tuple)):
+        assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+        assert len(expected) == len(actual), f"{where}: {len(expected)} items became {len(actual)}"
+        for index, (left, right) in enumerate(zip(expected, actual, strict=True)):
+            assert_same(left, right, f"{where}[{index}]")
+    else:
+        assert expected == actual, f"{where}: plain {expected!r}, paged {actual!r}"
+
+
+def assert_same_tensor(expected: torch.Tensor, actual: torch.Tensor, where: str) -> None:
+    assert expected.shape == actual.shape, f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    assert expected.dtype == actual.dtype, f"{where}: {expected.dtype} became {actual.dtype}"
+    assert expected.device == actual.device, f"{where}: {expected.device} became {actual.device}"
+    if expected.is_floating_point():
+        torch.testing.assert_close(
+            actual, expected, atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True, msg=lambda text: f"{where}: {text}"
+        )
+    elif not torch.equal(expected, actual):
+        first = (expected != actual).nonzero()[0].tolist()
+        raise AssertionError(f"{where}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
+
+
+def assert_same_output(expected: ModelOutput, actual: ModelOutput, where: str) -> None:
+    assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+    assert list(expected) == list(actual), f"{where}: fields {list(expected)} became {list(actual)}"
+    assert_same(expected["sequences"], actual["sequences"], f"{where}.sequences")
+    for field in expected:
+        left, right = expected[field], actual[field]
+        if field in ("scores", "logits") and "beam_indices" not in expected:
+            assert_same_scores(left, right, expected["sequences"], f"{where}.{field}")
+        else:
+            assert_same(left, right, f"{where}.{field}")
+
+
+def assert_same_scores(
+    expected: tuple[torch.Tensor, ...], actual: tuple[torch.Tensor, ...], sequences: torch.Tensor, where: str
+) -> None:
+    """Step by step over the rows that have not ended; what comes after a row's end continues padding."""
+    assert len(expected) == len(actual), f"{where}: {len(expected)} steps became {len(actual)}"
+    width = sequences.shape[1] - len(expected)
+    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]  # trailing padding is behind the end
+    for step, (left, right) in enumerate(zip(expected, actual, strict=True)):
+        open_rows = [row for row, end in enumerate(ends) if width + step < end]
+        assert left.shape == right.shape, f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
+        assert_same_tensor(left[open_rows], right[open_rows], f"{where}[{step}]")
+
+
+def model_state(model: PreTrainedModel) -> dict[str, Any]:
+    """What a call must leave as it found it."""
+    implementations = {
+        name: module.config._attn_implementation
+        for name, module in model.named_modules()
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
+    }
+    return {
+        "attention": implementations,
+        "training": [module.training for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "generation_config": model.generation_config.to_dict(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+def assert_pool_empty(model: PreTrainedModel) -> None:
+    hf_paged.check_integrity(model)
+    if hf_paged.memory_stats(model).used_blocks:
+        gc.collect()  # a returned cache may sit in a reference cycle
+    used = hf_paged.memory_stats(model).used_blocks
+    assert used == 0, f"{used} blocks are still in use after the call"
+
+
+CELLS = [(name, cell) for cell in OPTIONS for name in MODELS_OF[cell]]
+
+
+@pytest.mark.parametrize(("name", "cell"), CELLS, ids=[f"{name}-{cell}" for name, cell in CELLS])
+def test_parity(name: str, cell: str) -> None:
+    function = OPTIONS[cell]
+    model = models.get_eager(name) if cell in EAGER else models.get(name)
+    expected = outcome(function, Run(name, paged=False, model=model))
+    refused = isinstance(expected, Refusal)
+    broken = isinstance(expected, Refusal) and fails_in_older_versions(name, cell, expected)
+    assert refused == ((name, cell) in REFUSED or broken), f"plain generate: {expected if refused else 'served'}"
+
+    before = model_state(model)
+    hf_paged.memory_stats(model, reset=True)
+    actual = outcome(function, Run(name, paged=True, model=model))
+    if not broken:  # paged may serve what an older plain breaks on
+        assert_same(expected, actual, cell)
+    assert model_state(model) == before
+    if not refused and cell not in NO_POOL:
+        assert hf_paged.memory_stats(model).peak_blocks > 0, "the call did not use the paged pool"
+    del expected, actual
+    assert_pool_empty(model)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_attention_reads_the_blocks_in_place(name: str) -> None:
+    model = models.get(name)
+    Run(name, paged=True, model=model).generate(models.padded_prompt(name), do_sample=False)
+    route = hf_paged.last_route(model)
+    assert route.in_place, route
+    assert route.road != "plain", route
+
+
+# ----------------------------------------------------------------------------------------------------- the doors
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": NEW_TOKENS},
+    "beams": {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW_TOKENS},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS},
+}
+CACHE_CONFIGS: dict[str, Callable[[], Any]] = {
+    "default": lambda: None,
+    "dict": lambda: {"block_size": 8},
+    "dict_num_blocks": lambda: {"block_size": 8, "num_blocks": 128},
+    "dict_memory_fraction": lambda: {"memory_fraction": 0.1},
+    "PagedConfig": lambda: hf_paged.PagedConfig(block_size=8),
+    "PagedConfig_num_blocks": lambda: hf_paged.PagedConfig(block_size=32, num_blocks=64),
+}
+
+
+def through_keyword(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path) -> Any:
+    return model.generate(**inputs, **paged, **mode)
+
+
+def through_config(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path) -> Any:
+    config = GenerationConfig(**paged, **mode, pad_token_id=models.PAD)
+    before = config.to_dict()
+    output = model.generate(**inputs, generation_config=config)
+    assert config.to_dict() == before
+    json.loads(config.to_json_string())  # what saving writes
+    return output
+
+
+def through_model(model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], _: Path) -> Any:
+    model = copy.deepcopy(model)
+    model.generation_config.cache_implementation = paged["cache_implementation"]
+    model.generation_config.cache_config = paged.get("cache_config")
+    output = model.generate(**inputs, **mode)
+    assert hf_paged.memory_stats(model).peak_blocks > 0
+    return output
+
+
+def through_saved_model(
+    model: PreTrainedModel, inputs: Any, paged: dict[str, Any], mode: dict[str, Any], folder: Path
+) -> Any:
+    model = copy.deepcopy(model)
+    model.generation_config = GenerationConfig(**paged, **mode, pad_token_id=models.PAD)
+    model.save_pretrained(folder)
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    assert loaded.generation_config.cache_implementation == "paged"
+    output = loaded.generate(**inputs)
+    assert hf_paged.memory_stats(loaded).peak_blocks > 0
+    return output
+
+
+DOORS = {
+    "keyword": through_keyword,
+    "generation_config": through_config,
+    "model_generation_config": through_model,
+    "saved": through_saved_model,
+}
+
+
+@pytest.mark.parametrize("cache_config", CACHE_CONFIGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_leads_to_the_same_tokens(door: str, mode: str, cache_config: str, tmp_path: Path) -> None:
+    model = models.get("llama")
+    inputs = models.padded_prompt("llama", (13, 4, 21))
+    paged: dict[str, Any] = {"cache_implementation": "paged"}
+    if CACHE_CONFIGS[cache_config]() is not None:
+        paged["cache_config"] = CACHE_CONFIGS[cache_config]()
+    torch.manual_seed(SEED)
+    expected = model.generate(**inputs, **MODES[mode])
+    torch.manual_seed(SEED)
+    actual = DOORS[door](model, inputs, paged, MODES[mode], tmp_path)
+    assert_same(expected, actual, f"{door}, {mode}, {cache_config}")
+    assert_pool_empty(model)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+def test_every_block_size(block_size: int) -> None:
+    model = models.get("llama")
+    inputs = models.padded_prompt("llama", (37, 4, 65))
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+    paged = {"cache_implementation": "paged", "cache_config": {"block_size": block_size}}
+    actual = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, **paged)
+    assert_same(expected, actual, f"block size {block_size}")
+
+
+def test_install_and_uninstall_can_be_repeated() -> None:
+    model, inputs = models.get("llama"), models.prompt("llama")
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+    try:
+        hf_paged.uninstall()
+        hf_paged.uninstall()
+        assert_same(expected, model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS), "uninstalled")
+    finally:
+        hf_paged.install()
+        hf_paged.install()
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "installed again")
+
+
+def test_free_gives_every_byte_back_and_the_next_call_works() -> None:
+    model, inputs = models.build("llama"), models.prompt("llama")
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    expected = model.generate(**inputs, **options)
+    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "first")
+    hf_paged.free(model)
+    assert hf_paged.memory_stats(model).used_blocks == 0
+    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "after free")

@@ -322,7 +322,7 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
         try:
             barrier.wait(30)
             results[index] = job()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(jobs)]

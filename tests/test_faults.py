@@ -495,7 +495,7 @@ PLAIN_REFUSES: dict[str, dict[str, Any]] = {
 def test_what_plain_refuses_is_refused_with_the_same_type(case: str) -> None:
     model = models.build("llama", num_hidden_layers=1)
     arguments = {**models.prompt("llama"), **GREEDY, **PLAIN_REFUSES[case]}
-    with pytest.raises(Exception) as plain:  # noqa: B017 - which type is what plain decides
+    with pytest.raises(Exception) as plain:
         model.generate(**copy.deepcopy(arguments))
     with pytest.raises(type(plain.value)) as paged:
         model.generate(**copy.deepcopy(arguments), **models.PAGED)

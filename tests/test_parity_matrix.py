@@ -574,21 +574,24 @@ def guidance_scale_negative_prompt(run: Run) -> Any:
     return run.generate(run.prompt(), guidance_scale=1.5, do_sample=False, **options)
 
 
-@option()
+TEXT = tuple(name for name in models.NAMES if name != "whisper")  # audio has no input embeddings
+
+
+@option(TEXT)
 def inputs_embeds(run: Run) -> Any:
     inputs = models.padded_prompt(run.name)
     embeds = run.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
     return run.generate({"inputs_embeds": embeds, **inputs}, do_sample=False)
 
 
-@option()
+@option(TEXT)
 def inputs_embeds_beams(run: Run) -> Any:
     inputs = run.prompt()
     embeds = run.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
     return run.generate({"inputs_embeds": embeds, **inputs}, num_beams=3, do_sample=False)
 
 
-@option()
+@option(TEXT)
 def inputs_embeds_and_ids(run: Run) -> Any:
     inputs = run.prompt()
     embeds = run.model.get_input_embeddings()(inputs["input_ids"]).detach()
@@ -722,10 +725,12 @@ def cache_operations(run: Run) -> Any:
     cache.crop(-3)
     logits.append(cache.get_seq_length())
     step(models.token_ids(rows, 2, seed=5))
-    cache.reset()
-    logits.append(cache.get_seq_length())
-    if not run.encoder_decoder:  # a reset cross-attention cache still holds what it was filled with
-        step(models.token_ids(rows, 4, seed=6))
+    if run.paged:
+        cache.reset()
+        assert cache.get_seq_length() == 0
+    else:
+        cache = run.new_cache()  # what a reset one is (before 5.23, plain zeroes the states and keeps their length)
+    step(models.token_ids(2, 4, seed=6))
     return logits
 
 
@@ -797,9 +802,6 @@ REFUSED = {
     ("t5", "guidance_scale_negative_prompt"),
     ("whisper", "guidance_scale"),  # ValueError: the unconditional forward gets tokens for audio
     ("whisper", "guidance_scale_negative_prompt"),
-    ("whisper", "inputs_embeds"),  # KeyError in the test itself: audio has no input ids
-    ("whisper", "inputs_embeds_beams"),
-    ("whisper", "inputs_embeds_and_ids"),
     ("t5", "inputs_embeds_and_ids"),  # ValueError: one of the two
     ("bart", "inputs_embeds_and_ids"),
     ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder comes twice
@@ -843,7 +845,8 @@ def assert_same(expected: Any, actual: Any, where: str) -> None:
         assert_same_tensor(expected, actual, where)
     elif isinstance(expected, Cache):
         assert isinstance(actual, Cache), f"{where}: expected a cache, got {type(actual).__name__}"
-        assert_same(expected.get_seq_length(), actual.get_seq_length(), f"{where}.get_seq_length()")
+        # 5.17 returns a 0-d tensor after assisted decoding
+        assert_same(int(expected.get_seq_length()), int(actual.get_seq_length()), f"{where}.get_seq_length()")
     elif isinstance(expected, (list, tuple)):
         assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
         assert len(expected) == len(actual), f"{where}: {len(expected)} items became {len(actual)}"
@@ -942,7 +945,8 @@ def test_parity(name: str, cell: str) -> None:
 
 @pytest.mark.parametrize("name", models.NAMES)
 def test_attention_reads_the_blocks_in_place(name: str) -> None:
-    model = models.get(name)
+    # Before 5.23, Gemma 2 comes with an sdpa that drops its softcap; that one is called, not imitated.
+    model = models.get_eager(name) if name == "gemma2" else models.get(name)
     Run(name, paged=True, model=model).generate(models.padded_prompt(name), do_sample=False)
     route = hf_paged.last_route(model)
     assert route.in_place, route

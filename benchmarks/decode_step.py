@@ -67,8 +67,6 @@ class Clock(StoppingCriteria):
 def step_seconds(
     model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **kwargs: Any
 ) -> tuple[list[float], Any]:
-    model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **kwargs: Any
-) -> tuple[list[float], Any]:
     """Seconds of each decode step, and the tokens."""
     clock = Clock()
     tokens = model.generate(

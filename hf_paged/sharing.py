@@ -101,7 +101,7 @@ def _slice(value: Any, repeats: int) -> Any:
         return None if any(part is None for part in parts.values()) else type(value)(**parts)
     if not isinstance(value, torch.Tensor) or value.shape[0] % repeats:
         return None
-    groups = value.view(-1, repeats, *value.shape[1:]) if value.is_contiguous() else value.unflatten(0, (-1, repeats))
+    groups = value.unflatten(0, (value.shape[0] // repeats, repeats))
     return groups[:, 0].contiguous() if bool((groups == groups[:, :1]).all()) else None
 
 

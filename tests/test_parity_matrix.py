@@ -236,18 +236,26 @@ def return_sequences_beams(run: Run) -> Any:
     return run.generate(run.prompt(), num_beams=4, num_return_sequences=3, do_sample=False)
 
 
+# Prompts and text of few words, so that n-grams come back and some of the guesses are right.
+FEW_WORDS = {"suppress_tokens": [0, *range(8, models.VOCAB_SIZE)], "max_new_tokens": 20}
+
+
+def repetitive_prompt(run: Run) -> dict[str, torch.Tensor]:
+    inputs = run.prompt(1, 40)
+    if "input_ids" in inputs:
+        inputs["input_ids"] = 4 + inputs["input_ids"] % 4
+    return inputs
+
+
 @option()
 def prompt_lookup(run: Run) -> Any:
-    inputs = run.prompt(1, 40)
-    return run.generate(inputs, prompt_lookup_num_tokens=3, do_sample=False, max_new_tokens=20)
+    return run.generate(repetitive_prompt(run), prompt_lookup_num_tokens=3, do_sample=False, **FEW_WORDS)
 
 
 @option()
 def prompt_lookup_sample(run: Run) -> Any:
-    inputs = run.prompt(1, 40)
-    return run.generate(
-        inputs, prompt_lookup_num_tokens=3, max_matching_ngram_size=1, max_new_tokens=20, **run.sampling
-    )
+    options = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, **FEW_WORDS, **run.sampling}
+    return run.generate(repetitive_prompt(run), **options)
 
 
 @option()

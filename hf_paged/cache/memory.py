@@ -63,6 +63,13 @@ class GroupMemory:
         self.reserve(num_blocks)
         return self.pool.allocate(num_blocks)
 
+    def expect(self, num_blocks: int, share: float) -> None:
+        """Expect up to `num_blocks` blocks; `share` is that of the memory available which a layer may set aside."""
+        with self.memory.lock:
+            self.storage.reserve(num_blocks, share)
+            if not self.pool.num_used:
+                self.storage.drop_smaller(num_blocks)
+
     def reserve(self, needed: int) -> None:
         """Sees to it that `needed` blocks are free. Raises `OutOfBlocksError`."""
         self.memory.check_num_blocks(needed)

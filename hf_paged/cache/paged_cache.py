@@ -104,7 +104,7 @@ class PagedCache(DynamicCache):
         """Expect up to `num_blocks` blocks a layer, so that memory need not grow step by step."""
         share = 0.5 / max(1, len(self.layers))
         for group in self.groups.values():
-            group.blocks.storage.reserve(num_blocks, share)
+            group.blocks.expect(num_blocks, share)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

@@ -110,6 +110,10 @@ class Storage:
         """
         self._reserved, self._share = num_blocks, share
 
+    def drop_smaller(self, num_blocks: int) -> None:
+        """Forgets layers with fewer blocks than that, whose content nobody holds: making them anew copies nothing."""
+        self._layers = {index: layer for index, layer in self._layers.items() if layer.keys.shape[0] >= num_blocks}
+
     def grow(self, num_blocks: int) -> None:
         """Makes room for blocks `0 .. num_blocks - 1` in every layer, keeping what is stored."""
         self.capacity = max(self.capacity, num_blocks)

@@ -35,18 +35,19 @@ QUICK = QWEN2_5_0_5B | dict(vocab_size=4096, num_hidden_layers=4)
 
 @dataclass(frozen=True)
 class Case:
-    """Rows and their prompt lengths in tokens; shorter rows are left-padded."""
+    """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: of plain and paged."""
 
     name: str
     lengths: tuple[int, ...]
+    turns: int
 
 
 def cases(quick: bool) -> list[Case]:
     """The three cases of the issue, smaller with `quick`."""
     if quick:
-        return [Case("1x128", (128,)), Case("4 rows of 32..256", (32, 100, 180, 256))]
+        return [Case("1x128", (128,), 3), Case("4 rows of 32..256", (32, 100, 180, 256), 3)]
     ragged = tuple(64 + round(i * (1024 - 64) / 31) for i in range(32))
-    return [Case("1x512", (512,)), Case("8x512", (512,) * 8), Case("32 rows of 64..1024", ragged)]
+    return [Case("1x512", (512,), 9), Case("8x512", (512,) * 8, 5), Case("32 rows of 64..1024", ragged, 2)]
 
 
 class Clock(StoppingCriteria):
@@ -89,7 +90,7 @@ def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, 
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.long().to(device)}
 
 
-def run(device: str, quick: bool, repeats: int, new_tokens: int) -> list[dict[str, Any]]:
+def run(device: str, quick: bool, new_tokens: int) -> list[dict[str, Any]]:
     """Rows of the table."""
     torch.manual_seed(0)
     config = Qwen2Config(**(QUICK if quick else QWEN2_5_0_5B), pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -103,7 +104,7 @@ def run(device: str, quick: bool, repeats: int, new_tokens: int) -> list[dict[st
         for name in seconds:
             step_seconds(model, short, 4, **options[name])  # warm-up
         ratios = []
-        for _ in range(repeats):
+        for _ in range(case.turns):
             medians = {}
             for name in seconds:
                 steps, _ = step_seconds(model, inputs, new_tokens, **options[name])
@@ -121,7 +122,6 @@ def run(device: str, quick: bool, repeats: int, new_tokens: int) -> list[dict[st
             }
         )
         hf_paged.free(model)
-        print(rows[-1], flush=True)
     return rows
 
 
@@ -141,11 +141,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="a small model, under 60 s")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of plain and paged")
     parser.add_argument("--new-tokens", type=int, default=24, help="steps timed in each turn")
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args()
-    rows = run(args.device, args.quick, args.repeats, args.new_tokens)
+    rows = run(args.device, args.quick, args.new_tokens)
     print(table(rows))
     if args.json:
         with open(args.json, "w") as file:

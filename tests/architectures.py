@@ -352,6 +352,26 @@ def summary(results: list[Result]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def overview(results: list[Result]) -> str:
+    """The table of the README: counts per family, then the classes by what the call does with them."""
+    header = ["family", "classes", "served by plain `generate`", "equal", "blocks read in place", "of them MLA latents"]
+    lines = [header, ["---"] * len(header)]
+    families = [*dict.fromkeys(result.family for result in results), "all"]
+    for family in families:
+        members = [result for result in results if family in (result.family, "all")]
+        served = [result for result in members if result.modes]
+        counts = [len(members), len(served), sum(result.status == "equal" for result in members)]
+        counts += [sum(bool(result.in_place) for result in served), sum(bool(result.latent) for result in served)]
+        lines.append([family, *map(str, counts)])
+    groups = {
+        "blocks read in place": [r for r in results if r.modes and r.in_place],
+        "keys and values gathered, or none in blocks": [r for r in results if r.modes and not r.in_place],
+        "not built tiny, or not served by plain `generate`": [r for r in results if not r.modes],
+    }
+    lists = [f"**{title}**: {', '.join(result.name for result in group)}." for title, group in groups.items() if group]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + "\n\n".join(lists)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="regular expression on the class name, case ignored")
@@ -360,7 +380,7 @@ def main() -> int:
     options = parser.parse_args()
     names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
     results = sweep(names, options.jobs)
-    print(table(results), summary(results), sep="\n\n")
+    print(table(results), summary(results), overview(results), sep="\n\n")
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     return int(any(result.status in ("different", "error") for result in results))

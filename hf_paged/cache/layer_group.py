@@ -43,6 +43,8 @@ class LayerGroup:
         self._step: Step | None = None
         self._slots: torch.Tensor | None = None
         self._view: Step | None = None
+        self._host_tables: tuple[tuple[int, ...], ...] | None = None  # None: tables changed since they were taken
+        self._device_tables: dict[torch.device, torch.Tensor] = {}
         self._snapshots: list[weakref.ref[PagedTensor]] = []
         with self.memory.lock:
             self.blocks.table_sets.add(self)
@@ -90,7 +92,8 @@ class LayerGroup:
                 for table, padding in zip(self.tables, self.paddings):
                     table.skip(max(0, length - self.window + 1 - padding))
         counts = [max(0, length - padding) - table.num_tokens for table, padding in zip(self.tables, self.paddings)]
-        self.blocks.make_room(self.tables, counts)
+        if self.blocks.make_room(self.tables, counts):
+            self._host_tables = None
         copies = [copy for table, count in zip(self.tables, counts) if (copy := table.append(count)) is not None]
         if copies:
             self.blocks.storage.copy_blocks(copies)
@@ -106,6 +109,7 @@ class LayerGroup:
             if oldest // table.block_size > table.num_dropped and table.block_ids:
                 self._keep_snapshots()
                 table.drop_before(oldest)
+                self._host_tables = None
 
     def first_visible(self, length: int) -> int:
         """First logical position that the next query after `length` positions is shown (as transformers counts)."""
@@ -113,8 +117,9 @@ class LayerGroup:
 
     def _snapshot(self, length: int, context_len: int) -> Step:
         size = self.blocks.block_size
-        last = self._step
-        host_tables = tuple(tuple(table.block_ids) for table in self.tables)
+        if self._host_tables is None:
+            self._host_tables = tuple(tuple(table.block_ids) for table in self.tables)
+            self._device_tables = {}
         return Step(
             length=length,
             context_len=context_len,
@@ -122,8 +127,8 @@ class LayerGroup:
             block_size=size,
             paddings=self.paddings,
             dropped=tuple(table.num_dropped * size for table in self.tables),
-            host_tables=host_tables,
-            tables=last.tables if last is not None and last.host_tables == host_tables else {},
+            host_tables=self._host_tables,
+            tables=self._device_tables,
             counters=self.counters,
         )
 
@@ -165,6 +170,9 @@ class LayerGroup:
                 handle.dense()
         self._snapshots.clear()
 
+    def _forget_steps(self) -> None:
+        self._step = self._slots = self._view = self._host_tables = None
+
     # -- operations on rows ---------------------------------------------------------------------------------------
 
     def select_rows(self, indices: Sequence[int]) -> None:
@@ -181,7 +189,7 @@ class LayerGroup:
                     table.free()
             self.tables = new
             self.paddings = tuple(self.paddings[i] for i in indices)
-            self._step = self._slots = self._view = None
+            self._forget_steps()
             self.memory.note_peak()
 
     def crop(self, length: int) -> None:
@@ -195,7 +203,7 @@ class LayerGroup:
             self.length = min(self.length, length)
             if self.window is not None:
                 self._drop_outside_window(self.length)
-            self._step = self._slots = self._view = None
+            self._forget_steps()
 
     def free(self) -> None:
         """Forgets everything and gives every block back."""
@@ -204,7 +212,7 @@ class LayerGroup:
             for table in self.tables:
                 table.free()
             self.tables, self.length, self.paddings = [], 0, ()
-            self._step = self._slots = self._view = None
+            self._forget_steps()
 
     def fork(self, counters: ReadCounters) -> LayerGroup:
         """A second group over the same blocks."""

@@ -54,9 +54,15 @@ class GroupMemory:
         self.storage = Storage(block_size)
         self.table_sets: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def make_room(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> None:
-        """Grows the pool so that appending `num_tokens[i]` to each table succeeds. Raises `OutOfBlocksError`."""
-        self.reserve(num_blocks_needed(tables, num_tokens))
+    def make_room(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> int:
+        """
+        Grows the pool so that appending `num_tokens[i]` to each table succeeds, and returns how many blocks that will
+        take. Raises `OutOfBlocksError`.
+        """
+        needed = num_blocks_needed(tables, num_tokens)
+        if needed:
+            self.reserve(needed)
+        return needed
 
     def take(self, num_blocks: int) -> list[int]:
         """`num_blocks` new blocks with refcount 1. Raises `OutOfBlocksError`."""

@@ -44,7 +44,7 @@ class Call:
         except BaseException:
             # a traceback keeps the frames alive that hold these caches: do not wait for it
             for cache in self.built:
-                cache.free()
+                cache.discard()
             raise
         finally:
             mask_observer.reset(tokens[1])

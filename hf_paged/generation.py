@@ -161,6 +161,7 @@ def _record_passed(
     caches = [cache for name in CACHE_NAMES for cache in _paged_parts(model_kwargs.get(name))]
     if caches:
         call.road, call.reason = "hf_loop", "the caller's PagedCache is used"
+        call.repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if not generation_config.output_attentions:
             call.use(caches)
     elif requested:
@@ -197,7 +198,7 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, ids, generation_config, inputs, *args, **kwargs)
 
         call = current.get()
-        if call is not None and call.model is self and call.built:
+        if call is not None and call.model is self and call.caches:
             outputs = prefill_once(prefill, self, input_ids, model_kwargs, call.repeats)
             if outputs is not None:
                 call.prefills_shared = True

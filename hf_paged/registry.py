@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from .cache.memory import MemoryStats, PagedMemory
@@ -41,7 +42,9 @@ _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDict
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
     """The memory that hangs on `model`, made anew when block size, budget, dtype or device are not what they were."""
-    key = (config, model.dtype, model.device)
+    kind = model.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    key = (config, model.dtype, autocast, model.device)
     with _lock:
         found = _memories.get(model)
         if found is None or found[0] != key:

@@ -23,6 +23,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
+from hf_paged.attention import backends
+from hf_paged.cache import handles
 from tests import models
 
 NEW_TOKENS = 12
@@ -526,3 +528,24 @@ def test_other_cache_implementations_are_left_alone() -> None:
     assert hf_paged.memory_stats(model).peak_blocks == 0
     with pytest.raises(ValueError, match="cache_implementation"):
         model.generate(**inputs, **GREEDY, cache_implementation="pagedd")
+
+
+def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    attend, calls = backends.paged_attention, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("attention ran out of memory")
+        return attend(*args, **kwargs)
+
+    def gather(self: Any, blocks: Any) -> Any:
+        raise MemoryError("gather")
+
+    monkeypatch.setattr(backends, "paged_attention", fail)
+    monkeypatch.setattr(handles.Step, "gather", gather)
+    with pytest.raises(RuntimeError, match="attention ran out of memory"):
+        model.generate(**models.prompt("llama"), **models.PAGED, max_new_tokens=9)
+    assert hf_paged.memory_stats(model).used_blocks == 0
+    hf_paged.check_integrity(model)

@@ -169,3 +169,18 @@ def test_beams_share_the_encoder_keys_and_values(name: str) -> None:
     token = layers * 2 * 64 * model.dtype.itemsize
     # 96 tokens of the encoder once, and 8 rows of one block each for the decoder.
     assert hf_paged.memory_stats(model).peak_bytes <= (96 + 8 * models.BLOCK_SIZE) * token
+
+
+def test_a_passed_empty_cache_shares_the_prefill_too() -> None:
+    model = models.build("llama")
+    prompt = models.prompt("llama", 1, 40)
+    cache = hf_paged.PagedCache(model.config, {"block_size": 8})
+    options = dict(num_return_sequences=8, do_sample=True, max_new_tokens=3, eos_token_id=None)
+    torch.manual_seed(0)
+    plain = model.generate(**prompt, **options)
+    torch.manual_seed(0)
+    paged = model.generate(**prompt, **options, past_key_values=cache)
+    assert torch.equal(plain, paged)
+    assert hf_paged.last_route(model).prefills_shared
+    assert cache.stats().used_blocks == 5 + 8, "five blocks of the prompt for all, one more for each row"
+    cache.check_integrity()

@@ -38,11 +38,12 @@ class _Switches:
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            _, native, count = self._held.pop(id(config))
+            _, native, count = self._held[id(config)]
             if count > 1:
                 self._held[id(config)] = (config, native, count - 1)
-            else:
+            else:  # in this order, since `native` reads without the lock
                 config._attn_implementation_internal = native
+                del self._held[id(config)]
 
     def native(self, config: PreTrainedConfig) -> str | None:
         held = self._held.get(id(config))

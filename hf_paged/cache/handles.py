@@ -122,7 +122,11 @@ class PagedTensor(torch.Tensor):
         # views are worked out from these strides, so they must be those of what `dense` returns
         strides = (heads * length * dim, length * dim, dim, 1) if fresh is None else fresh.stride()
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, (batch, heads, length, dim), strides=strides, dtype=blocks.dtype, device=blocks.device
+            cls,
+            (batch, heads, length, dim),
+            strides=strides,
+            dtype=blocks.dtype if fresh is None else fresh.dtype,
+            device=blocks.device,
         )
         handle.step, handle.layer, handle.blocks, handle.fresh, handle._dense = step, layer, blocks, fresh, None
         return handle

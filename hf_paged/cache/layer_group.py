@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .block_pool import OutOfBlocksError
 from .block_table import BlockTable
 from .handles import PagedTensor, ReadCounters, Step
 from .memory import PagedMemory
@@ -36,6 +37,7 @@ class LayerGroup:
         self.expected_paddings: tuple[int, ...] | None = None
         self.record_past = False
         self.num_operations = 0
+        self.num_layers = 0
         self._attach()
 
     def _attach(self) -> None:
@@ -71,14 +73,19 @@ class LayerGroup:
         if step is not None and (step.length, step.context_len) == (length, context_len) and self._slots is not None:
             return step, self._slots
         if length > self.length:
-            self._extend(length, context_len)
+            try:
+                self._extend(length, context_len)
+            except OutOfBlocksError:
+                if not self.length:  # nothing is held: be as if never asked
+                    self.free()
+                raise
         self._view = None
         self._step = self._snapshot(length, context_len)
         self._slots = self._new_slots(self._step)
         return self._step, self._slots
 
     def _open(self, batch_size: int) -> None:
-        expected = self.expected_paddings
+        expected, self.expected_paddings = self.expected_paddings, None
         if expected is None or len(expected) != batch_size:
             expected = (0,) * batch_size
         self.paddings = expected
@@ -115,6 +122,14 @@ class LayerGroup:
         """First logical position that the next query after `length` positions is shown (as transformers counts)."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
+    def _first_shown(self, length: int, context_len: int) -> int:
+        first = self.first_visible(context_len)
+        if self.record_past and length == context_len:  # outside a step: all that is still there
+            sizes = (table.num_dropped * table.block_size for table in self.tables)
+            kept = [padding + dropped for padding, dropped in zip(self.paddings, sizes) if dropped]
+            first = min(first, max(kept, default=0))
+        return first
+
     def _snapshot(self, length: int, context_len: int) -> Step:
         size = self.blocks.block_size
         if self._host_tables is None:
@@ -123,7 +138,7 @@ class LayerGroup:
         return Step(
             length=length,
             context_len=context_len,
-            first=0 if self.record_past and length == context_len else self.first_visible(context_len),
+            first=self._first_shown(length, context_len),
             block_size=size,
             paddings=self.paddings,
             dropped=tuple(table.num_dropped * size for table in self.tables),
@@ -182,6 +197,7 @@ class LayerGroup:
         with self.memory.lock:
             self._keep_snapshots()
             old = self.tables
+            indices = [range(len(old))[i] for i in indices]  # IndexError before anything is forked
             # a row that stays where it is keeps its table object
             new = [old[i] if i == row else old[i].fork() for row, i in enumerate(indices)]
             for row, table in enumerate(old):
@@ -205,14 +221,18 @@ class LayerGroup:
                 self._drop_outside_window(self.length)
             self._forget_steps()
 
-    def free(self) -> None:
-        """Forgets everything and gives every block back."""
+    def free(self, keep_snapshots: bool = True) -> None:
+        """Forgets everything and gives every block back; handles still alive are gathered first if `keep_snapshots`."""
         with self.memory.lock:
-            self._keep_snapshots()
-            for table in self.tables:
-                table.free()
-            self.tables, self.length, self.paddings = [], 0, ()
-            self._forget_steps()
+            try:
+                if keep_snapshots:
+                    self._keep_snapshots()
+            finally:
+                for table in self.tables:
+                    table.free()
+                self.tables, self.length, self.paddings, self.expected_paddings = [], 0, (), None
+                self._snapshots.clear()
+                self._forget_steps()
 
     def fork(self, counters: ReadCounters) -> LayerGroup:
         """A second group over the same blocks."""
@@ -220,7 +240,7 @@ class LayerGroup:
         with self.memory.lock:
             twin.tables = [table.fork() for table in self.tables]
         twin.length, twin.paddings, twin.record_past = self.length, self.paddings, self.record_past
-        twin.expected_paddings = self.expected_paddings
+        twin.expected_paddings, twin.num_layers = self.expected_paddings, self.num_layers
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
@@ -233,7 +253,7 @@ class LayerGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("memory", "key", "window", "counters", "length", "paddings", "expected_paddings", "record_past")
-        state: dict[str, Any] = {name: getattr(self, name) for name in (*own, "num_operations")}
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*own, "num_operations", "num_layers")}
         held = list(dict.fromkeys(block_id for table in self.tables for block_id in table.block_ids))
         numbers = {block_id: number for number, block_id in enumerate(held)}
         state["tables"] = [
@@ -260,5 +280,5 @@ class LayerGroup:
                 self.tables.append(table)
             self.blocks.pool.release(held)
             for index, (keys, values) in contents.items():
-                layer = self.blocks.layer(index, keys, values)
+                layer = self.blocks.layer(self, index, keys, values, is_empty=True)
                 layer.keys[held], layer.values[held] = keys, values

@@ -32,6 +32,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group = group
         self.index = index
         self.num_seen = 0
+        group.num_layers += 1
         self.num_operations = group.num_operations
 
     # -- writing and reading --------------------------------------------------------------------------------------
@@ -52,16 +53,20 @@ class PagedLayer(cache_utils.DynamicLayer):
         """
         group, context_len, query_len = self.group, self.num_seen, key_states.shape[2]
         with group.memory.lock:
+            group.blocks.layer(group, self.index, key_states, value_states, is_empty=context_len == 0)
             step, slots = group.advance(key_states.shape[0], context_len, query_len)
-            blocks = group.blocks.layer(self.index, key_states, value_states)
+            blocks = group.blocks.storage.layers[self.index]  # may have grown
             storage.store(key_states.detach(), value_states.detach(), blocks.keys, blocks.values, slots)
             self.num_seen = step.length
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        needs_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if context_len == 0:
+            if needs_grad:
+                return key_states, value_states
             return PagedTensor(step, blocks, "keys", key_states), PagedTensor(step, blocks, "values", value_states)
         keys, values = PagedTensor(step, blocks, "keys"), PagedTensor(step, blocks, "values")
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if needs_grad:
             # the past is stored without its graph; the new states keep theirs
             past = step.length - step.first - query_len
             return (
@@ -200,6 +205,10 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
         """Whether what left the window is kept until the next `crop`."""
         return self.group.record_past
 
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.group.record_past = value
+
     def activate_past_recording(self) -> None:
         """Keeps what leaves the window until the next `crop`, so that it can be rolled back."""
         self.group.record_past = True
@@ -283,8 +292,8 @@ _STAND_INS: dict[type, type[PagedLayer]] = {
 
 def stand_in(layer: Any, group_for: Any, index: int) -> Any:
     """
-    The paged layer for a stock layer, or the layer itself if it keeps no plain keys and values (Mamba states,
-    compressed layers that a model defines).
+    The paged layer for a stock layer, or the layer itself if it is of another kind (Mamba states, compressed layers
+    that a model defines, a window beside a linear state).
 
     Args:
         layer (`CacheLayerMixin`): A stock layer that holds nothing yet.

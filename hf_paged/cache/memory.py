@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -29,7 +30,7 @@ class MemoryStats:
         block_size (`int`): Tokens in a block.
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
         used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
-        held_bytes (`int`): Bytes of every block that was ever touched and not given back by `free`.
+        held_bytes (`int`): Bytes of every block that was ever in use and not given back by `free`.
         waste (`float`): Share of the slots that were allocated but unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
     """
@@ -48,11 +49,19 @@ class GroupMemory:
     """The pool and the storage of one layer group, with the tables that are alive in it."""
 
     def __init__(self, memory: PagedMemory, block_size: int) -> None:
-        self.memory = memory
+        self._memory = weakref.ref(memory)  # no cycle: a pool goes with its last user, not with the next collection
         self.block_size = block_size
         self.pool = BlockPool()
         self.storage = Storage(block_size)
+        self.block_bytes = 0  # of all layers, as far as the first that wrote tells
         self.table_sets: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def memory(self) -> PagedMemory:
+        """The memory this group is part of, which whoever uses the group holds."""
+        memory = self._memory()
+        assert memory is not None
+        return memory
 
     def make_room(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> int:
         """
@@ -80,20 +89,39 @@ class GroupMemory:
         """Sees to it that `needed` blocks are free. Raises `OutOfBlocksError`."""
         self.memory.check_num_blocks(needed)
         missing = needed - self.pool.num_free
-        if missing > 0:
-            added = max(missing, min(GROWTH_STEP, self.pool.num_blocks))
-            self.memory.check_bytes(self, added, self.storage.block_bytes)
-            self.pool.grow(added)
-            self.storage.grow(self.pool.num_blocks)
+        if missing <= 0:
+            return
+        added = max(missing, min(GROWTH_STEP, self.pool.num_blocks))
+        if added > missing and added > self.memory.num_affordable(self):
+            added = missing
+        self.memory.check_bytes(self, needed, added)
+        self.pool.grow(added)
+        self.storage.grow(self.pool.num_blocks, exactly=self.memory.config.memory_fraction is not None)
 
-    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
-        """The blocks of layer `index`, made on first use. Raises `OutOfBlocksError` if `memory_fraction` forbids it."""
+    def layer(self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool) -> LayerBlocks:
+        """
+        The blocks of layer `index` for states like `keys` and `values`, made on first use.
+
+        Args:
+            owner (`LayerGroup`): Whose layer asks.
+            is_empty (`bool`): Whether the owner's tables have no content in this layer yet.
+
+        Raises:
+            ValueError: if what the layer holds has other heads, dims or device.
+        """
         layer = self.storage.find(index, keys, values)
-        if layer is None:
-            block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
-            self.memory.check_bytes(self, 0, self.storage.block_bytes + block_bytes, keys.device)
-            layer = self.storage.make(index, keys, values)
-        return layer
+        if layer is not None:
+            return layer
+        held = self.storage.layers.get(index)
+        others = any(any(t.block_ids for t in tables.tables) for tables in self.table_sets if tables is not owner)
+        if held is None or (is_empty and not others):
+            self.block_bytes = (
+                owner.num_layers
+                * self.block_size
+                * sum(states.shape[1] * states.shape[3] * states.element_size() for states in (keys, values))
+            )
+            return self.storage.make(index, keys, values)
+        return self.storage.promote(index, keys, values)
 
     def live_tables(self) -> Iterable[BlockTable]:
         """Every table of every cache that is alive."""
@@ -149,24 +177,26 @@ class PagedMemory:
                 "`max_new_tokens`"
             )
 
-    def check_bytes(self, group: GroupMemory, added: int, block_bytes: int, device: torch.device | None = None) -> None:
-        """Raises `OutOfBlocksError` unless `memory_fraction` allows `added` more blocks of `block_bytes` in `group`."""
-        fraction = self.config.memory_fraction
-        if fraction is None or not block_bytes:
-            return
+    def num_affordable(self, group: GroupMemory) -> int:
+        """Blocks that `memory_fraction` allows `group` beyond those it has."""
+        block_bytes = max(group.block_bytes, group.storage.block_bytes)
+        if self.config.memory_fraction is None or not block_bytes:
+            return sys.maxsize
         held = self._held_bytes()
         if self._limit_bytes is None:
-            device = device or next(iter(group.storage.layers.values())).keys.device
-            self._limit_bytes = int(fraction * (free_bytes(device) + held))
-        others = held - group.pool.num_blocks * group.storage.block_bytes
-        needed = group.pool.num_blocks + added
-        allowed = max(0, self._limit_bytes - others) // block_bytes
-        if needed > allowed:
-            free = max(0, allowed - group.pool.num_used)
+            device = next(iter(group.storage.layers.values())).keys.device
+            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + held))
+        return (self._limit_bytes - held) // block_bytes
+
+    def check_bytes(self, group: GroupMemory, needed: int, added: int) -> None:
+        """Raises `OutOfBlocksError` unless `memory_fraction` allows `added` more blocks, of `needed` in this step."""
+        affordable = self.num_affordable(group)
+        if added > affordable:
+            free = max(0, affordable) + group.pool.num_free
             raise OutOfBlocksError(
-                f"needs {needed - group.pool.num_used} blocks of {self.config.block_size} tokens ({block_bytes} bytes "
-                f"each), {free} of {allowed} are free: raise `memory_fraction` ({fraction}) in `cache_config`, or "
-                f"lower the batch size, the prompt length or `max_new_tokens`"
+                f"needs {needed} blocks of {self.config.block_size} tokens, {free} of {free + group.pool.num_used} are "
+                f"free: raise `memory_fraction` ({self.config.memory_fraction}) in `cache_config`, or lower the batch "
+                "size, the prompt length or `max_new_tokens`"
             )
 
     def copied(self, num_blocks: int) -> None:
@@ -174,7 +204,9 @@ class PagedMemory:
         self._copied_blocks += num_blocks
 
     def _held_bytes(self) -> int:
-        return sum(group.pool.num_blocks * group.storage.block_bytes for group in self.groups.values())
+        return sum(
+            group.pool.num_blocks * max(group.block_bytes, group.storage.block_bytes) for group in self.groups.values()
+        )
 
     def note_peak(self) -> None:
         """Records the blocks in use if they are the most so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,18 @@ from .layers import PagedLayer, num_state_rows, stand_in
 from .memory import MemoryStats, PagedMemory
 
 
+class _NextLayer:
+    """Makes the next layer of a cache that was not told its layers, without holding the cache."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = weakref.ref(cache)
+
+    def __call__(self) -> PagedLayer:
+        cache = self._cache()
+        assert cache is not None
+        return PagedLayer(cache._group(None), len(cache.layers))
+
+
 class PagedCache(DynamicCache):
     """
     A cache like any other of transformers, whose keys and values live in blocks of a pool (PagedAttention,
@@ -29,7 +42,8 @@ class PagedCache(DynamicCache):
         paged_config ([`PagedConfig`] or `dict`, *optional*): Block size and budget.
         memory ([`PagedMemory`], *optional*): A memory to share with other caches; its own if left out.
         kind (`str`): Names this cache's groups in the memory.
-        offloading (`bool`): Ignored, as blocks stay where they are; models that rebuild a cache pass it.
+        offloading, offload_only_non_sliding (`bool`): Ignored, as blocks stay where they are; models that rebuild a
+            cache pass them.
 
     Example:
 
@@ -71,11 +85,8 @@ class PagedCache(DynamicCache):
             Cache.__init__(self, layers=layers)
         else:
             Cache.__init__(self, layer_class_to_replicate=cache.layer_class_to_replicate)
-            self.layer_class_to_replicate = self._next_layer
+            self.layer_class_to_replicate = _NextLayer(self)
             self.layers = layers
-
-    def _next_layer(self) -> PagedLayer:
-        return PagedLayer(self._group(None), len(self.layers))
 
     def _group(self, window: int | None) -> LayerGroup:
         if window not in self.groups:
@@ -125,6 +136,12 @@ class PagedCache(DynamicCache):
         """Gives every block back; the cache is empty and can be used again."""
         self.reset()
 
+    def discard(self) -> None:
+        """`free` after a failure: handles that a traceback still holds are not gathered first."""
+        for group in self.groups.values():
+            group.free(keep_snapshots=False)
+        self.reset()
+
     def stats(self) -> MemoryStats:
         """What the memory behind this cache holds."""
         return self.memory.stats()
@@ -139,7 +156,7 @@ class PagedCache(DynamicCache):
         twin.counters = memo[id(self.counters)] = ReadCounters()
         for name, value in self.__dict__.items():
             if name == "layer_class_to_replicate" and value is not None:
-                twin.layer_class_to_replicate = twin._next_layer
+                twin.layer_class_to_replicate = _NextLayer(twin)
             elif name != "counters":
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
@@ -149,7 +166,7 @@ class PagedCache(DynamicCache):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         grows = state.pop("layer_class_to_replicate")
-        self.__dict__.update(state, layer_class_to_replicate=self._next_layer if grows else None)
+        self.__dict__.update(state, layer_class_to_replicate=_NextLayer(self) if grows else None)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for layer in self.layers:

@@ -114,13 +114,41 @@ class Storage:
         """Forgets layers with fewer blocks than that, whose content nobody holds: making them anew copies nothing."""
         self._layers = {index: layer for index, layer in self._layers.items() if layer.keys.shape[0] >= num_blocks}
 
-    def grow(self, num_blocks: int) -> None:
-        """Makes room for blocks `0 .. num_blocks - 1` in every layer, keeping what is stored."""
+    def promote(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+        """
+        The blocks of layer `index` in a dtype that holds both what is stored and new states, as `torch.cat` would
+        choose. Raises `ValueError` if heads, dims or device differ.
+        """
+        layer = self._layers[index]
+        for blocks, states in ((layer.keys, keys), (layer.values, values)):
+            held, new = (blocks.shape[1], blocks.shape[3], blocks.device), (*states.shape[1::2], states.device)
+            if held != new:
+                raise ValueError(
+                    f"layer {index} holds states of (heads, dim, device) {held}, the new ones have {new}: use a cache "
+                    "of their own for another model"
+                )
+        promoted = [
+            torch.promote_types(blocks.dtype, states.dtype)
+            for blocks, states in ((layer.keys, keys), (layer.values, values))
+        ]
+        if promoted != [layer.keys.dtype, layer.values.dtype]:
+            empty = [states[:, :, :0].to(dtype) for states, dtype in zip((keys, values), promoted)]
+            wider = LayerBlocks.allocate(layer.keys.shape[0], self.block_size, *empty)
+            wider.keys.copy_(layer.keys)
+            wider.values.copy_(layer.values)
+            self._layers[index] = layer = wider
+        return layer
+
+    def grow(self, num_blocks: int, exactly: bool = False) -> None:
+        """
+        Makes room for blocks `0 .. num_blocks - 1` in every layer, keeping what is stored; half as much again as there
+        was, unless `exactly`.
+        """
         self.capacity = max(self.capacity, num_blocks)
         for index, layer in self._layers.items():
             if layer.keys.shape[0] < self.capacity:
                 rows = layer.keys.shape[0]
-                self._layers[index] = layer.grown(max(self.capacity, rows + rows // 2))
+                self._layers[index] = layer.grown(self.capacity if exactly else max(self.capacity, rows + rows // 2))
 
     def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks | None:
         """The blocks of layer `index` if they exist and fit states like `keys` and `values`."""

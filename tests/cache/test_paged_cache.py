@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig
@@ -237,3 +240,120 @@ def test_growth_keeps_what_is_stored() -> None:
     for chunk in chunks:
         keys, values = cache.update(chunk, -chunk, 0)
     assert torch.equal(keys + 0, torch.cat(chunks, 2)) and torch.equal(values + 0, -torch.cat(chunks, 2))
+
+
+def test_keys_of_another_dtype_are_held_in_the_wider_one(model: Any, config: PreTrainedConfig) -> None:
+    plain, paged = caches(config)
+    results = []
+    for cache in (plain, paged):
+        logits(model, tokens(2, 13), cache)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(logits(model, tokens(2, 1, 1), cache).float())
+        assert cache.layers[0].keys.dtype == torch.float32
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.3)
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    cache = PagedCache(paged_config={"block_size": 8})
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    with pytest.raises(
+        ValueError, match=r"holds states of \(heads, dim, device\) \(2, 4, .*\), the new ones have \(1, 4"
+    ):
+        cache.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0)
+    assert torch.equal(cache.layers[0].keys + 0, torch.ones(1, 2, 3, 4))
+
+
+def test_a_call_of_another_dtype_leaves_a_held_cache_alone(model: Any) -> None:
+    options = dict(max_new_tokens=4, cache_implementation="paged", eos_token_id=None, pad_token_id=0)
+    held = model.generate(tokens(2, 13), return_dict_in_generate=True, **options).past_key_values
+    before = held.layers[0].keys.clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.generate(tokens(1, 5), **options)
+    assert torch.equal(held.layers[0].keys.clone(), before)
+
+
+def test_reset_forgets_the_padding(model: Any, config: PreTrainedConfig) -> None:
+    mask = torch.ones(3, 13, dtype=torch.long)
+    mask[0, :6] = 0
+    options = dict(max_new_tokens=4, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True)
+    out = model.generate(tokens(3, 13), attention_mask=mask, cache_implementation="paged", **options)
+    paged, plain = out.past_key_values, DynamicCache(config=config)
+    paged.reset()
+    for step, length in enumerate((13, 1, 1)):
+        ids = tokens(3, length, 7 + step)
+        assert_same(logits(model, ids, plain), logits(model, ids, paged))
+
+
+def test_keys_shown_while_the_past_is_recorded_are_those_that_are_there() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["window"]).eval()
+    cache = PagedCache(CONFIGS["window"], {"block_size": 8})
+    logits(model, tokens(2, 40), cache)
+    cache.activate_past_recording()
+    logits(model, tokens(2, 2, 1), cache)
+    keys = cache.layers[0].keys
+    assert keys.shape == keys.clone().shape
+    assert 10 <= keys.shape[2] < 42
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_gradients_of_a_first_forward_on_eager_attention(name: str) -> None:
+    gradients = []
+    for cls in (DynamicCache, PagedCache):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager")
+        model(tokens(2, 10), past_key_values=cls(config=model.config)).logits.pow(2).sum().backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_a_cache_that_ran_out_at_once_is_as_new(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    cache = PagedCache(CONFIGS[name], {"block_size": 8, "num_blocks": 4})
+    with pytest.raises(OutOfBlocksError):
+        logits(model, tokens(8, 20), cache)
+    assert cache.stats().used_blocks == 0
+    logits(model, tokens(1, 10), cache)
+    cache.check_integrity()
+
+
+def test_rows_out_of_range_fork_nothing(model: Any, config: PreTrainedConfig) -> None:
+    cache = PagedCache(config, {"block_size": 8})
+    logits(model, tokens(2, 10), cache)
+    with pytest.raises(IndexError):
+        cache.batch_select_indices(torch.tensor([1, 0, 99]))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["config", "no_config"])
+def test_blocks_go_back_without_the_garbage_collector(known: bool) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["full"]).eval()
+    gc.collect()
+    gc.disable()
+    try:
+        cache = PagedCache(CONFIGS["full"] if known else None, {"block_size": 8})
+        logits(model, tokens(1, 20), cache)
+        memory = cache.memory
+        del cache
+        assert memory.num_used == 0
+        alive = weakref.ref(memory)
+        del memory
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_memory_fraction_bounds_one_call_and_not_the_next() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["full"]).eval()
+    block_bytes = 8 * 3 * 2 * 2 * 8 * 4  # tokens, layers, K and V, heads, dim, float32
+    fraction = 10.5 * block_bytes / psutil.virtual_memory().available
+    cache = PagedCache(CONFIGS["full"], {"block_size": 8, "memory_fraction": fraction})
+    with pytest.raises(OutOfBlocksError, match=r"needs 15 blocks of 8 tokens, \d+ of \d+ are free: raise `memory_fr"):
+        logits(model, tokens(3, 40), cache)
+    assert cache.stats().used_blocks == 0
+    logits(model, tokens(1, 40), cache)
+    assert cache.stats().used_bytes == 5 * block_bytes
+    cache.check_integrity()

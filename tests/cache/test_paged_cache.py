@@ -90,6 +90,8 @@ def test_operations_on_rows(model: Any, config: PreTrainedConfig, operation: Any
     for cache in (plain, paged):
         logits(model, tokens(3, length), cache)
         operation(cache)
+    if paged.is_empty:
+        plain = DynamicCache(config=config)  # the stock `reset` of 5.17 keeps the length
     rows = 3 if paged.is_empty else len(paged.layers[0].group.tables)
     for step in range(3):
         ids = tokens(rows, 1 + step, 10 + step)

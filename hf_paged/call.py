@@ -93,4 +93,4 @@ class Call:
 
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
 # Prepared by a model whose own `generate` does not come through ours, to run with its decoding loop.
-prepared: ContextVar[Call | None] = ContextVar("hf_pagedprepared_call", default=None)
+prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)

@@ -95,7 +95,7 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
         call = current.get()
         requested = generation_config.cache_implementation in REQUESTED
         config = PagedConfig.coerce(generation_config.cache_config) if requested else None
-        passed = {id(model_kwargs.get(name)) for name in CACHE_NAMES if model_kwargs.get(name) is not None}
+        passed = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
         if requested:
             # not "dynamic": assistants copy this config, and transformers refuses that value for them
             generation_config.cache_implementation = None
@@ -131,7 +131,7 @@ def _swap(
     memory = memory_for(model, config)
     names = ("generation_mode", "batch_size", "max_cache_length")
     values = {**dict(zip(names, args)), **kwargs}
-    repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    repeats = _rows_per_prompt(generation_config)
     tokens = values.get("max_cache_length") or 0
     num_blocks = (values.get("batch_size") or 1) * repeats * (tokens // config.block_size + 1)
 
@@ -155,13 +155,18 @@ def _swap(
     return [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
 
 
+def _rows_per_prompt(generation_config: GenerationConfig) -> int:
+    """Rows that `generate` expands each prompt to."""
+    return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+
+
 def _record_passed(
     call: Call, model_kwargs: dict[str, Any], requested: bool, generation_config: GenerationConfig
 ) -> None:
     caches = [cache for name in CACHE_NAMES for cache in _paged_parts(model_kwargs.get(name))]
     if caches:
         call.road, call.reason = "hf_loop", "the caller's PagedCache is used"
-        call.repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        call.repeats = _rows_per_prompt(generation_config)
         if not generation_config.output_attentions:
             call.use(caches)
     elif requested:
@@ -175,7 +180,7 @@ def _record_built(call: Call, built: list[PagedCache], generation_config: Genera
         )
         return
     call.built += built
-    call.repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    call.repeats = _rows_per_prompt(generation_config)
     call.road, call.reason = "hf_loop", "paged cache under the model's own decoding loop"
     if generation_config.output_attentions:
         call.caches += built

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,14 @@ MAX_QUERIES = 16
 """Queries per row up to which reading the blocks in place beats gathering them once."""
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_SOURCES = (_SOURCE, Path(__file__).with_name("lanes.cpp"))
+_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("lanes.cpp", "hash.cpp")))
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ATTENTION = struct.Struct("9Q3q10q3q3q3q4q1q3q2d")  # struct AttentionCall
 _STORE = struct.Struct("5Q6q6q6q2q")  # struct StoreCall
+_HASH = struct.Struct("3Q2q")  # struct HashCall
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
 
 
@@ -220,6 +222,18 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
         raise IndexError(f"a slot is outside the pool of {num_blocks} blocks of {block_size} tokens")
 
 
+def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
+    """16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content."""
+    count = len(starts)
+    addresses, num_bytes = (ctypes.c_uint64 * count)(*starts), (ctypes.c_int64 * count)(*sizes)
+    out = (ctypes.c_uint64 * 2)()
+    pointers = (ctypes.addressof(array) for array in (addresses, num_bytes, out))
+    library = _library()
+    assert library is not None
+    library.hf_paged_hash(_HASH.pack(*pointers, count, torch.get_num_threads()))
+    return bytes(out)
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The loaded library, or None with the reason in the log. Tried once per process."""
@@ -232,7 +246,7 @@ def _library() -> ctypes.CDLL | None:
         except OSError:  # a damaged file from elsewhere: build it again
             path.unlink()
             library = ctypes.CDLL(str(_build()))
-        for function in (library.hf_paged_attention, library.hf_paged_store):
+        for function in (library.hf_paged_attention, library.hf_paged_store, library.hf_paged_hash):
             function.argtypes = [ctypes.c_char_p]
             function.restype = ctypes.c_int
         return library

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "hash.cpp"
 #include "lanes.cpp"
 
 // The arguments as native.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.

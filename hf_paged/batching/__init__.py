@@ -1,0 +1,1 @@
+"""Continuous batching: many requests, one packed forward a step."""

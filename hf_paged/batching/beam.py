@@ -1,0 +1,309 @@
+"""transformers' `_beam_search` (with and without sampling), stopped between two forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+
+from .decoding import Advance, Decoding, Endings, Logprobs, hits
+from .processors import are_row_wise
+
+_NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
+
+
+class BeamDecoding(Decoding):
+    """
+    Beam search over a batch of prompts, with the model's own helper methods: early stopping, length penalty and several
+    EOS ids mean what they mean in `generate`. Row `prompt * num_beams + beam` is a running beam; `Advance.parents` says
+    which row each one continues.
+
+    Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`), unless `keep_all` or
+    a processor or criterion of the caller's own sees the batch.
+
+    Args:
+        model ([`PreTrainedModel`]): Its `_get_top_k_continuations` and so on are used; no forward is run.
+        input_ids (`torch.Tensor` of shape `(prompts * num_beams, length)`): int64, padded on the left.
+        logits_processor, stopping_criteria, generation_config: As `GenerationMixin._beam_search` receives them.
+        generator (`torch.Generator`, *optional*): Draws from it; else from torch's global one.
+        keep_all (`bool`, *optional*): Needs the logits of every row to the end; else where a dict is returned.
+        record_logprobs (`bool`): Fill `logprobs`: of the model, and what beam search adds up.
+
+    Raises:
+        ValueError: for `low_memory`, as transformers does.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        generator: torch.Generator | None = None,
+        keep_all: bool | None = None,
+        record_logprobs: bool = False,
+    ):
+        config: Any = generation_config
+        if config.low_memory:
+            raise ValueError("`low_memory=True` is not supported by beam search: leave it out")
+        self.model: Any = model
+        self.config, self.generator, self.record_logprobs = config, generator, record_logprobs
+        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
+        self.endings = Endings(stopping_criteria)
+        self.num_rows, self.length = input_ids.shape
+        self.prompt_length = self.length
+        self.num_beams, self.max_length = config.num_beams, config.max_length
+        self.num_prompts = self.num_rows // self.num_beams
+        eos, pad = config._eos_token_tensor, config._pad_token_tensor
+        self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
+        returns_dict = bool(config.return_dict_in_generate)
+        self.keep_all = returns_dict if keep_all is None else keep_all
+        row_wise = are_row_wise(logits_processor, self.num_rows) and self.endings.is_row_wise
+        self._may_close = row_wise and not self.keep_all
+        self.scores: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_scores else None
+        self.raw_logits: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_logits else None
+
+        self.open_rows = list(range(self.num_rows))
+        self.finish_reasons: list[str | None] = [None] * (self.num_prompts * config.num_return_sequences)
+        self.logprobs: list[Logprobs] = [[] for _ in self.finish_reasons]
+        # of each step, by row and token continued with: its two log-probabilities
+        self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
+        self._ids = input_ids
+        self._open_prompts = list(range(self.num_prompts))
+        fill = pad or eos[0] if eos is not None else -1
+        self._start(input_ids, -1 if fill is None else int(fill))
+
+    def _start(self, input_ids: torch.Tensor, fill: int) -> None:
+        prompts, beams, device = self.num_prompts, self.num_beams, input_ids.device
+        # running beams and finished ones, [prompts, beams, max_length]
+        self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
+        self.running[:, :, : self.length] = input_ids.unflatten(0, (prompts, beams))
+        self.sequences = self.running.clone()
+        # only the first beam of a prompt is a candidate at first: they are all the same
+        self.running_scores = torch.zeros((prompts, beams), device=device)
+        self.running_scores[:, 1:] = _NEVER
+        self.beam_scores = torch.full((prompts, beams), _NEVER, device=device)
+        self.is_finished = torch.zeros((prompts, beams), dtype=torch.bool, device=device)
+        self.may_improve = torch.ones((prompts, 1), dtype=torch.bool, device=device)
+        # the row that each generated token came from, [prompts, beams, new tokens]
+        shape = (prompts, beams, self.max_length - self.length)
+        self.running_indices = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.beam_indices = self.running_indices.clone()
+        self._top_beams = (torch.arange(self.beams_to_keep, device=device) < beams).bool()
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """`(rows, cur_len)` int64: the running beams."""
+        return self._ids
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every returned sequence, prompt and padding included."""
+        kept = self.beam_indices[:, : self.config.num_return_sequences].flatten(0, 1)
+        return [self.prompt_length + count for count in (kept + 1).bool().sum(dim=1).tolist()]
+
+    def result(self, past_key_values: Any = None) -> torch.Tensor | GenerateBeamDecoderOnlyOutput:
+        """What `_beam_search` returns."""
+        count = self.config.num_return_sequences
+        longest = max(self.lengths)
+        sequences = self.sequences[:, :count].flatten(0, 1)[:, :longest]
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return GenerateBeamDecoderOnlyOutput(
+            sequences=sequences,
+            sequences_scores=self.beam_scores[:, :count].flatten() if self.config.output_scores else None,
+            scores=self.scores,
+            logits=self.raw_logits,
+            beam_indices=self.beam_indices[:, :count].flatten(0, 1)[:, : longest - self.prompt_length],
+            past_key_values=past_key_values,
+        )
+
+    @property
+    def sequences_scores(self) -> list[float]:
+        """The score of every returned sequence, length penalty included."""
+        scores: list[float] = self.beam_scores[:, : self.config.num_return_sequences].flatten().tolist()
+        return scores
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advance(self, logits: torch.Tensor) -> Advance:
+        """Takes `(len(open_rows), vocab)` logits to the next running beams."""
+        rows = self.open_rows
+        if len(logits) != len(rows) or not rows:
+            raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
+        top = self._continue(self._log_probs(logits))
+        ends_here = self._update(*top)
+        self.length += 1
+        self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
+        self.may_improve = self._improvable()
+        is_over = not self.model._beam_search_has_unfinished_sequences(
+            self.may_improve, self.is_finished, ends_here, self.config.early_stopping
+        )
+        parents = self.running_indices[..., self.length - 1 - self.prompt_length].flatten().tolist()
+        tokens = self._ids[:, -1].tolist()
+        finished = self._finish() if is_over else self._close_settled()
+        return Advance(tokens, parents, finished, rows)
+
+    def _log_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """`(rows, vocab)` processed log-probabilities. Rows that left take part with logits of zero, always finite."""
+        device = self._ids.device
+        if len(logits) == self.num_rows:
+            logits = logits.to(dtype=torch.float32, device=device, copy=True)
+        else:
+            given = logits.to(dtype=torch.float32, device=device)
+            logits = torch.zeros((self.num_rows, given.shape[-1]), device=device)
+            logits[self.open_rows] = given
+        raw = torch.nn.functional.log_softmax(logits, dim=-1)
+        log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)
+        if self.raw_logits is not None:
+            self.raw_logits += (logits.clone(),)
+        if self.scores is not None:
+            self.scores += (log_probs.clone(),)
+        self._raw = raw if self.record_logprobs else None
+        return log_probs
+
+    def _continue(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The best `beams_to_keep` continuations of every prompt: scores, sequences, beam indices."""
+        prompts, beams, vocab = self.num_prompts, self.num_beams, log_probs.shape[-1]
+        totals = log_probs.unflatten(0, (prompts, beams)) + self.running_scores[:, :, None]
+        totals = totals.reshape(prompts, beams * vocab)
+        arguments = dict(
+            accumulated_log_probs=totals,
+            running_sequences=self.running,
+            running_beam_indices=self.running_indices,
+            cur_len=self.length,
+            decoder_prompt_len=self.prompt_length,
+            do_sample=self.config.do_sample,
+            beams_to_keep=self.beams_to_keep,
+            num_beams=beams,
+            vocab_size=vocab,
+            batch_size=prompts,
+        )
+        if self.config.do_sample and self.generator is not None:
+            top = self._draw(totals, vocab)
+        else:
+            top = self.model._get_top_k_continuations(**arguments)
+        if self._raw is not None:
+            self._remember(self._raw, log_probs, top)
+        return top
+
+    def _draw(self, totals: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_get_top_k_continuations` of the model, which draws from the global random numbers, with a generator."""
+        assert self.generator is not None
+        probs = torch.nn.functional.softmax(totals, dim=-1).to(self.generator.device)
+        drawn = torch.multinomial(probs, self.beams_to_keep, generator=self.generator).to(totals.device)
+        beams, gather = drawn // vocab, self.model._gather_beams
+        sequences, indices = gather(self.running, beams), gather(self.running_indices, beams)
+        sequences[:, :, self.length] = drawn % vocab
+        first_rows = torch.arange(self.num_prompts, device=totals.device)[:, None] * self.num_beams
+        indices[:, :, self.length - self.prompt_length] = (beams + first_rows).to(indices.dtype)
+        return totals.gather(1, drawn), sequences, indices
+
+    def _update(self, top_scores: torch.Tensor, top_sequences: torch.Tensor, top_indices: torch.Tensor) -> torch.Tensor:
+        """Moves the running and the finished beams on; returns which continuations end, `(prompts, beams_to_keep)`."""
+        ids = top_sequences[:, :, : self.length + 1].flatten(0, 1)
+        ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
+        self.running, self.running_scores, self.running_indices = self.model._get_running_beams_for_next_iteration(
+            topk_log_probs=top_scores,
+            topk_running_sequences=top_sequences,
+            topk_running_beam_indices=top_indices,
+            next_token_hits_stopping_criteria=ends,
+            num_beams=self.num_beams,
+        )
+        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = self.model._update_finished_beams(
+            sequences=self.sequences,
+            topk_running_sequences=top_sequences,
+            beam_scores=self.beam_scores,
+            topk_log_probs=top_scores,
+            beam_indices=self.beam_indices,
+            topk_running_beam_indices=top_indices,
+            is_early_stop_heuristic_unsatisfied=self.may_improve,
+            is_sent_finished=self.is_finished,
+            next_token_hits_stopping_criteria=ends,
+            top_num_beam_mask=self._top_beams,
+            num_beams=self.num_beams,
+            cur_len=self.length,
+            decoder_prompt_len=self.prompt_length,
+            length_penalty=self.config.length_penalty,
+            early_stopping=self.config.early_stopping,
+        )
+        return ends
+
+    def _improvable(self) -> torch.Tensor:
+        """`(prompts, 1)` bool: whether a running beam may still beat a finished one, by transformers' estimate."""
+        return self.model._check_early_stop_heuristic(
+            is_early_stop_heuristic_unsatisfied=self.may_improve,
+            running_beam_scores=self.running_scores,
+            beam_scores=self.beam_scores,
+            is_sent_finished=self.is_finished,
+            cur_len=self.length,
+            max_length=self.max_length,
+            decoder_prompt_len=self.prompt_length,
+            early_stopping=self.config.early_stopping,
+            length_penalty=self.config.length_penalty,
+        )
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _close_settled(self) -> list[int]:
+        """
+        Rows of the prompts whose result can change no more, which leave.
+
+        Such a prompt has `num_beams` finished sequences and either `early_stopping=True` or no possible improvement.
+        Both facts last: `_update_finished_beams` then adds -1e9 to every new candidate, so none displaces a finished
+        sequence whose own score is above that, and `_check_early_stop_heuristic` never takes its answer back. Nor does
+        the prompt keep the others going: they go on while one of them may improve and, under early stopping, while one
+        is not full; one that may not improve gains nothing from further steps. Its logits do not matter any more.
+        """
+        if not self._may_close:
+            return []
+        settled = self.is_finished.all(dim=1) & (self.beam_scores.amin(dim=1) > _NEVER / 10)
+        if self.config.early_stopping is not True:
+            settled &= ~self.may_improve[:, 0]
+        is_settled = settled.tolist()
+        closing = [prompt for prompt in self._open_prompts if is_settled[prompt]]
+        if not closing:
+            return []
+        self.may_improve[closing] = False
+        self.running_scores[closing] = 0.0  # finite for ever, whatever they were
+        self._open_prompts = [prompt for prompt in self._open_prompts if prompt not in closing]
+        self.open_rows = self._rows_of(self._open_prompts)
+        return self._rows_of(closing)
+
+    def _finish(self) -> list[int]:
+        finished, self.open_rows = self.open_rows, []
+        count = self.config.num_return_sequences
+        kept = self.sequences[:, :count].flatten(0, 1)
+        is_finished = self.is_finished[:, :count].flatten().tolist()
+        for i, length in enumerate(self.lengths):
+            if is_finished[i]:
+                self.finish_reasons[i] = self._reason(kept[i, :length])
+        if self.record_logprobs:
+            indices = self.beam_indices[:, :count].flatten(0, 1).tolist()
+            for i, sequence in enumerate(kept.tolist()):
+                new = zip(self._history, indices[i], sequence[self.prompt_length :])
+                self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
+        return finished
+
+    def _reason(self, sequence: torch.Tensor) -> str:
+        reason = self.endings.reason(int(sequence[-1]), len(sequence))
+        for criterion, name in self.endings.others:
+            if reason in (None, "length") and name == "stop_string" and hits(criterion, sequence[None], None)[0]:
+                reason = name
+        return reason or "criteria"
+
+    def _rows_of(self, prompts: list[int]) -> list[int]:
+        return [prompt * self.num_beams + beam for prompt in prompts for beam in range(self.num_beams)]
+
+    def _remember(self, raw: torch.Tensor, log_probs: torch.Tensor, top: tuple[torch.Tensor, ...]) -> None:
+        rows = top[2][:, :, self.length - self.prompt_length].flatten().long()
+        tokens = top[1][:, :, self.length].flatten()
+        pairs = zip(raw[rows, tokens].tolist(), log_probs[rows, tokens].tolist())
+        self._history.append(dict(zip(zip(rows.tolist(), tokens.tolist()), pairs)))

@@ -1,0 +1,95 @@
+"""Runs decodings with the model's own forward, without any cache: nothing but the decoding is under test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.batching.beam import BeamDecoding
+from hf_paged.batching.decoding import Decoding
+from hf_paged.batching.sample import SampleDecoding
+
+
+def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits `(rows, vocab)` after `(rows, length)` ids, of which `mask` hides padding on the left of the prompts."""
+    if mask is None:
+        mask = torch.ones_like(ids)
+    mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+
+
+def drive(
+    decoding: Decoding,
+    model: PreTrainedModel,
+    mask: torch.Tensor | None = None,
+    check: Callable[[Decoding, Any], None] | None = None,
+) -> Decoding:
+    """Advances the decoding to its end."""
+    for _ in range(decoding.max_length):
+        if decoding.is_done:
+            break
+        rows = decoding.open_rows
+        before = decoding.input_ids
+        advance = decoding.advance(logits_of(model, before[rows], None if mask is None else mask[rows]))
+        after = decoding.input_ids
+        assert advance.rows == rows and set(advance.finished) <= set(rows)
+        assert decoding.open_rows == [row for row in rows if row not in advance.finished]
+        assert after[:, -1].tolist() == advance.tokens and after.is_contiguous()
+        open_rows = torch.tensor(decoding.open_rows, dtype=torch.long)
+        parents = torch.arange(len(before)) if advance.parents is None else torch.tensor(advance.parents)
+        assert torch.equal(after[open_rows, :-1], before[parents[open_rows]])
+        if check is not None:
+            check(decoding, advance)
+    assert decoding.is_done
+    return decoding
+
+
+@contextmanager
+def generate_by_decoding(model: PreTrainedModel, **options: Any) -> Iterator[list[Decoding]]:
+    """`model.generate` prepares everything; its loops are replaced by decodings, which are listed."""
+    made: list[Decoding] = []
+    check, split = options.pop("check", None), options.pop("split", None)
+
+    def sample(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        decoding = SampleDecoding(*arguments, streamer=streamer, **options)
+        made.append(decoding)
+        mask = model_kwargs.get("attention_mask")
+        if split is not None:
+            return split(decoding, mask).result()
+        return drive(decoding, self, mask, check).result()
+
+    def beam_search(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        decoding = BeamDecoding(self, *arguments, **options)
+        made.append(decoding)
+        return drive(decoding, self, model_kwargs.get("attention_mask"), check).result()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "_sample", sample)
+        patch.setattr(type(model), "_beam_search", beam_search)
+        yield made

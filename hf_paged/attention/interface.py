@@ -10,9 +10,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..cache.handles import PagedTensor, Step, set_sdpa
+from ..cache.packed import NotPackable, PackedTensor
 from . import backends
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
+from .packed import packed_attention
 from .plan import in_table_coordinates, plan_attention, table_shift
 from .switch import NAME, eager_features, eager_function, native_function, native_implementation
 
@@ -92,6 +94,8 @@ def paged_attention(
     """
     implementation = native_implementation(getattr(module, "config", None), module)
     output = None
+    if isinstance(key, PackedTensor) or isinstance(value, PackedTensor):
+        return _packed(module, query, key, value, attention_mask, implementation, kwargs), None
     if isinstance(key, LatentTensor):
         absorbed = key.absorb(module, query)
         if absorbed is not None:
@@ -108,6 +112,27 @@ def paged_attention(
     if isinstance(attention_mask, PagedMask):
         attention_mask = attention_mask.resolve(implementation)
     return native_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
+
+
+def _packed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    implementation: str,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of a packed step, which nothing else can compute: raises `NotPackable` where `_in_place` gives up."""
+    features = _features(module, implementation, kwargs)
+    if features is None and implementation == "sdpa":  # given a softcap, it raises or, until 5.17, ignores it
+        features = None, None, kwargs.get("position_bias")
+    if features is None or features[2] is not None or kwargs.get("dropout") or _needs_grad(query):
+        raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks")
+    softcap, sinks, _ = features
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _in_place(

@@ -9,7 +9,7 @@ import inspect
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -93,7 +93,13 @@ def native_function(module: nn.Module, implementation: str) -> Callable[..., Any
 @contextlib.contextmanager
 def use_paged_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it, the cached attention layers of `model` call our attention function."""
-    configs = switchable_configs(model)
+    with use_configs(switchable_configs(model)):
+        yield
+
+
+@contextlib.contextmanager
+def use_configs(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+    """`use_paged_attention` for what `switchable_configs` returned."""
     entered: list[PreTrainedConfig] = []
     try:
         for config in configs:

@@ -1,0 +1,141 @@
+"""Whether a model can run packed: found out from what it is made of, then from what it computes; no list of names."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+
+from ..attention.switch import NAME, native_implementation, switchable_configs
+from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
+from ..cache.packed import EMPTY_LAYERS
+from ..cache.paged_cache import PagedCache
+from .self_check import PREPARE, input_check, self_check
+
+# Where these are not transformers' own, a forward may get inputs that the engine does not know of.
+STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill")
+
+_lock = threading.Lock()
+_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
+
+
+def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """
+    Why a packed forward through `model` would not give each sequence what it gets alone, in one line; `None` if it
+    does.
+
+    Args:
+        cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
+    """
+    for check in (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens):
+        if reason := check(model, cache):
+            return reason
+    # what is above is cheap and may change at any time; what follows costs four forwards, so it is done once
+    layers = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
+    key = (_fingerprint(model), layers)
+    with _lock:
+        found = _verdicts.get(model)
+    if found is None or found[0] != key:
+        found = (key, input_check(model, cache) or self_check(model, cache))
+        with _lock:
+            _verdicts[model] = found
+    return found[1]
+
+
+def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Changes when a module is replaced or added (an adapter), or attention, dtype, device or mode is another."""
+    modules = tuple((type(module), module.training) for module in model.modules())
+    implementations = tuple(native_implementation(config) for config in switchable_configs(model))
+    return modules, implementations, model.dtype, model.device, getattr(type(model), PREPARE)
+
+
+# -- what the model is made of ------------------------------------------------------------------------------------
+
+
+def _wrong_kind(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "the model has an encoder"
+    parameters = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    return f"its forward takes no {' and no '.join(missing)}" if missing else None
+
+
+def _wrong_cache(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    if cache.layer_class_to_replicate is not None or not cache.layers:
+        return "its cache does not know its layers before the first forward"
+    foreign = {type(layer) for layer in cache.layers if not isinstance(layer, EMPTY_LAYERS)}
+    foreign -= {PagedLayer, PagedSlidingWindowLayer}
+    if foreign:
+        names = ", ".join(sorted(layer.__name__ for layer in foreign))
+        return f"its cache has layers that hold more than keys and values: {names}"
+    return None
+
+
+def _wrong_methods(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    for name in STOCK_METHODS:
+        if getattr(getattr(model, name, None), "__func__", None) is not getattr(GenerationMixin, name):
+            return f"it has a `{name}` of its own"
+    if PREPARE in vars(model):
+        return f"its `{PREPARE}` was replaced"
+    loaded_with_ours = model.config.get_text_config(decoder=True)._attn_implementation_internal == NAME
+    if not switchable_configs(model) and not loaded_with_ours:
+        return "its attention does not go through the attention interface"
+    return None
+
+
+def _watched(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """Hooks would see packed tokens where they expect rows."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "there are global forward hooks"
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "forward" in vars(module):
+            return f"the forward of {name or 'the model'} is compiled or replaced"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if hasattr(module, "_hf_hook") or not all(map(_is_capturing_hook, hooks)):
+            return f"there are forward hooks on {name or 'the model'}"
+    return None
+
+
+def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
+    """transformers' own, left on the modules after a call with `output_hidden_states`; idle in calls without."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _spread_out(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}" if len(devices) > 1 else None
+
+
+def _mixes_tokens(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """What one token gets must not depend on which others are in the batch, nor on chance."""
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "expert_capacity"):
+        return "its experts have a capacity for the whole batch"
+    if getattr(config, "output_router_logits", False):
+        return "`output_router_logits` computes a loss over the whole batch"
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind == "longrope" or "dynamic" in str(kind):
+                return f"its rotary embedding ({kind}) depends on the longest position in the batch"
+        if module.training and (source := _chance(module)):
+            return f"it is in training mode with {source}"
+    return None
+
+
+def _chance(module: nn.Module) -> str | None:
+    """What of a module in training mode draws random numbers."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return "dropout" if module.p > 0 else None
+    for name, value in vars(module).items():
+        random = any(word in name for word in ("dropout", "drop_path", "layerdrop", "jitter"))
+        if random and isinstance(value, (int, float)) and value > 0:
+            return name
+    return None

@@ -1,0 +1,194 @@
+"""What a model computes packed, against what it computes without a cache: a few short forwards on random tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import GenerationMixin
+
+from ..attention.switch import use_paged_attention
+from ..cache.block_table import BlockTable
+from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
+from ..cache.memory import PagedMemory
+from ..cache.packed import EMPTY_LAYERS
+from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
+from .runner import PackedRunner
+
+PREPARE = "prepare_inputs_for_generation"
+# Of the logits' standard deviation. Half precision rounds differently with every shape, by about a fifth of these, and
+# a router may then choose another expert for a token or two: so there it is enough that half of the tokens are close.
+TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+_LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
+_FIRST, _SECOND, _CHUNK = 5, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
+
+
+def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """
+    Whether the model's own preparation of inputs gives, for text, anything but what transformers' own does, in a first
+    forward and in one after it.
+    """
+    own = getattr(type(model), PREPARE)
+    stock = getattr(GenerationMixin, PREPARE)
+    if own is stock:
+        return None
+    rows = _test_tokens(model)
+    for past in (0, _FIRST):
+        length = _FIRST + past
+        held = _stock_twin(cache)
+        if past:
+            states = torch.zeros(len(rows), 1, past, 1, dtype=model.dtype, device=model.device)
+            for layer in held.layers:
+                if not isinstance(layer, EMPTY_LAYERS):
+                    layer.update(states, states)
+        arguments = {
+            "input_ids": rows[:, :length],
+            "attention_mask": torch.ones_like(rows[:, :length]),
+            "past_key_values": held,
+            "next_sequence_length": length - past,
+            "is_first_iteration": past == 0,
+            "use_cache": True,
+        }
+        try:
+            with torch.random.fork_rng([]), _unchanged(model), torch.no_grad():
+                given, expected = (_without_defaults(model, make(model, **arguments)) for make in (own, stock))
+        except Exception as error:
+            return f"its own `{PREPARE}` fails: {_first_line(error)}"
+        if given.keys() != expected.keys() or not all(_same(given[name], expected[name]) for name in given):
+            return f"its own `{PREPARE}` gives other inputs"
+    return None
+
+
+def _without_defaults(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs but for those that the forward would take to be so anyway."""
+    parameters = inspect.signature(model.forward).parameters
+    return {
+        name: value
+        for name, value in inputs.items()
+        if name not in parameters or not _same(value, parameters[name].default)
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return a is b or (isinstance(a, (bool, int, float, str)) and a == b)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """
+    Compares packed steps, with prompts side by side, decodes beside a chunk, and a chunk after what is cached, with a
+    plain forward without a cache over three sequences of one length. The model, the random state and the memory
+    behind `cache` are left as they were. Returns why they differ, or `None`.
+    """
+    devices = [] if model.device.type in ("cpu", "meta") else [model.device]
+    kind = model.device.type if devices else "cuda"
+    try:
+        with torch.random.fork_rng(devices, device_type=kind), _unchanged(model), torch.no_grad():
+            rows = _test_tokens(model)
+            expected = model(input_ids=rows, use_cache=False, return_dict=True).logits
+            memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
+            found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows)
+    except Exception as error:
+        return f"packed, its forward fails: {_first_line(error)}"
+    positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
+    plain = torch.stack([expected[row, end - 1] for row, end in positions]).float()
+    gap = _gap(plain, found.float())
+    half = HALF_TOLERANCE.get(model.dtype)  # not the logits' own, which some models widen
+    worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
+    if not worst <= (half or TOLERANCE):  # NaN too
+        return f"packed, its logits are {worst:.1e} standard deviations from those of a sequence alone"
+    return None
+
+
+def _gap(plain: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Root mean square difference of each row in standard deviations; NaN and infinities must agree."""
+    finite = plain.isfinite()
+    if not torch.equal(finite, packed.isfinite()):
+        return torch.full((len(plain),), float("inf"))
+    difference = torch.where(finite, plain - packed, 0.0).square().mean(1).sqrt()
+    return difference / plain[finite].std().clamp_min(1e-6)
+
+
+def _test_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """`(3, _LENGTH)` int64, none of them a token with a meaning of its own."""
+    config = model.config.get_text_config(decoder=True)
+    values = (value for name, value in {**vars(model.config), **vars(config)}.items() if name.endswith("token_id"))
+    special = {value for value in values if isinstance(value, int)}
+    vocab_size = min(model.get_input_embeddings().weight.shape[0], getattr(config, "vocab_size", 1 << 30))
+    usable = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special])
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(usable), (3, _LENGTH), generator=generator)
+    return usable[chosen].to(model.device)
+
+
+def _stock_twin(cache: PagedCache) -> DynamicCache:
+    """An empty stock cache with the same layers."""
+    stock = DynamicCache()
+    stock.layer_class_to_replicate = None
+    for layer in cache.layers:
+        if isinstance(layer, PagedSlidingWindowLayer):
+            stock.layers.append(DynamicSlidingWindowLayer(layer.sliding_window))
+        else:
+            stock.layers.append(DynamicLayer() if isinstance(layer, PagedLayer) else type(layer)())
+    return stock
+
+
+def _packed_logits(model: PreTrainedModel, cache: PagedCache, rows: torch.Tensor) -> torch.Tensor:
+    """`(6, vocab_size)`: after both prompts, after one more token each, after another of the first and the chunks."""
+    runner = PackedRunner(model, cache)
+    tokens = rows.tolist()
+    first, second, third = (SimpleNamespace(num_computed_tokens=0, token_ids=[]) for _ in range(3))
+    third.token_ids = tokens[2]
+    groups = [group.blocks for group in cache.groups.values()]
+    for row in (third, first, second):
+        row.blocks = SimpleNamespace(tables=[BlockTable(group.pool, group.block_size) for group in groups])
+
+    def item(row: Any, query_len: int) -> tuple[Any, int]:
+        for group, table in zip(groups, row.blocks.tables):
+            group.make_room([table], [query_len])
+            table.append(query_len)
+        row.num_computed_tokens += query_len
+        return row, query_len
+
+    def decode(row: Any, source: list[int]) -> tuple[Any, int]:
+        row.token_ids = source[: row.num_computed_tokens + 1]
+        return item(row, 1)
+
+    first.token_ids, second.token_ids = tokens[0][:_FIRST], tokens[1][:_SECOND]
+    with use_paged_attention(model):
+        logits = [runner.run([item(first, _FIRST), item(second, _SECOND)])]
+        logits.append(runner.run([decode(first, tokens[0]), decode(second, tokens[1]), item(third, _CHUNK)]))
+        logits.append(runner.run([decode(first, tokens[0]), item(third, _LENGTH - _CHUNK)]))
+    return torch.cat(logits)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward sets on modules (a note of the last length, say), buffers included."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+            if module._buffers.keys() != buffers.keys() or any(module._buffers[k] is not v for k, v in buffers.items()):
+                module._buffers.clear()
+                module._buffers.update(buffers)

@@ -1,0 +1,301 @@
+"""Which models may run packed, and that finding out leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_paged.batching import capability
+from hf_paged.batching.capability import packable
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.paged_cache import PagedCache
+from hf_paged.config import PagedConfig
+from tests import models
+from tests.architecture_configs import tiny_model
+
+
+def cache_for(model: Any, **config: Any) -> PagedCache:
+    """As the door makes it: the model's own cache, layer by layer."""
+    kwargs: dict[str, Any] = {}
+    model._prepare_cache_for_generation(model.generation_config, kwargs, None, 1, 64)
+    return PagedCache.from_empty(kwargs["past_key_values"], PagedMemory(PagedConfig(**config)))
+
+
+def reason(model: Any) -> str | None:
+    return packable(model, cache_for(model))
+
+
+@pytest.mark.parametrize("name", models.DECODER_ONLY)
+def test_decoders_are_packable(name: str) -> None:
+    assert reason(models.get(name)) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gpt_oss", "gemma2"])
+def test_half_precision_is_packable(name: str) -> None:
+    assert reason(models.build(name).bfloat16()) is None
+
+
+PACKABLE = ["CohereForCausalLM", "Gemma3nForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM", "Qwen3MoeForCausalLM"]
+REFUSED = {
+    "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states beside attention
+    "BertLMHeadModel": "causal",  # attends in both directions
+    "BloomForCausalLM": "no position_ids",  # alibi from the mask
+    "FalconH1ForCausalLM": "PagedHybridLayer",
+    "GPTJForCausalLM": "attention interface",  # attention code of its own
+    "Llama4ForCausalLM": "more than causal",  # chunked attention
+    "MambaForCausalLM": "no past_key_values",
+}
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_other_decoders_are_packable(name: str) -> None:
+    assert reason(tiny_model(getattr(transformers, name))) is None
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_mixes_tokens_is_refused(name: str) -> None:
+    model = tiny_model(getattr(transformers, name))
+    found = packable(model, PagedCache()) if name == "MambaForCausalLM" else reason(model)
+    assert found is not None and REFUSED[name] in found and "\n" not in found
+
+
+@pytest.mark.parametrize("name", models.ENCODER_DECODER)
+def test_encoders_are_refused(name: str) -> None:
+    assert packable(models.get(name), PagedCache()) == "the model has an encoder"
+
+
+def test_a_cache_without_known_layers_is_refused() -> None:
+    assert "does not know its layers" in str(packable(models.get("llama"), PagedCache()))
+
+
+# -- what is found by looking ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_of_the_longest_position_is_refused(kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    assert kind in str(reason(models.build("llama", rope_parameters=rope)))
+
+
+@pytest.mark.parametrize("where", ["model", "lm_head", "model.layers.1"])
+def test_hooks_are_refused_while_they_are_there(where: str) -> None:
+    model = models.build("llama")
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        handle = getattr(model.get_submodule(where), register)(lambda *args: None)
+        assert f"hooks on {where}" in str(reason(model))
+        handle.remove()
+    assert reason(model) is None
+    model.get_submodule(where)._hf_hook = object()
+    assert f"hooks on {where}" in str(reason(model))
+
+
+def test_transformers_own_idle_hooks_are_no_obstacle() -> None:
+    model = models.build("llama")
+    model(models.token_ids(1, 3), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert reason(model) is None
+
+
+def test_dropout_matters_in_training_mode_only() -> None:
+    model = models.build("gpt2")  # dropout 0.1 by default
+    assert reason(model) is None
+    assert "training mode with dropout" in str(reason(model.train()))
+    assert reason(model.eval()) is None
+    llama = models.build("llama", attention_dropout=0.5)
+    assert "attention_dropout" in str(reason(llama.train()))
+    assert reason(models.build("llama").train()) is None  # no dropout
+    jitter = models.build("mixtral", router_jitter_noise=0.1)
+    assert "jitter" in str(reason(jitter.train()))
+
+
+def test_router_losses_and_expert_capacity_are_refused() -> None:
+    assert "output_router_logits" in str(reason(models.build("mixtral", output_router_logits=True)))
+    assert "capacity" in str(reason(models.build("mixtral", expert_capacity=4)))
+
+
+def test_weights_on_several_devices_are_refused() -> None:
+    model = models.build("llama")
+    cache = cache_for(model)
+    model.model.layers[1].to("meta")
+    assert packable(model, cache) == "its weights are on several devices: cpu, meta"
+
+
+class OwnInputs(transformers.LlamaForCausalLM):
+    shift = 1
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs["input_ids"] = inputs["input_ids"] + self.shift
+        return inputs
+
+
+class OwnUpdate(transformers.LlamaForCausalLM):
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._update_model_kwargs_for_generation(*args, **kwargs)
+
+
+def test_own_input_preparation_is_refused_if_it_gives_other_inputs() -> None:
+    model = OwnInputs(models.config("llama")).eval()
+    models.init_weights(model, 0)
+    assert "gives other inputs" in str(reason(model))
+    same = OwnInputs(models.config("llama")).eval()
+    models.init_weights(same, 0)
+    same.shift = 0
+    assert reason(same) is None
+    assert "_update_model_kwargs_for_generation" in str(reason(OwnUpdate(models.config("llama")).eval()))
+    replaced = models.build("llama")  # as PEFT does for prompt learning
+    replaced.prepare_inputs_for_generation = types.MethodType(OwnInputs.prepare_inputs_for_generation, replaced)
+    assert "was replaced" in str(reason(replaced))
+
+
+# -- what is found by running ---------------------------------------------------------------------------------------
+
+
+class TokenShift(nn.Module):
+    """Adds a little of the token before, as convolutions do: causal, and wrong across sequences."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        shifted = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        return self.inner(hidden) + 0.05 * shifted
+
+
+class BatchScale(TokenShift):
+    """Divides by the largest state of the batch."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) / hidden.abs().max()
+
+
+class OddPositions(nn.Module):
+    """A rotary embedding that counts by itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.inner(hidden, torch.arange(hidden.shape[1])[None])
+
+
+def shift(model: Any) -> None:
+    model.model.layers[0].mlp = TokenShift(model.model.layers[0].mlp)
+
+
+def scale(model: Any) -> None:
+    model.model.layers[1].mlp = BatchScale(model.model.layers[1].mlp)
+
+
+def count(model: Any) -> None:
+    model.model.rotary_emb = OddPositions(model.model.rotary_emb)
+
+
+# bfloat16 rounds away as much as the first two do
+FOUND = [*((c, torch.float32) for c in (shift, scale, count)), *((c, torch.float16) for c in (shift, scale, count))]
+
+
+@pytest.mark.parametrize("change, dtype", [*FOUND, (count, torch.bfloat16)])
+def test_a_model_that_mixes_tokens_is_found_out(change: Any, dtype: torch.dtype) -> None:
+    model = models.build("llama").to(dtype)
+    assert reason(model) is None
+    change(model)  # the model object is the same: its modules are not
+    assert "standard deviations" in str(reason(model))
+
+
+def test_a_compiled_or_replaced_forward_is_refused() -> None:
+    model = models.build("llama")
+    assert reason(model) is None
+    model.model.layers[0].forward = model.model.layers[0].forward
+    assert "model.layers.0" in str(reason(model))
+    del model.model.layers[0].forward
+    model.model.norm.compile()
+    assert "model.norm" in str(reason(model))
+
+
+def test_a_forward_that_raises_is_a_reason_of_one_line() -> None:
+    model = models.build("llama")
+
+    class Failing(torch.nn.Linear):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("no such thing\nand a long story")
+
+    model.lm_head.__class__ = Failing
+    assert reason(model) == "packed, its forward fails: no such thing"
+
+
+def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = capability.self_check
+
+    def counting(*args: Any) -> str | None:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(capability, "self_check", counting)
+    model = models.build("llama")
+    for expected in (1, 1):
+        assert reason(model) is None and len(calls) == expected
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    inner = wrapped.get_base_model()
+    assert inner is model
+    for expected in (2, 2):
+        assert reason(model) is None and len(calls) == expected
+    wrapped.unload()
+    assert reason(model) is None and len(calls) == 3
+    assert reason(copy.deepcopy(model)) is None and len(calls) == 4
+
+
+def test_the_check_leaves_no_trace() -> None:
+    model = models.build("gemma3")
+    model.model.layers[0].eval()
+    model.model.layers[1].train()
+    cache = cache_for(model, block_size=8, num_blocks=1)  # the check needs more, and takes none of it
+    random_state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    attributes = [dict(vars(module)) for module in model.modules()]
+    buffers = [dict(module._buffers) for module in model.modules()]
+    implementation = model.config._attn_implementation
+    assert packable(model, cache) is None
+    assert torch.equal(torch.get_rng_state(), random_state) and torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == implementation
+    for module, before, held in zip(model.modules(), attributes, buffers):
+        assert vars(module).keys() == before.keys()
+        assert all(vars(module)[name] is value for name, value in before.items())
+        assert module._buffers.keys() == held.keys() and all(module._buffers[k] is v for k, v in held.items())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert cache.memory.num_used == 0 and not any(group.storage.layers for group in cache.memory.groups.values())
+
+
+class Noting(nn.Module):
+    """Leaves a note on itself and replaces a buffer at every forward, and draws a random number."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.length = hidden.shape[1]
+        self.register_buffer("seen", torch.rand(1))
+        return self.inner(hidden)
+
+
+def test_notes_that_a_forward_leaves_are_taken_back() -> None:
+    model = models.build("llama")
+    mlp = model.model.layers[0].mlp = Noting(model.model.layers[0].mlp)
+    seen, state = mlp.seen, torch.get_rng_state()
+    assert reason(model) is None
+    assert mlp.seen is seen and not hasattr(mlp, "length") and torch.equal(torch.get_rng_state(), state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class OutOfBlocksError(RuntimeError):
@@ -12,36 +12,63 @@ class OutOfBlocksError(RuntimeError):
 
 class BlockPool:
     """
-    The ids `0 .. num_blocks - 1` of one layer group, each free or held by `refcount` block tables.
+    The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (held by
+    none, but somebody asked to `keep` its content) or free.
 
-    Always true: `num_free + num_used == num_blocks`, and a block is free exactly when its refcount is 0.
-    Freed blocks are handed out again least recently freed first, so that a block that may be worth keeping survives
-    longest (PagedAttention, arXiv 2309.06180, section 4.2).
+    Always true: `num_free + num_cached + num_used == num_blocks`, and a block is used exactly when its refcount is not
+    0. Free blocks are handed out least recently freed first, then cached ones are evicted, least recently released
+    first, so that content that may be worth keeping survives longest (PagedAttention, arXiv 2309.06180, section 4.2).
     """
 
     def __init__(self, num_blocks: int = 0) -> None:
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._kept: dict[int, Callable[[int], None]] = {}  # whom to tell of a block's eviction; used blocks too
+        self._num_shared = 0
         self.grow(num_blocks)
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, free or used."""
+        """All blocks: free, cached or used."""
         return len(self._refcounts)
 
     @property
     def num_free(self) -> int:
-        """Blocks that no table holds."""
+        """Blocks that no table holds and whose content nobody wants."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no table holds and whose content is kept until their place is needed."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can take: free and cached ones."""
+        return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Blocks that at least one table holds."""
-        return len(self._refcounts) - len(self._free)
+        return len(self._refcounts) - len(self._free) - len(self._cached)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that more than one table holds."""
+        return self._num_shared
 
     def refcount(self, block_id: int) -> int:
         """Number of tables that hold the block."""
         return self._refcounts[block_id]
+
+    def states(self) -> list[int]:
+        """Of each block the number of tables that hold it; 0 if it is free, -1 if it is cached."""
+        return [-1 if block_id in self._cached else count for block_id, count in enumerate(self._refcounts)]
+
+    def is_kept(self, block_id: int) -> bool:
+        """Whether somebody asked to keep the block's content."""
+        return block_id in self._kept
 
     def grow(self, num_blocks: int) -> None:
         """Adds `num_blocks` new, free blocks."""
@@ -50,38 +77,94 @@ class BlockPool:
         self._free.update((block_id, None) for block_id in range(first, first + num_blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes `num_blocks` free blocks, each with refcount 1. Raises `OutOfBlocksError`, having taken none."""
-        if num_blocks > len(self._free):
-            raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free")
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        """
+        Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Raises
+        `OutOfBlocksError`, having taken and evicted none.
+        """
+        free = self._free
+        if num_blocks > len(free):
+            if num_blocks > self.num_available:
+                cached = f" and {self.num_cached} cached" if self._cached else ""
+                raise OutOfBlocksError(
+                    f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}"
+                )
+            while num_blocks > len(free):  # whoever is told of an eviction may drop further blocks
+                self.evict(1)
+        block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refcounts[block_id] = 1
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more table holds each of these used blocks."""
+        """One more table holds each of these used or cached blocks."""
         for block_id in block_ids:
-            if self._refcounts[block_id] == 0:
-                raise ValueError(f"block {block_id} is free and cannot be shared")
-            self._refcounts[block_id] += 1
+            refcount = self._refcounts[block_id]
+            if refcount == 0:
+                if block_id not in self._cached:
+                    raise ValueError(f"block {block_id} is free and cannot be shared")
+                del self._cached[block_id]
+            elif refcount == 1:
+                self._num_shared += 1
+            self._refcounts[block_id] = refcount + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One table fewer holds each of these blocks; those that nobody holds are free, in the order given."""
+        """One table fewer holds each of these; blocks that nobody holds are cached or free, in the order given."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
                 raise ValueError(f"block {block_id} is already free")
             self._refcounts[block_id] = refcount - 1
             if refcount == 1:
-                self._free[block_id] = None
+                (self._cached if block_id in self._kept else self._free)[block_id] = None
+            elif refcount == 2:
+                self._num_shared -= 1
+
+    def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
+        """
+        From now on the content of this used block is worth keeping: it becomes cached, not free, when nobody holds it.
+        `on_evict(block_id)` is called when it is given up for somebody else.
+        """
+        if self._refcounts[block_id] == 0 or block_id in self._kept:
+            raise ValueError(f"block {block_id} is not used or already kept")
+        self._kept[block_id] = on_evict
+
+    def drop(self, block_id: int) -> None:
+        """The content of this block is no longer worth keeping. `on_evict` is not called."""
+        del self._kept[block_id]
+        if block_id in self._cached:
+            del self._cached[block_id]
+            self._free[block_id] = None
+
+    def evict(self, num_blocks: int) -> int:
+        """Turns up to `num_blocks` cached blocks into free ones, least recently released first; returns how many."""
+        before = len(self._cached)
+        target = max(0, before - num_blocks)
+        while len(self._cached) > target:
+            block_id, _ = self._cached.popitem(last=False)
+            on_evict = self._kept.pop(block_id)
+            self._free[block_id] = None
+            on_evict(block_id)
+        return before - len(self._cached)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raises `AssertionError` unless refcounts, free list and the block ids that `tables` hold agree."""
+        """Raises `AssertionError` unless refcounts, free and cached blocks and the ids that `tables` hold agree."""
         held = Counter(block_id for table in tables for block_id in table)
         for block_id, refcount in enumerate(self._refcounts):
             if held[block_id] != refcount:
                 raise AssertionError(f"block {block_id}: refcount {refcount}, held by {held[block_id]} tables")
-            if (refcount == 0) != (block_id in self._free):
-                raise AssertionError(f"block {block_id}: refcount {refcount}, in free list: {block_id in self._free}")
-        if self.num_free + self.num_used != self.num_blocks or set(held) - set(range(self.num_blocks)):
-            raise AssertionError(f"{self.num_free} free + {self.num_used} used of {self.num_blocks} blocks")
+        self.check_counts()
+        if set(held) - set(range(self.num_blocks)):
+            raise AssertionError(f"tables hold {sorted(set(held) - set(range(self.num_blocks)))} of {self.num_blocks}")
+
+    def check_counts(self) -> None:
+        """The part of `check_integrity` that needs no tables."""
+        for block_id, refcount in enumerate(self._refcounts):
+            state = (block_id in self._free, block_id in self._cached)
+            if state != (refcount == 0 and block_id not in self._kept, refcount == 0 and block_id in self._kept):
+                raise AssertionError(
+                    f"block {block_id}: refcount {refcount}, kept: {block_id in self._kept}, (free, cached): {state}"
+                )
+        counts = (self.num_free, self.num_cached, self.num_used, self.num_shared)
+        used, shared = (sum(refcount > least for refcount in self._refcounts) for least in (0, 1))
+        if sum(counts[:3]) != self.num_blocks or counts[2:] != (used, shared):
+            raise AssertionError(f"(free, cached, used, shared) is {counts} of {self.num_blocks} blocks")

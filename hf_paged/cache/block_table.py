@@ -45,9 +45,18 @@ class BlockTable:
         tail = self.block_ids[-1]
         return tail if self.pool.refcount(tail) > 1 else None
 
-    def append(self, num_tokens: int) -> tuple[int, int] | None:
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks that `append(num_tokens)` takes, copy-on-write included."""
+        if num_tokens == 0:
+            return 0
+        return self.num_new_blocks(num_tokens) + (self.shared_tail is not None)
+
+    def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
         """
         Makes room for `num_tokens` more tokens and counts them as held.
+
+        Args:
+            new_ids (`Sequence[int]`, *optional*): `num_needed(num_tokens)` blocks that were allocated for this.
 
         Returns the copy `(source_block, target_block)` to make before anything is written, or `None`. Raises
         `OutOfBlocksError`; the table is then as it was.
@@ -55,15 +64,26 @@ class BlockTable:
         if num_tokens == 0:
             return None
         tail = self.shared_tail
-        new_ids = self.pool.allocate(self.num_new_blocks(num_tokens) + (tail is not None))
+        if new_ids is None:
+            new_ids = self.pool.allocate(self.num_new_blocks(num_tokens) + (tail is not None))
         copy = None
         if tail is not None:
-            copy = (tail, new_ids.pop(0))
+            copy = (tail, new_ids[0])
+            new_ids = new_ids[1:]
             self.pool.release([tail])
             self.block_ids[-1] = copy[1]
         self.block_ids += new_ids
         self.num_tokens += num_tokens
         return copy
+
+    def attach(self, block_ids: Sequence[int], num_dropped: int) -> None:
+        """Lets an empty table hold these full blocks, which others computed, as if `num_dropped` had gone before."""
+        if self.block_ids or self.num_tokens:
+            raise ValueError(f"attach({block_ids}) to a table that holds {self.num_tokens} tokens")
+        self.pool.acquire(block_ids)
+        self.block_ids = list(block_ids)
+        self.num_dropped = num_dropped
+        self.num_tokens = (num_dropped + len(block_ids)) * self.block_size
 
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to a block: what is in front is never stored."""

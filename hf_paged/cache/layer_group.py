@@ -103,8 +103,7 @@ class LayerGroup:
             self._host_tables = None
         copies = [copy for table, count in zip(self.tables, counts) if (copy := table.append(count)) is not None]
         if copies:
-            self.blocks.storage.copy_blocks(copies)
-            self.memory.copied(len(copies))
+            self.blocks.copy_on_write(copies)
         self.length = length
         self.memory.note_peak()
 
@@ -233,6 +232,12 @@ class LayerGroup:
                 self.tables, self.length, self.paddings, self.expected_paddings = [], 0, (), None
                 self._snapshots.clear()
                 self._forget_steps()
+
+    def adopt(self, tables: list[BlockTable], paddings: tuple[int, ...], length: int) -> None:
+        """Takes over tables that hold what rows of `length` logical positions would; the group must be empty."""
+        with self.memory.lock:
+            self.free()
+            self.tables, self.paddings, self.length = tables, paddings, length
 
     def fork(self, counters: ReadCounters) -> LayerGroup:
         """A second group over the same blocks."""

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from ..config import PagedConfig
+from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed
 from .storage import LayerBlocks, Storage
@@ -33,6 +34,8 @@ class MemoryStats:
         held_bytes (`int`): Bytes of every block that was ever in use and not given back by `free`.
         waste (`float`): Share of the slots that were allocated but unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
+        cached_blocks (`int`): Blocks that nobody uses, kept for the tokens that they hold until their place is needed.
+        shared_blocks (`int`): Blocks in use that more than one block table holds.
     """
 
     block_size: int = 0
@@ -43,6 +46,8 @@ class MemoryStats:
     held_bytes: int = 0
     waste: float = 0.0
     copied_blocks: int = 0
+    cached_blocks: int = 0
+    shared_blocks: int = 0
 
 
 class GroupMemory:
@@ -82,21 +87,35 @@ class GroupMemory:
         """Expect up to `num_blocks` blocks; `share` is that of the memory available which a layer may set aside."""
         with self.memory.lock:
             self.storage.reserve(num_blocks, share)
-            if not self.pool.num_used:
+            if not self.pool.num_used and not self.pool.num_cached:
                 self.storage.drop_smaller(num_blocks)
 
     def reserve(self, needed: int) -> None:
-        """Sees to it that `needed` blocks are free. Raises `OutOfBlocksError`."""
-        self.memory.check_num_blocks(needed)
-        missing = needed - self.pool.num_free
+        """
+        Sees to it that `needed` blocks can be allocated. Raises `OutOfBlocksError`.
+
+        With a budget the pool grows as far as that allows before cached blocks are given up; without one it grows only
+        when there are no more cached blocks, so that caching takes no memory beyond what the calls need.
+        """
+        memory, pool = self.memory, self.pool
+        memory.check_num_blocks(needed)
+        memory.make_place(needed, self)
+        missing = needed - (pool.num_free if memory.has_budget else pool.num_available)
         if missing <= 0:
             return
-        added = max(missing, min(GROWTH_STEP, self.pool.num_blocks))
-        if added > missing and added > self.memory.num_affordable(self):
-            added = missing
-        self.memory.check_bytes(self, needed, added)
+        added, affordable = max(missing, min(GROWTH_STEP, pool.num_blocks)), memory.num_affordable(self)
+        if added > affordable:
+            added = max(0, min(missing, affordable))
+        memory.check_bytes(self, needed, added)
+        if not added:
+            return
         self.pool.grow(added)
         self.storage.grow(self.pool.num_blocks, exactly=self.memory.config.memory_fraction is not None)
+
+    def copy_on_write(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies block `source` to block `target` in every layer, and counts them."""
+        self.storage.copy_blocks(copies)
+        self.memory.copied(len(copies))
 
     def layer(self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool) -> LayerBlocks:
         """
@@ -115,6 +134,7 @@ class GroupMemory:
         held = self.storage.layers.get(index)
         others = any(any(t.block_ids for t in tables.tables) for tables in self.table_sets if tables is not owner)
         if held is None or (is_empty and not others):
+            self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
             self.block_bytes = (
                 owner.num_layers
                 * self.block_size
@@ -140,7 +160,11 @@ class PagedMemory:
     def __init__(self, config: PagedConfig) -> None:
         self.config = config
         self.lock = threading.RLock()
+        self.step_lock = threading.RLock()  # held from scheduling to the end of the forward: one step at a time
         self.groups: dict[Hashable, GroupMemory] = {}
+        self.manager: BlockManager | None = None  # tables of the engine's sequences, and the prefix cache
+        self.manager_keys: tuple[Hashable, ...] = ()
+        self.fingerprint: bytes | None = None  # of the weights that cached blocks were computed with
         self._limit_bytes: int | None = None
         self._copied_blocks = self._peak_blocks = 0
         self._peak_used: dict[Hashable, int] = {}
@@ -167,6 +191,37 @@ class PagedMemory:
         """Blocks in use over all groups."""
         return sum(group.pool.num_used for group in self.groups.values())
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses and whose content is kept, over all groups."""
+        return sum(group.pool.num_cached for group in self.groups.values())
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the user set how much memory there is to use."""
+        return self.config.num_blocks is not None or self.config.memory_fraction is not None
+
+    @property
+    def num_obtainable(self) -> int:
+        """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks - self.num_used
+        groups = self.groups.values()
+        affordable = min((self.num_affordable(group) for group in groups if group.storage.layers), default=sys.maxsize)
+        if affordable == sys.maxsize:
+            return affordable
+        return max(0, affordable) + sum(group.pool.num_available for group in groups)
+
+    def make_place(self, needed: int, first: GroupMemory) -> None:
+        """Evicts cached blocks, those of `first` first, so that with `needed` more used ones `num_blocks` holds."""
+        if self.config.num_blocks is None:
+            return
+        excess = self.num_used + self.num_cached + needed - self.config.num_blocks
+        for group in (first, *self.groups.values()):
+            if excess <= 0:
+                return
+            excess -= group.pool.evict(excess)
+
     def check_num_blocks(self, needed: int) -> None:
         """Raises `OutOfBlocksError` unless the budget has `needed` more blocks."""
         total = self.config.num_blocks
@@ -189,10 +244,9 @@ class PagedMemory:
         return (self._limit_bytes - held) // block_bytes
 
     def check_bytes(self, group: GroupMemory, needed: int, added: int) -> None:
-        """Raises `OutOfBlocksError` unless `memory_fraction` allows `added` more blocks, of `needed` in this step."""
-        affordable = self.num_affordable(group)
-        if added > affordable:
-            free = max(0, affordable) + group.pool.num_free
+        """Raises `OutOfBlocksError` unless `needed` blocks can be had when `memory_fraction` allows `added` more."""
+        if needed > group.pool.num_available + added:
+            free = max(0, self.num_affordable(group)) + group.pool.num_available
             raise OutOfBlocksError(
                 f"needs {needed} blocks of {self.config.block_size} tokens, {free} of {free + group.pool.num_used} are "
                 f"free: raise `memory_fraction` ({self.config.memory_fraction}) in `cache_config`, or lower the batch "
@@ -241,6 +295,8 @@ class PagedMemory:
                 held_bytes=self._held_bytes(),
                 waste=self._waste,
                 copied_blocks=self._copied_blocks,
+                cached_blocks=self.num_cached,
+                shared_blocks=sum(group.pool.num_shared for group in groups),
             )
 
     def check_integrity(self) -> None:
@@ -249,8 +305,8 @@ class PagedMemory:
             for group in self.groups.values():
                 group.pool.check_integrity([table.block_ids for table in group.live_tables()])
             total = self.config.num_blocks
-            if total is not None and self.num_used > total:
-                raise AssertionError(f"{self.num_used} blocks in use, the budget is {total}")
+            if total is not None and self.num_used + self.num_cached > total:
+                raise AssertionError(f"{self.num_used} blocks in use, {self.num_cached} cached, the budget is {total}")
 
 
 def free_bytes(device: torch.device) -> int:

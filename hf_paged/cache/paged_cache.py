@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig
+from .block_table import BlockTable
 from .handles import ReadCounters
 from .layer_group import LayerGroup
 from .layers import PagedLayer, num_state_rows, stand_in
@@ -116,6 +117,22 @@ class PagedCache(DynamicCache):
         share = 0.5 / max(1, len(self.layers))
         for group in self.groups.values():
             group.blocks.expect(num_blocks, share)
+
+    def adopt(self, tables: Mapping[int | None, list[BlockTable]], paddings: tuple[int, ...], length: int) -> None:
+        """
+        Holds, from now on, what the tables hold, as if the model had written it here.
+
+        Args:
+            tables (`dict[int | None, list[BlockTable]]`): For each window (`None`: full attention) a table a row.
+            paddings (`tuple[int, ...]`): Leading positions of each row that are padding and not in its table.
+            length (`int`): Logical positions of every row, padding included.
+        """
+        for window, group in self.groups.items():
+            group.adopt(tables[window], paddings, length)
+        for index, layer in enumerate(self.layers):
+            blocks = layer.group.blocks.storage.layers[index]
+            layer.num_seen = length
+            layer.lazy_initialization(blocks.keys, blocks.values)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

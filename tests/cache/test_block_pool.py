@@ -58,3 +58,71 @@ def test_check_integrity_sees_a_leak_and_a_stale_table() -> None:
         pool.check_integrity([])
     with pytest.raises(AssertionError, match="held by 1 tables"):
         pool.check_integrity([ids, [1]])
+
+
+def test_kept_blocks_are_cached_then_evicted_least_recently_released_first() -> None:
+    pool, evicted = BlockPool(4), []
+    a, b, c, d = pool.allocate(4)
+    for block_id in (a, b, c):
+        pool.keep(block_id, evicted.append)
+    pool.release([b, d, a])
+    assert (pool.num_free, pool.num_cached, pool.num_used, pool.num_available) == (1, 2, 1, 3)
+    assert pool.allocate(2) == [d, b] and evicted == [b]
+    assert pool.is_kept(a) and not pool.is_kept(b)
+    pool.check_integrity([[b, c, d]])
+
+
+def test_a_cached_block_can_be_revived_and_dropped() -> None:
+    pool = BlockPool(2)
+    ids = pool.allocate(2)
+    for block_id in ids:
+        pool.keep(block_id, lambda _: pytest.fail("evicted"))
+    pool.release(ids)
+    pool.acquire([ids[0]])
+    assert (pool.num_used, pool.num_cached) == (1, 1)
+    pool.drop(ids[1])
+    assert (pool.num_free, pool.num_cached) == (1, 0)
+    pool.drop(ids[0])  # still used: only its content is no longer wanted
+    pool.release([ids[0]])
+    assert pool.num_free == 2
+    pool.check_integrity([])
+
+
+def test_an_eviction_may_drop_further_blocks() -> None:
+    pool = BlockPool(3)
+    a, b, _ = pool.allocate(3)
+    pool.keep(a, lambda _: pool.drop(b))
+    pool.keep(b, lambda _: None)
+    pool.release([a, b])
+    assert sorted(pool.allocate(2)) == [a, b] and pool.num_cached == 0
+
+
+def test_too_many_evicts_none() -> None:
+    pool = BlockPool(2)
+    ids = pool.allocate(2)
+    pool.keep(ids[0], lambda _: pytest.fail("evicted"))
+    pool.release([ids[0]])
+    with pytest.raises(OutOfBlocksError, match="needs 2 blocks, 0 of 2 are free and 1 cached"):
+        pool.allocate(2)
+    assert pool.num_cached == 1
+
+
+def test_only_used_blocks_can_be_kept_and_only_once() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(ValueError, match="not used"):
+        pool.keep(0, lambda _: None)
+    (block_id,) = pool.allocate(1)
+    pool.keep(block_id, lambda _: None)
+    with pytest.raises(ValueError, match="already kept"):
+        pool.keep(block_id, lambda _: None)
+
+
+def test_counts_shared_blocks() -> None:
+    pool = BlockPool(2)
+    ids = pool.allocate(2)
+    pool.acquire([ids[0], ids[0]])
+    assert pool.num_shared == 1
+    pool.release([ids[0]])
+    assert pool.num_shared == 1
+    pool.release([ids[0]])
+    assert pool.num_shared == 0

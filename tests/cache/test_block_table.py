@@ -123,3 +123,27 @@ def test_skip_starts_at_a_block() -> None:
     assert len(table.block_ids) == 1
     with pytest.raises(ValueError, match="holds 21 tokens"):
         table.skip(1)
+
+
+def test_attach_shares_full_blocks() -> None:
+    pool = BlockPool(6)
+    first = BlockTable(pool, SIZE)
+    first.append(3 * SIZE)
+    second = BlockTable(pool, SIZE)
+    second.attach(first.block_ids[1:], num_dropped=1)
+    assert (second.num_tokens, second.num_dropped, pool.num_shared) == (3 * SIZE, 1, 2)
+    assert second.append(1) is None  # behind full blocks nothing is copied
+    with pytest.raises(ValueError, match="holds 25 tokens"):
+        second.attach(first.block_ids, 0)
+
+
+def test_append_takes_blocks_that_were_allocated_for_it() -> None:
+    pool = BlockPool(6)
+    first = BlockTable(pool, SIZE)
+    first.append(5)
+    second = first.fork()
+    assert second.num_needed(SIZE) == 2 and second.num_needed(0) == 0
+    tail, new_ids = second.block_ids[0], pool.allocate(2)
+    assert second.append(SIZE, new_ids) == (tail, new_ids[0])
+    assert second.block_ids == new_ids
+    pool.check_integrity([first.block_ids, second.block_ids])

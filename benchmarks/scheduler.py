@@ -1,0 +1,137 @@
+"""
+The scheduler alone, without a model: ShareGPT-like requests through schedule, append and finish on one core.
+
+Lengths are log-normal with the means of the ShareGPT data set as the PagedAttention paper gives them (161 tokens in,
+338 out; arXiv 2309.06180, section 6.1). Time is CPU time of everything but adding the requests, over all tokens
+scheduled, each of a prompt's counted. Waste is the share of slots that are allocated but hold no token, over all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import time
+from typing import Any
+
+from benchmarks.machine import facts
+from hf_paged.batching.request import Request, Sequence
+from hf_paged.batching.scheduler import Scheduler
+from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool
+
+MEAN_IN, MEAN_OUT, SIGMA, LONGEST = 161, 338, 1.0, 2048
+BLOCK_SIZE, MAX_TOKENS, MAX_SEQS = 16, 2048, 256
+VOCABULARY = list(range(32000))
+
+
+def log_normal(generator: random.Random, mean: float) -> int:
+    """A length in tokens, at least 1 and at most `LONGEST`."""
+    return max(1, min(LONGEST, round(generator.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))))
+
+
+def make_requests(count: int, generator: random.Random) -> list[Request]:
+    """Requests with random prompts; `payload` is the number of tokens to generate."""
+    requests = []
+    for number in range(count):
+        prompt = generator.choices(VOCABULARY, k=log_normal(generator, MEAN_IN))
+        new_tokens = log_normal(generator, MEAN_OUT)
+        requests.append(Request(number, [Sequence(prompt)], len(prompt) + new_tokens, payload=new_tokens))
+    return requests
+
+
+def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: bool = False) -> dict[str, Any]:
+    """
+    Schedules at least `num_tokens` tokens, or all there are, with `num_waiting` requests in the queue at the start.
+
+    Args:
+        num_blocks (`int`): Blocks of the pool.
+        measure_waste (`bool`): Count slots and tokens after each step, outside the time.
+    """
+    generator = random.Random(0)
+    blocks = BlockManager([ManagedGroup(BlockPool(num_blocks))], BLOCK_SIZE)
+    scheduler = Scheduler(blocks, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
+    for request in make_requests(num_waiting, generator):
+        scheduler.add(request)
+    gc.collect()
+    done = steps = preemptions = 0
+    slots = held = 0
+    seconds = 0.0
+    while done < num_tokens and scheduler.has_unfinished:
+        start = time.process_time()
+        batch = scheduler.schedule()
+        for sequence, query_len in batch.items:
+            done += query_len
+            if sequence.num_computed_tokens == len(sequence.token_ids):
+                scheduler.append_token(sequence, 7)
+                request = sequence.request
+                if len(sequence.token_ids) >= request.max_num_tokens:
+                    scheduler.finish(request)
+        seconds += time.process_time() - start
+        steps += 1
+        preemptions += len(batch.preempted)
+        if measure_waste:
+            for table in blocks.table_sets[0].tables:
+                slots += len(table.block_ids) * BLOCK_SIZE
+                held += table.num_tokens
+    return {
+        "waiting": num_waiting,
+        "blocks": num_blocks,
+        "tokens": done,
+        "steps": steps,
+        "us_per_token": round(1e6 * seconds / done, 3),
+        "preemptions": preemptions,
+        "waste_percent": round(100 * (slots - held) / slots, 2) if slots else None,
+    }
+
+
+def run(quick: bool, turns: int) -> dict[str, Any]:
+    """Best of `turns` for every queue length, in turns; then waste, and preemptions in a pool that is too small."""
+    lengths = [1_000, 10_000] if quick else [1_000, 10_000, 100_000, 1_000_000]
+    num_tokens = 100_000 if quick else 400_000
+    plenty = MAX_SEQS * 2 * LONGEST // BLOCK_SIZE
+    best: dict[int, dict[str, Any]] = {}
+    for _ in range(turns):
+        for length in lengths:
+            row = simulate(length, plenty, num_tokens)
+            if length not in best or row["us_per_token"] < best[length]["us_per_token"]:
+                best[length] = row
+    rows = list(best.values())
+    times = [row["us_per_token"] for row in rows]
+    return {
+        "rows": rows,
+        "ratio": round(max(times) / times[0], 3),
+        "waste": simulate(1_000, plenty, num_tokens, measure_waste=True),
+        "small_pool": simulate(1_000, 2_000, num_tokens),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| waiting | tokens scheduled | µs per token | preemptions |", "|---|---|---|---|"]
+    for row in [*results["rows"], results["small_pool"]]:
+        name = f"{row['waiting']}" if row is not results["small_pool"] else f"{row['waiting']}, {row['blocks']} blocks"
+        lines.append(f"| {name} | {row['tokens']} | **{row['us_per_token']}** | {row['preemptions']} |")
+    waste = results["waste"]["waste_percent"]
+    lines.append(f"\nslowest / first: {results['ratio']}; waste at block size {BLOCK_SIZE}: {waste} %")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="short queues, under 20 s")
+    parser.add_argument("--turns", type=int, default=3, help="of every queue length; the best counts")
+    parser.add_argument("--json", help="also write the results here")
+    args = parser.parse_args()
+    results = run(args.quick, args.turns)
+    print(table(results))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": facts(), **results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

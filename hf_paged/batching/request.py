@@ -1,0 +1,158 @@
+"""What waits and runs: requests and their sequences. Plain Python: no tensors, no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from enum import Enum
+from typing import Any
+
+from ..cache.block_manager import NO_BLOCKS, SequenceBlocks
+
+
+class Status(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """
+    One row's tokens.
+
+    There is no prefill or decode phase: a sequence has `num_computed_tokens`, and the scheduler lets it catch up. One
+    with `num_computed_tokens == num_tokens` has its logits and waits for a token.
+
+    Args:
+        token_ids (`list[int]`): Its tokens, which the caller may append to; the list becomes the sequence's own.
+
+    Attributes:
+        request, index: The request it belongs to, and its place in `request.sequences`.
+        num_computed_tokens (`int`): Tokens whose K and V are in its blocks, or will be after the step just scheduled.
+        num_answered_tokens (`int`): While preempted: how many tokens it had when it last had its logits. As long as it
+            has no more than that, it needs no forward.
+        blocks ([`SequenceBlocks`]): `NO_BLOCKS` until it is admitted, when preempted by recompute, and in the end.
+        swapped: The swapper's, while its blocks are on the host.
+    """
+
+    __slots__ = (
+        "blocks",
+        "index",
+        "is_finished",
+        "num_answered_tokens",
+        "num_computed_tokens",
+        "request",
+        "swapped",
+        "token_ids",
+    )
+    request: Request
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+        self.num_computed_tokens = self.num_answered_tokens = self.index = 0
+        self.blocks: SequenceBlocks = NO_BLOCKS
+        self.is_finished = False
+        self.swapped: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that lack K and V."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+
+
+class Request:
+    """
+    One prompt with the sequences that grow from it (samples or beams): the unit of admission and of preemption.
+
+    Args:
+        request_id (`Hashable`): The caller's name for it.
+        sequences (`list[Sequence]`): Most often one, holding the prompt; the scheduler forks it.
+        max_num_tokens (`int`): The longest that a sequence of it can get, in tokens.
+        num_rows (`int`, defaults to 1): Sequences that it will have after forking.
+        priority (`int`, defaults to 0): Lower runs earlier.
+        namespace (`Hashable`, *optional*): Prefixes are shared only within it: the adapter.
+        payload: The caller's.
+
+    Attributes:
+        arrival (`int`): Counts the requests added before it.
+        num_prompt_tokens (`int`): Tokens of its shortest sequence when it was added.
+        num_open_rows (`int`): Rows that are not finished, those still to be forked included.
+        num_shared_tokens (`int`): While its rows are computed anew: tokens that the first computes for all of them.
+        num_preemptions, num_hit_tokens (`int`): How often it was preempted; tokens that the prefix cache saved it.
+    """
+
+    __slots__ = (
+        "arrival",
+        "key",
+        "max_num_tokens",
+        "namespace",
+        "num_hit_tokens",
+        "num_open_rows",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_rows",
+        "num_shared_tokens",
+        "payload",
+        "priority",
+        "request_id",
+        "sequences",
+        "status",
+    )
+
+    def __init__(
+        self,
+        request_id: Hashable,
+        sequences: Iterable[Sequence],
+        max_num_tokens: int,
+        num_rows: int = 1,
+        priority: int = 0,
+        namespace: Hashable = None,
+        payload: Any = None,
+    ) -> None:
+        self.request_id, self.max_num_tokens, self.priority = request_id, max_num_tokens, priority
+        self.namespace, self.payload = namespace, payload
+        self.sequences: list[Sequence] = []
+        self.adopt(sequences)
+        self.num_rows = self.num_open_rows = max(num_rows, len(self.sequences))
+        self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in self.sequences)
+        self.status = Status.WAITING
+        self.arrival = self.num_preemptions = self.num_hit_tokens = self.num_shared_tokens = 0
+        self.key: tuple[float, int] = (0, 0)  # the scheduler's order
+
+    def adopt(self, sequences: Iterable[Sequence]) -> None:
+        """Adds sequences behind those that it has."""
+        for sequence in sequences:
+            sequence.request, sequence.index = self, len(self.sequences)
+            self.sequences.append(sequence)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it needs nothing any more."""
+        return self.status is Status.FINISHED
+
+    @property
+    def open_sequences(self) -> list[Sequence]:
+        """Its sequences that are not finished."""
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether blocks of it are on the host."""
+        return any(sequence.swapped is not None for sequence in self.sequences)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether, being preempted, it has nothing to compute until a sequence gets a token."""
+        return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.value}, {self.sequences})"

@@ -1,0 +1,366 @@
+"""Who runs in this step, with how many tokens. Plain Python: no tensors."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from ..cache.block_manager import NO_BLOCKS, BlockManager
+from ..cache.block_pool import OutOfBlocksError
+from .request import Request, Sequence, Status
+from .residency import Residency, Swapper
+from .waiting import WaitingQueue
+
+AGING = 256.0
+"""Arrivals that one step of priority is worth."""
+
+
+@dataclass
+class ScheduledBatch:
+    """
+    One step.
+
+    Args:
+        items (`list[tuple[Sequence, int]]`): Sequences with their `query_len`, those with 1 first. Their
+            `num_computed_tokens` counts these tokens already, and their tables have room for them.
+        preempted, admitted (`list[Request]`): Requests that lost their blocks, and that came in, in this step.
+    """
+
+    items: list[tuple[Sequence, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """
+    Iteration-level scheduling (Orca, OSDI 2022) over paged blocks, with chunked prefills (SARATHI, arXiv 2308.16369)
+    and preemption of whole requests, latest first (PagedAttention, arXiv 2309.06180, section 4.5).
+
+    Requests are ordered by `arrival + priority * aging`, which never changes: nothing starves, since sooner or later
+    all that arrives is behind. In that order running requests get their tokens, and preempt later ones when blocks run
+    out; then the waiting ones are admitted while the first of them fits. A preempted request keeps its place.
+
+    Args:
+        blocks ([`BlockManager`]): Where blocks come from.
+        max_num_batched_tokens (`int`): Most tokens in a step.
+        max_num_seqs (`int`): Most sequences that run at a time. A single request may have more, and so may requests
+            that wait for each other's tokens.
+        watermark (`float`): Share of all blocks that admission leaves to those already running.
+        aging (`float`): Arrivals that one step of priority is worth.
+        preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
+        swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        watermark: float = 0.01,
+        aging: float = AGING,
+        preempt: str | Callable[[Request], str] = "recompute",
+        swapper: Swapper | None = None,
+    ) -> None:
+        if max_num_batched_tokens < 1 or max_num_seqs < 1:
+            raise ValueError(
+                f"`max_num_batched_tokens` ({max_num_batched_tokens}) and `max_num_seqs` ({max_num_seqs}) must be at "
+                "least 1"
+            )
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # every running sequence must be able to decode in every step, and one prompt to go on beside them
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._watermark, self._aging = watermark, aging
+        self._residency = Residency(blocks, preempt, swapper)
+        self._running: list[Request] = []  # by key
+        self._num_rows = 0  # open rows of running requests
+        self._waiting = WaitingQueue()
+        self._arrivals = 0
+        self._batch = ScheduledBatch()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold none: new and preempted ones."""
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._running) or len(self._waiting) > 0
+
+    # -- requests come --------------------------------------------------------------------------------------------
+
+    def check_fits(self, request: Request) -> None:
+        """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
+        self._residency.check_fits(request)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `OutOfBlocksError` if it can never fit."""
+        self.check_fits(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        request.key = (request.arrival + request.priority * self._aging, request.arrival)
+        request.status = Status.WAITING
+        self._waiting.push(request)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch:
+        """
+        The next step, for which blocks are taken and tokens counted as computed. Empty if every request waits for a
+        token.
+
+        Raises:
+            OutOfBlocksError: if others hold the blocks that the first request needs.
+        """
+        if self.blocks.has_windows:  # what only the last chunks could see
+            for sequence, query_len in self._batch.items:
+                if query_len > 1:
+                    self.blocks.trim(sequence.blocks)
+        self.blocks.begin_step()
+        self._waiting.wake()
+        batch = self._batch = ScheduledBatch()
+        chunks: list[tuple[Sequence, int]] = []
+        left = self._continue_running(batch, chunks)
+        if not batch.preempted:
+            self._admit(batch, chunks, left)
+        while not batch.items and not chunks and self._waiting.head() is not None:
+            # everybody who runs waits for a token that depends on somebody who does not
+            self._admit(batch, chunks, self.max_num_batched_tokens, any_rows=True)
+            if batch.items or chunks:
+                break
+            victim = next((request for request in reversed(self._running) if _is_idle(request)), None)
+            if victim is None:
+                if batch.preempted:  # the next step starts with the blocks that this one took back
+                    break
+                raise self._stalled()
+            self._preempt(victim)
+        batch.items += chunks
+        return batch
+
+    def _continue_running(self, batch: ScheduledBatch, chunks: list[tuple[Sequence, int]]) -> int:
+        """Gives running requests their tokens; returns how many tokens are left of the budget."""
+        items = batch.items
+        left = self.max_num_batched_tokens
+        reserved = -1  # tokens for the decodes that are still to come, from the first chunk on
+        for request in self._running:  # only requests behind this one, or itself, are taken out meanwhile
+            for sequence in request.sequences:
+                num_tokens = len(sequence.token_ids)
+                to_compute = num_tokens - sequence.num_computed_tokens
+                if not to_compute or sequence.is_finished:
+                    continue
+                if to_compute == 1:
+                    if left <= 0:
+                        return 0
+                    reserved -= 1
+                    blocks = sequence.blocks
+                    if num_tokens <= blocks.capacity:  # the tail block has room and is the sequence's own
+                        for table in blocks.tables:
+                            table.num_tokens = num_tokens
+                        sequence.num_computed_tokens = num_tokens
+                        items.append((sequence, 1))
+                        left -= 1
+                        continue
+                    limit = left
+                else:
+                    if reserved < 0:
+                        reserved = self._num_decodes()
+                    limit = left - reserved
+                query_len = self._advance(request, sequence, limit, chunks)
+                left -= query_len
+                if request.status is not Status.RUNNING:
+                    return left
+        return left
+
+    def _num_decodes(self) -> int:
+        return sum(
+            len(sequence.token_ids) - sequence.num_computed_tokens == 1 and not sequence.is_finished
+            for request in self._running
+            for sequence in request.sequences
+        )
+
+    def _advance(
+        self,
+        request: Request,
+        sequence: Sequence,
+        limit: int,
+        chunks: list[tuple[Sequence, int]],
+        may_preempt: bool = True,
+    ) -> int:
+        """
+        Schedules up to `limit` of the tokens that `sequence` lacks; returns how many. Where blocks are short, requests
+        behind this one go first, then the chunk gets smaller, then `request` goes itself.
+        """
+        if request.num_shared_tokens:
+            limit = min(limit, self._residency.num_until_shared(request, sequence))
+        query_len = min(limit, sequence.num_to_compute)
+        if query_len <= 0:
+            return 0
+        if sequence.blocks is NO_BLOCKS:
+            sequence.blocks = self.blocks.new()
+        blocks = sequence.blocks
+        computed = sequence.num_computed_tokens
+        self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
+        while not self.blocks.append(blocks, query_len):
+            if may_preempt and self._running[-1] is not request:
+                self._preempt(self._running[-1])
+            elif query_len > 1 and self.blocks.has_windows:  # fewer tokens need fewer blocks only there
+                query_len //= 2
+            else:
+                items = self._batch.items
+                has_started = any(done and done[-1][0].request is request for done in (items, chunks))
+                if may_preempt and not has_started:
+                    self._preempt(request)
+                return 0
+        computed = sequence.num_computed_tokens = computed + query_len
+        if query_len > 1:
+            # whoever comes later in this step may share them: a layer stores all K and V before any attention reads
+            self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
+            chunks.append((sequence, query_len))
+        else:
+            self._batch.items.append((sequence, 1))
+        return query_len
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def _admit(
+        self, batch: ScheduledBatch, chunks: list[tuple[Sequence, int]], left: int, any_rows: bool = False
+    ) -> None:
+        """Admits waiting requests, in order, while the first of them fits."""
+        while left > 0 and (request := self._waiting.head()) is not None:
+            too_many = self._num_rows + request.num_open_rows > self.max_num_seqs
+            if self._running and too_many and not any_rows:
+                return
+            is_alone = not self._running
+            reserve = 0 if is_alone else int(self._watermark * self.blocks.num_total)
+            chunk = 1 if is_alone else self.max_num_batched_tokens  # alone, a chunk may shrink as far as that
+            if not self._residency.bring_in(request, chunk, reserve, is_alone):
+                return
+            self._waiting.pop()
+            self._start(request)
+            before = left
+            for sequence in request.sequences:
+                if not sequence.is_finished and sequence.num_to_compute:
+                    left -= self._advance(request, sequence, left, chunks, may_preempt=False)
+            if left == before:  # one group is short of blocks, though not all together
+                self._stop(request)
+                self._residency.send_out(request)
+                self._waiting.push(request)
+                return
+            batch.admitted.append(request)
+
+    def _start(self, request: Request) -> None:
+        request.status = Status.RUNNING
+        self._num_rows += request.num_open_rows
+        insort(self._running, request, key=attrgetter("key"))
+
+    # -- requests go ----------------------------------------------------------------------------------------------
+
+    def _preempt(self, request: Request) -> None:
+        self._batch.preempted.append(request)
+        request.num_preemptions += 1
+        for sequence in request.open_sequences:
+            if not sequence.num_to_compute:
+                sequence.num_answered_tokens = sequence.num_tokens
+        self._stop(request)
+        self._residency.send_out(request)
+        self._waiting.push(request)
+
+    def _stop(self, request: Request) -> None:
+        """Takes a running request out; its blocks are the caller's to see to."""
+        self._running.remove(request)
+        self._num_rows -= request.num_open_rows
+        request.status = Status.WAITING
+
+    def _stalled(self) -> OutOfBlocksError:
+        manager = self.blocks
+        return OutOfBlocksError(
+            f"nothing can be scheduled: {self._waiting.head()!r} is the first of {self.num_waiting} waiting requests, "
+            f"{self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had; {manager!r}. Others "
+            "hold blocks: free their caches, or raise `num_blocks`"
+        )
+
+    def fail_step(self) -> None:
+        """
+        The forward of the step just scheduled raised: it never happened. Requests admitted in it wait again, tokens
+        counted as computed are not, and nothing is served from blocks that were to be written.
+        """
+        self.blocks.undo_step()
+        batch, self._batch = self._batch, ScheduledBatch()
+        for request in batch.admitted:  # these may hold blocks that others were to write in this step
+            if request.status is Status.RUNNING:
+                self._stop(request)
+                self._residency.forget(request)
+                self._waiting.push(request)
+        for sequence, query_len in batch.items:
+            if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
+                sequence.num_computed_tokens -= query_len
+                self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
+
+    def finish_sequence(self, sequence: Sequence) -> None:
+        """The sequence needs nothing any more; its request ends with the last of them."""
+        if sequence.is_finished:
+            return
+        request = sequence.request
+        self._residency.end_sequence(sequence)
+        sequence.is_finished = True
+        request.num_open_rows -= 1
+        if request.status is Status.RUNNING:
+            self._num_rows -= 1
+        if not request.num_open_rows:
+            self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        """
+        The request needs nothing any more, wherever it is: its blocks go back. Not to be called between `schedule` and
+        the end of the forward.
+        """
+        if request.status is Status.FINISHED:
+            return
+        if request.status is Status.RUNNING:
+            self._stop(request)
+            request.status = Status.FINISHED
+        else:
+            request.status = Status.FINISHED
+            self._waiting.cancelled(request)
+        self._residency.forget_swapped(request)
+        for sequence in request.open_sequences:
+            self._residency.end_sequence(sequence)
+            sequence.is_finished = True
+
+    # -- what decodings do ----------------------------------------------------------------------------------------
+
+    def append_token(self, sequence: Sequence, token: int) -> None:
+        """The next token of a sequence; appending to `sequence.token_ids` is the same."""
+        sequence.token_ids.append(token)
+
+    def fork(self, request: Request, count: int) -> None:
+        """The request's one sequence becomes `count` sequences that share its blocks."""
+        self._residency.fork(request, count)
+
+    def permute(self, request: Request, parents: list[int], tokens: list[int]) -> None:
+        """Sequence `i` becomes what sequence `parents[i]` was, followed by `tokens[i]`; no K or V moves."""
+        self._residency.permute(request, parents, tokens)
+
+    def forget_swapped(self, request: Request) -> None:
+        """What the host holds of a request is given up: it is computed anew."""
+        self._residency.forget_swapped(request)
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"
+
+
+def _is_idle(request: Request) -> bool:
+    """Whether all that it has is computed: it waits for tokens."""
+    return not any(sequence.num_to_compute for sequence in request.sequences if not sequence.is_finished)
+
+
+__all__ = ["AGING", "ScheduledBatch", "Scheduler", "Swapper"]

@@ -1,0 +1,331 @@
+"""Block tables of many sequences over all layer groups, and the prefix cache. Plain Python: no tensors, no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .block_pool import BlockPool, OutOfBlocksError
+from .block_table import BlockTable
+from .prefix_index import Node, PrefixIndex
+
+ALL_NAMESPACES = object()
+
+
+@dataclass
+class ManagedGroup:
+    """
+    One layer group, as the manager needs it.
+
+    Args:
+        pool ([`BlockPool`]): Its blocks.
+        window (`int`, *optional*): Tokens that a layer looks back, itself included; `None`: all.
+        make_room (`Callable[[int], None]`, *optional*): Grows the pool so that this many blocks can be allocated, or
+            raises `OutOfBlocksError` (`GroupMemory.reserve`).
+        copy_blocks (`Callable[[list[tuple[int, int]]], None]`, *optional*): Copies the first block of each pair to the
+            second, all sources read before any target is written (`Storage.copy_blocks`).
+    """
+
+    pool: BlockPool
+    window: int | None = None
+    make_room: Callable[[int], None] | None = None
+    copy_blocks: Callable[[list[tuple[int, int]]], None] | None = None
+
+
+class SequenceBlocks:
+    """
+    What one sequence holds: a block table a layer group, all with the same number of tokens.
+
+    `capacity`: up to this many tokens the tables have room in blocks of their own, so that whoever appends one token
+    may just count it. The rest is the manager's: how many blocks have been offered to the prefix index, the node of the
+    last of them, and the manager's epoch when the first token was stored.
+    """
+
+    __slots__ = ("capacity", "epoch", "node", "num_registered", "tables")
+
+    def __init__(self, tables: tuple[BlockTable, ...] = ()) -> None:
+        self.tables = tables
+        self.capacity = 0
+        self.node: Node | None = None
+        self.num_registered = 0
+        self.epoch = 0
+
+
+NO_BLOCKS = SequenceBlocks()
+"""What a sequence has before it is admitted and after its blocks went back."""
+
+
+class TableSet:
+    """The tables of every live sequence in one layer group, for `GroupMemory.table_sets`."""
+
+    def __init__(self, alive: dict[SequenceBlocks, None], group: int) -> None:
+        self._alive, self._group = alive, group
+
+    @property
+    def tables(self) -> Iterator[BlockTable]:
+        """Every table."""
+        return (blocks.tables[self._group] for blocks in self._alive)
+
+
+class BlockManager:
+    """
+    Gives sequences their blocks. Copies of shared blocks are queued (`flush_copies`), all others are bookkeeping only.
+
+    Args:
+        groups (`Sequence[ManagedGroup]`): `SequenceBlocks.tables[i]` belongs to `groups[i]`.
+        block_size (`int`): Tokens in a block.
+        num_free (`Callable[[], int]`, *optional*): Blocks that may still be taken over all groups, cached ones
+            included; by default what the pools have.
+        prefix_caching (`bool`): Serve and keep full blocks by the tokens that they hold.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ManagedGroup],
+        block_size: int,
+        num_free: Callable[[], int] | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.groups, self.block_size, self.prefix_caching = list(groups), block_size, prefix_caching
+        self.index = PrefixIndex([group.pool for group in groups], [group.window for group in groups], block_size)
+        self.has_windows = any(group.window is not None for group in groups)
+        self._num_free = num_free
+        self._alive: dict[SequenceBlocks, None] = {}
+        self.table_sets = [TableSet(self._alive, group) for group in range(len(self.groups))]
+        self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
+        self._epoch = 0
+        self._dropped: dict[Hashable, int] = {}  # by namespace: blocks of earlier epochs must not be named
+
+    # -- counts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that may still be taken over all groups; cached ones count."""
+        return sum(group.pool.num_available for group in self.groups) if self._num_free is None else self._num_free()
+
+    @property
+    def num_total(self) -> int:
+        """Blocks that there would be if nobody held any."""
+        return self.num_free + sum(group.pool.num_used for group in self.groups)
+
+    def num_needed(self, blocks: SequenceBlocks, num_tokens: int) -> int:
+        """Blocks that `append` takes, copy-on-write included."""
+        return sum(table.num_needed(num_tokens) for table in blocks.tables)
+
+    def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
+        """
+        For each group, the most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time,
+        beside those that `blocks` has of what is in front; `first` is where a block begins.
+        """
+        size = self.block_size
+        spans = []
+        for number, group in enumerate(self.groups):
+            span = -(-end // size) - first // size
+            if group.window is not None:  # the oldest token seen may be the last of its block
+                held = len(blocks.tables[number].block_ids) if blocks.tables else 0
+                span = min(span, (group.window + chunk - 3 + size) // size + 1 - held)
+            spans.append(max(0, span))
+        return spans
+
+    def has_room(self, needs: Sequence[int], reserve: int = 0) -> bool:
+        """Whether `needs[i]` blocks of each group can be had together, and `reserve` be left."""
+        if sum(needs) + reserve > self.num_free:
+            return False
+        if len(self.groups) == 1:
+            return True
+        taken = self._take(needs)  # no count tells what one group can have while the others take theirs
+        if taken is None:
+            return False
+        for group, block_ids in zip(self.groups, taken):
+            group.pool.release(block_ids)
+        return True
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    def new(self) -> SequenceBlocks:
+        """An empty sequence."""
+        blocks = SequenceBlocks(tuple(BlockTable(group.pool, self.block_size) for group in self.groups))
+        blocks.epoch = self._epoch
+        self._alive[blocks] = None
+        return blocks
+
+    def append(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
+        """
+        Makes room for `num_tokens` more tokens and counts them as held; `False` if there is none. Window blocks that no
+        query from here on sees are given back first.
+        """
+        tables = blocks.tables
+        length = tables[0].num_tokens
+        if not length:
+            blocks.epoch = self._epoch
+        if self.has_windows:
+            self.trim(blocks)
+        needs = [table.num_needed(num_tokens) for table in tables]
+        taken = self._take(needs)
+        if taken is None:
+            return False
+        for table, copies, new_ids in zip(tables, self._copies, taken):
+            copy = table.append(num_tokens, new_ids)
+            if copy is not None:
+                source, target = copy
+                # a source that is itself still to be copied to has its content elsewhere
+                copies[target] = copies.get(source, source)
+        blocks.capacity = -(-(length + num_tokens) // self.block_size) * self.block_size
+        return True
+
+    def trim(self, blocks: SequenceBlocks) -> None:
+        """Gives back the window blocks that no later query sees; not between scheduling tokens and computing them."""
+        for group, table in zip(self.groups, blocks.tables):
+            if group.window is not None:
+                table.drop_before(table.num_tokens - group.window + 1)
+
+    def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """New blocks for each group, or none at all."""
+        total = sum(needs)
+        if total and total > self.num_free:
+            return None
+        taken: list[list[int]] = []
+        try:
+            for group, needed in zip(self.groups, needs):
+                if needed and group.make_room is not None:
+                    group.make_room(needed)
+                taken.append(group.pool.allocate(needed) if needed else [])
+        except OutOfBlocksError:
+            for group, block_ids in zip(self.groups, taken):
+                group.pool.release(block_ids)
+            return None
+        for copies, block_ids in zip(self._copies, taken):
+            if copies:  # whoever a queued copy was for has given the block back since
+                for block_id in block_ids:
+                    copies.pop(block_id, None)
+        return taken
+
+    def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+        """Forgets all tokens from `num_tokens` on. `ValueError` if blocks in front of that left the window."""
+        for table in blocks.tables:
+            table.truncate(num_tokens)
+        blocks.capacity = min(blocks.capacity, num_tokens)
+        if blocks.num_registered * self.block_size > num_tokens:
+            blocks.node, blocks.num_registered = None, 0
+
+    def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
+        """A second sequence over the same blocks."""
+        if not blocks.tables:
+            return self.new()
+        twin = SequenceBlocks(tuple(table.fork() for table in blocks.tables))
+        twin.node, twin.num_registered, twin.epoch = blocks.node, blocks.num_registered, blocks.epoch
+        twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # the tail is shared now
+        self._alive[twin] = None
+        return twin
+
+    def free(self, blocks: SequenceBlocks) -> None:
+        """Gives every block back. The sequence is no longer the manager's."""
+        if blocks is NO_BLOCKS:
+            return
+        for table in blocks.tables:
+            table.free()
+        blocks.capacity = blocks.num_registered = 0
+        blocks.node = None
+        self._alive.pop(blocks, None)
+
+    def flush_copies(self) -> int:
+        """Makes the queued copies, one batch a group, and returns how many."""
+        count = 0
+        for group, copies in zip(self.groups, self._copies):
+            if copies:
+                if group.copy_blocks is not None:
+                    group.copy_blocks([(source, target) for target, source in copies.items()])
+                count += len(copies)
+                copies.clear()
+        return count
+
+    # -- prefix cache ---------------------------------------------------------------------------------------------
+
+    def match(self, blocks: SequenceBlocks, token_ids: Sequence[int], namespace: Hashable) -> int:
+        """
+        Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
+        last token, whose logits somebody wants. Returns the number of its tokens.
+        """
+        if not self.prefix_caching:
+            return 0
+        size = self.block_size
+        path = self.index.find(token_ids, namespace, (len(token_ids) - 1) // size)
+        if not path:
+            return 0
+        for group, table in enumerate(blocks.tables):
+            first = self.index.first_needed(group, len(path))
+            held = [block_id for node in path[first:] if (block_id := node.block_ids[group]) is not None]
+            table.attach(held, first)
+        blocks.node, blocks.num_registered, blocks.epoch = path[-1], len(path), self._epoch
+        blocks.capacity = len(path) * size
+        return blocks.capacity
+
+    def register(self, blocks: SequenceBlocks, token_ids: Sequence[int], num_tokens: int, namespace: Hashable) -> None:
+        """Names the full blocks below `num_tokens` that have no name yet. Costs nothing where none got full."""
+        size = self.block_size
+        full, number = num_tokens // size, blocks.num_registered
+        if full <= number or not self.prefix_caching:
+            return
+        if blocks.epoch < max(self._dropped.get(namespace, 0), self._dropped.get(ALL_NAMESPACES, 0)):
+            return
+        node = blocks.node
+        if node is None or node.parent is None:  # forgotten, as a block that only the index knew was evicted
+            node, number = self.index.root(namespace), 0
+        for start in range(number * size, full * size, size):
+            tokens = tuple(token_ids[start : start + size])
+            node = self.index.add(node, tokens, blocks.tables, start // size)
+        blocks.node, blocks.num_registered = node, full
+
+    def begin_step(self) -> None:
+        """What is registered from now on can be undone."""
+        self.index.begin_step()
+
+    def undo_step(self) -> None:
+        """Forgets the names registered since `begin_step`: the content of their blocks was never computed."""
+        self.index.undo_step()
+
+    def drop_cached(self, namespace: Hashable = ALL_NAMESPACES) -> None:
+        """
+        Nothing that was computed before this call is served again in the namespace, or, by default, in any. What
+        sequences hold stays theirs.
+        """
+        self._epoch += 1
+        self._dropped[namespace] = self._epoch
+        for name in self.index.namespaces if namespace is ALL_NAMESPACES else [namespace]:
+            self.index.clear(name)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """
+        Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools, so a
+        block must have at least as many holders as sequences hold it.
+        """
+        self.index.check_integrity()
+        for group, table_set in zip(self.groups, self.table_sets):
+            group.pool.check_counts()
+            holders: dict[int, int] = {}
+            for table in table_set.tables:
+                for block_id in table.block_ids:
+                    holders[block_id] = holders.get(block_id, 0) + 1
+            for block_id, count in holders.items():
+                if group.pool.refcount(block_id) < count:
+                    raise AssertionError(
+                        f"block {block_id}: refcount {group.pool.refcount(block_id)}, held by {count} sequences"
+                    )
+        for blocks in self._alive:
+            lengths = {table.num_tokens for table in blocks.tables}
+            if len(lengths) != 1:
+                raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
+            for table in blocks.tables:
+                if table.block_ids and not 0 <= table.num_unused_slots < self.block_size:
+                    raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
+                if blocks.capacity > table.num_tokens and table.shared_tail is not None:
+                    raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")
+
+    def __repr__(self) -> str:
+        counts = ", ".join(
+            f"{pool.num_free} free + {pool.num_cached} cached + {pool.num_used} used"
+            for pool in (group.pool for group in self.groups)
+        )
+        return f"BlockManager({len(self._alive)} sequences; blocks: {counts})"

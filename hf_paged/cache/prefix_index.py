@@ -1,0 +1,186 @@
+"""Which full blocks hold which tokens: a tree of token blocks. Plain Python: no tensors, no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from .block_pool import BlockPool
+from .block_table import BlockTable
+
+
+class Node:
+    """
+    The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K and
+    V, as far as one is still there. `parent` is `None` once the index has forgotten the node; a root is its own parent.
+    """
+
+    __slots__ = ("block_ids", "children", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], num_groups: int) -> None:
+        self.parent = self if parent is None else parent
+        self.tokens = tokens
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.block_ids: list[int | None] = [None] * num_groups
+
+    parent: Node | None
+
+
+class PrefixIndex:
+    """
+    Finds blocks by the tokens they hold and all tokens before them (prefix caching as in SGLang's RadixAttention, arXiv
+    2312.07104, section 3, in steps of whole blocks). A look-up compares the tokens themselves, never only their hash.
+
+    Always true: a named block is full and never written to again; it has one name, and only the first of several blocks
+    with the same content has one. A node without its block in a full-attention group is forgotten with everything below
+    it, since no sequence can start behind a gap there; in a window group blocks may be missing.
+
+    Args:
+        pools (`Sequence[BlockPool]`): One a layer group.
+        windows (`Sequence[int | None]`): Tokens that a layer of the group looks back, itself included; `None`: all.
+        block_size (`int`): Tokens in a block.
+    """
+
+    def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], block_size: int) -> None:
+        self.block_size = block_size
+        self._pools, self._windows = list(pools), list(windows)
+        self._roots: dict[Hashable, Node] = {}
+        self._named: list[dict[int, Node]] = [{} for _ in pools]
+        self._on_evict: list[Callable[[int], None]] = [self._evictor(group) for group in range(len(self._pools))]
+        self._step: list[tuple[int, int]] = []  # (group, block id) named since `begin_step`
+
+    def root(self, namespace: Hashable) -> Node:
+        """Where the prefixes of a namespace begin."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(None, (), len(self._pools))
+        return self._roots[namespace]
+
+    def first_needed(self, group: int, num_blocks: int) -> int:
+        """First of `num_blocks` blocks that a query right behind them can see in the group."""
+        window = self._windows[group]
+        return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
+
+    def find(self, token_ids: Sequence[int], namespace: Hashable, max_blocks: int) -> list[Node]:
+        """The longest path of at most `max_blocks` nodes along `token_ids` behind which a sequence can start."""
+        node = self._roots.get(namespace)
+        if node is None:
+            return []
+        size, usable = self.block_size, 0
+        path: list[Node] = []
+        present = [0] * len(self._pools)  # blocks in a row, up to and with this node's, that the group has
+        while len(path) < max_blocks:
+            found = node.children.get(tuple(token_ids[len(path) * size : (len(path) + 1) * size]))
+            if found is None:
+                break
+            node = found
+            path.append(node)
+            can_start = True
+            for group, block_id in enumerate(node.block_ids):
+                present[group] = 0 if block_id is None else present[group] + 1
+                can_start &= len(path) - self.first_needed(group, len(path)) <= present[group]
+            if can_start:
+                usable = len(path)
+        return path[:usable]
+
+    def add(self, parent: Node, tokens: tuple[int, ...], tables: Sequence[BlockTable], number: int) -> Node:
+        """
+        The node of `tokens` behind `parent`, made if there is none; block `number` of each table is named by it where
+        no other is yet.
+        """
+        node = parent.children.get(tokens)
+        if node is None:
+            node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
+        for group, table in enumerate(tables):
+            position = number - table.num_dropped
+            if node.block_ids[group] is None and position >= 0:
+                block_id = table.block_ids[position]
+                if block_id not in self._named[group]:
+                    self._pools[group].keep(block_id, self._on_evict[group])
+                    self._named[group][block_id] = node
+                    node.block_ids[group] = block_id
+                    self._step.append((group, block_id))
+        return node
+
+    def begin_step(self) -> None:
+        """What is named from now on can be undone."""
+        self._step.clear()
+
+    def undo_step(self) -> None:
+        """Forgets the names given since `begin_step`: the content of those blocks was never computed."""
+        for group, block_id in self._step:
+            if block_id in self._named[group]:
+                self._pools[group].drop(block_id)
+                self._unname(group, block_id)
+        self._step.clear()
+
+    def clear(self, namespace: Hashable) -> None:
+        """Forgets everything in a namespace."""
+        root = self._roots.pop(namespace, None)
+        if root is not None:
+            self._forget(root)
+
+    @property
+    def namespaces(self) -> list[Hashable]:
+        """The namespaces that have a root."""
+        return list(self._roots)
+
+    def _evictor(self, group: int) -> Callable[[int], None]:
+        return lambda block_id: self._unname(group, block_id)
+
+    def _unname(self, group: int, block_id: int) -> None:
+        """The pool no longer keeps this block."""
+        node = self._named[group].pop(block_id)
+        node.block_ids[group] = None
+        if self._windows[group] is None:
+            self._forget(node)
+        else:
+            self._forget_empty(node)
+
+    def _forget(self, node: Node) -> None:
+        """Forgets a node and all below it; nodes above that led nowhere else go too."""
+        parent = node.parent
+        if parent is None:
+            return
+        if parent is not node:
+            del parent.children[node.tokens]
+        pending = [node]
+        while pending:
+            lost = pending.pop()
+            pending.extend(lost.children.values())
+            lost.children, lost.parent = {}, None
+            for group, block_id in enumerate(lost.block_ids):
+                if block_id is not None:
+                    del self._named[group][block_id]
+                    self._pools[group].drop(block_id)
+            lost.block_ids = [None] * len(self._pools)
+        if parent is not node:
+            self._forget_empty(parent)
+
+    def _forget_empty(self, node: Node) -> None:
+        while node.parent is not None and node.parent is not node and not node.children:
+            if any(block_id is not None for block_id in node.block_ids):
+                return
+            parent, node.parent = node.parent, None
+            del parent.children[node.tokens]
+            node = parent
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` unless names and nodes agree, and every node can be reached and has its blocks."""
+        seen: list[dict[int, Node]] = [{} for _ in self._pools]
+        pending = list(self._roots.values())
+        while pending:
+            node = pending.pop()
+            for tokens, child in node.children.items():
+                if child.parent is not node or child.tokens != tokens or len(tokens) != self.block_size:
+                    raise AssertionError(f"node {child.tokens} is not where its parent looks for it")
+                pending.append(child)
+                for group, block_id in enumerate(child.block_ids):
+                    if block_id is not None:
+                        seen[group][block_id] = child
+                    elif self._windows[group] is None:
+                        raise AssertionError(f"node {child.tokens} lacks its block in group {group}")
+        for group, pool in enumerate(self._pools):
+            if seen[group] != self._named[group]:
+                raise AssertionError(f"group {group}: names {sorted(self._named[group])}, nodes {sorted(seen[group])}")
+            lost = [block_id for block_id in seen[group] if not pool.is_kept(block_id)]
+            if lost:
+                raise AssertionError(f"group {group}: blocks {lost} are named but not kept")

@@ -1,0 +1,223 @@
+"""Blocks of preempted requests in host memory (PagedAttention, arXiv 2309.06180, section 4.5)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .block_pool import OutOfBlocksError
+from .memory import GroupMemory
+from .storage import LayerBlocks
+
+
+@dataclass(frozen=True, eq=False)
+class HostLayer:
+    """
+    Copies of some blocks of one layer.
+
+    Args:
+        tensors (`tuple[torch.Tensor, ...]`): In host memory, as `LayerBlocks.tensors`.
+        keys, values (`torch.Tensor` of shape `(0, heads, 0, dim)`): What the layer's states are like, on its device.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def copy_of(cls, layer: LayerBlocks, block_ids: list[int]) -> HostLayer:
+        """Copies these blocks."""
+        keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (layer.keys, layer.values))
+        return cls(tuple(_to_cpu(tensor, block_ids) for tensor in layer.tensors), keys, values)
+
+    def rows(self, rows: list[int]) -> LayerBlocks:
+        """These of the copied blocks, on the layer's device."""
+        moved = []
+        for tensor in self.tensors:
+            if rows != list(range(tensor.shape[0])):
+                tensor = tensor[rows]
+            moved.append(tensor.to(self.keys.device, non_blocking=tensor.is_pinned()))
+        if len(moved) == 1:
+            return LayerBlocks.view(moved[0], self.keys.shape[1], self.keys.shape[3])
+        return LayerBlocks(tuple(moved), *moved)
+
+
+def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
+    blocks = tensor.index_select(0, torch.tensor(block_ids, device=tensor.device))
+    if tensor.is_cpu:
+        return blocks
+    # waits for the copy: preempting is rare, and whoever measures it gets the truth
+    return torch.empty(blocks.shape, dtype=blocks.dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class HostBlocks:
+    """The content of the blocks that one request held, each distinct block once: layers by index, for each group."""
+
+    groups: list[dict[int, HostLayer]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory taken."""
+        return sum(tensor.nbytes for layers in self.groups for layer in layers.values() for tensor in layer.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedSequence:
+    """
+    What a sequence holds while its blocks are in host memory.
+
+    Args:
+        host (`HostBlocks`): Of all sequences of its request together.
+        rows (`list[list[int]]`): For each group, where each block of the sequence's table is among the host's.
+    """
+
+    host: HostBlocks
+    rows: list[list[int]]
+
+
+class BlockSwapper:
+    """
+    Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into whichever blocks are
+    free then; which sequences of the request share a block stays as it was. The batching scheduler's `Swapper`.
+
+    A request is anything with `sequences`, each with `blocks.tables` (one `BlockTable` for each of `groups`, or none)
+    and an attribute `swapped`: a [`SwappedSequence`] while the sequence is swapped out, else `None`. Meanwhile its
+    tables hold no blocks but keep their counts of tokens.
+
+    Args:
+        groups (`Sequence[GroupMemory]`): The layer groups of one memory, in the order of `blocks.tables`.
+        flush_copies (`Callable[[], Any]`): Makes the copies that copy-on-write has planned so far.
+    """
+
+    def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
+        self.groups = list(groups)
+        self.flush_copies = flush_copies
+        self._held: weakref.WeakSet[HostBlocks] = weakref.WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that swapped requests take now."""
+        return sum(host.num_bytes for host in list(self._held))
+
+    def num_blocks(self, request: Any) -> int:
+        """Blocks that `swap_in` takes, over all groups."""
+        return sum(len(rows) for rows in self._rows(_swapped(request)))
+
+    def swap_out(self, request: Any) -> bool:
+        """
+        Copies every block of `request` to host memory and gives it back to the pool. Blocks that others hold too stay
+        theirs. `False`, with nothing changed, if the host has no memory for it.
+        """
+        self.flush_copies()
+        held = [(sequence, sequence.blocks.tables) for sequence in request.sequences if sequence.blocks.tables]
+        with self._lock:
+            # the distinct blocks of each group, in the order met, and their rows in host memory
+            rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
+            try:
+                host = HostBlocks([_to_host(group, list(ids)) for group, ids in zip(self.groups, rows)])
+            except (MemoryError, RuntimeError):  # torch raises the latter
+                return False
+            for sequence, tables in held:
+                sequence.swapped = SwappedSequence(
+                    host, [[ids[block_id] for block_id in table.block_ids] for table, ids in zip(tables, rows)]
+                )
+                for table in tables:
+                    table.pool.release(reversed(table.block_ids))
+                    table.block_ids = []
+        self._held.add(host)
+        return True
+
+    def swap_in(self, request: Any) -> None:
+        """
+        Takes blocks for the sequences of `request` that are swapped out, copies their content back and gives the tables
+        what they had. Raises `OutOfBlocksError`, with nothing changed.
+        """
+        swapped = _swapped(request)
+        if not swapped:
+            return
+        rows, host = self._rows(swapped), swapped[0][1].host
+        with self._lock:
+            taken = self._take([len(ids) for ids in rows])
+            try:
+                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
+                for group, layers, block_ids in zip(self.groups, host.groups, targets):
+                    _from_host(group, layers, block_ids)
+                for sequence, state in swapped:
+                    for table, held, block_ids in zip(sequence.blocks.tables, state.rows, targets):
+                        table.block_ids = [block_ids[row] for row in held]
+                        table.pool.acquire(table.block_ids)
+                    sequence.swapped = None
+            finally:  # the tables hold what they need by themselves now
+                self._give_back(taken)
+        self._held.discard(host)
+
+    def discard(self, request: Any) -> None:
+        """Forgets what is held of `request`: it was cancelled, or will be computed again."""
+        for sequence, state in _swapped(request):
+            self._held.discard(state.host)
+            sequence.swapped = None
+
+    def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:
+        """The host blocks that the swapped sequences still need, for each group; one that is gone needs none."""
+        return [_numbered(state.rows[g] for _, state in swapped) for g in range(len(self.groups))]
+
+    def _take(self, counts: Sequence[int]) -> list[list[int]]:
+        taken: list[list[int]] = []
+        try:
+            for group, count in zip(self.groups, counts):
+                taken.append(group.take(count) if count else [])
+        except OutOfBlocksError:
+            self._give_back(taken)
+            raise
+        return taken
+
+    def _give_back(self, taken: Sequence[list[int]]) -> None:
+        for group, ids in zip(self.groups, taken):
+            group.pool.release(reversed(ids))
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self.groups[0].memory.lock
+
+
+def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
+    return [(sequence, sequence.swapped) for sequence in request.sequences if sequence.swapped is not None]
+
+
+def _numbered(lists: Iterable[list[int]]) -> dict[int, int]:
+    """Each distinct item with its number, in the order met."""
+    found: dict[int, int] = {}
+    for items in lists:
+        for item in items:
+            found.setdefault(item, len(found))
+    return found
+
+
+def _to_host(group: GroupMemory, block_ids: list[int]) -> dict[int, HostLayer]:
+    """Copies of these blocks of every layer."""
+    if not block_ids:
+        return {}
+    return {index: HostLayer.copy_of(layer, block_ids) for index, layer in group.storage.layers.items()}
+
+
+def _from_host(group: GroupMemory, layers: dict[int, HostLayer], block_ids: dict[int, int]) -> None:
+    """Writes row `row` of the host's copies to block `block_ids[row]`, in every layer."""
+    if not block_ids:
+        return
+    storage = group.storage
+    for index, held in layers.items():
+        states = held.keys, held.values
+        # the storage may have grown, changed its dtype, or have been made anew since
+        target = storage.find(index, *states)
+        if target is None:
+            target = (storage.promote if index in storage.layers else storage.make)(index, *states)
+        ids = torch.tensor(list(block_ids.values()), device=target.keys.device)
+        found = held.rows(list(block_ids))
+        for blocks, content in ((target.keys, found.keys), (target.values, found.values)):
+            blocks[ids] = content.to(blocks.dtype)

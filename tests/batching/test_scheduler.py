@@ -1,0 +1,304 @@
+"""Who runs, in which order, and who gives way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduler import ScheduledBatch, Scheduler
+from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
+
+SIZE = 4
+
+
+def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = None, **options: Any) -> Scheduler:
+    """A scheduler over one pool; no watermark unless told."""
+    caching = options.pop("prefix_caching", True)
+    blocks = BlockManager([ManagedGroup(BlockPool(num_blocks), window)], SIZE, prefix_caching=caching)
+    options = {"watermark": 0.0, **options}
+    return Scheduler(blocks, max_num_batched_tokens=tokens, max_num_seqs=seqs, **options)
+
+
+def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **options: Any) -> Request:
+    """Queues a request whose tokens nobody else has."""
+    start = sum(map(ord, name)) * 1000
+    request = Request(name, [Sequence(list(range(start, start + length)))], length + new_tokens, **options)
+    scheduler.add(request)
+    return request
+
+
+def counts(batch: ScheduledBatch) -> list[tuple[Any, int]]:
+    """What is scheduled, by the requests' names."""
+    return [(sequence.request.request_id, query_len) for sequence, query_len in batch.items]
+
+
+def names(requests: list[Request]) -> list[Any]:
+    return [request.request_id for request in requests]
+
+
+def test_decodes_come_first_and_never_wait_for_a_long_prompt() -> None:
+    scheduler = make(tokens=10)
+    a = add(scheduler, "a", 3)
+    b = add(scheduler, "b", 20)
+    c = add(scheduler, "c", 2)
+    assert counts(scheduler.schedule()) == [("a", 3), ("b", 7)]
+    scheduler.append_token(a.sequences[0], 1)
+    assert counts(scheduler.schedule()) == [("a", 1), ("b", 9)]
+    assert b.sequences[0].num_to_compute == 4
+    scheduler.append_token(a.sequences[0], 1)
+    assert counts(scheduler.schedule()) == [("a", 1), ("b", 4), ("c", 2)]
+    assert c.status is Status.RUNNING
+    assert counts(scheduler.schedule()) == []  # all wait for tokens
+
+
+def test_a_decode_behind_a_long_prompt_keeps_its_token_of_the_budget() -> None:
+    scheduler = make(tokens=6)
+    add(scheduler, "a", 30)
+    b = add(scheduler, "b", 2, priority=-1)
+    assert counts(scheduler.schedule()) == [("b", 2), ("a", 4)]
+    scheduler.append_token(b.sequences[0], 1)
+    c = add(scheduler, "c", 1)
+    assert counts(scheduler.schedule()) == [("b", 1), ("a", 5)] and c.status is Status.WAITING
+
+
+def test_priority_is_worth_a_number_of_arrivals() -> None:
+    scheduler = make(seqs=1, aging=2.5)
+    for name, priority in [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 0), ("f", -1)]:
+        add(scheduler, name, 2, priority=priority)
+    order = []
+    while scheduler.has_unfinished:
+        batch = scheduler.schedule()
+        order += names(batch.admitted)
+        scheduler.finish(batch.admitted[0])
+    assert order == ["a", "c", "f", "d", "b", "e"]
+
+
+def test_the_head_is_not_overtaken() -> None:
+    scheduler = make(num_blocks=8)
+    a = add(scheduler, "a", 16, new_tokens=1)
+    add(scheduler, "b", 20)
+    add(scheduler, "c", 2)
+    assert counts(scheduler.schedule()) == [("a", 16)]
+    scheduler.finish(a)
+    assert counts(scheduler.schedule()) == [("b", 20), ("c", 2)]
+
+
+def test_admission_leaves_the_watermark_to_those_who_run() -> None:
+    scheduler = make(num_blocks=10, watermark=0.25)
+    add(scheduler, "a", 16)
+    add(scheduler, "b", 20)
+    add(scheduler, "c", 4)
+    assert counts(scheduler.schedule()) == [("a", 16)]  # 6 blocks are free: 5 for b, 2 to be left
+    alone = make(num_blocks=10, watermark=1.0)
+    add(alone, "a", 32)
+    assert counts(alone.schedule()) == [("a", 32)]
+
+
+@pytest.mark.parametrize(
+    ("length", "new_tokens", "rows", "needed"),
+    [(16, 17, 1, 8), (16, 18, 1, 9), (17, 8, 2, 8), (17, 8, 3, 10), (16, 9, 2, 9)],
+    ids=["fits", "one block too many", "rows share the prompt", "a row too many", "not its last token's block"],
+)
+def test_what_can_never_fit_is_refused(length: int, new_tokens: int, rows: int, needed: int) -> None:
+    scheduler = make(num_blocks=8)
+    if needed > 8:
+        with pytest.raises(
+            OutOfBlocksError, match=f"'a' needs {needed} blocks of 4 tokens, at most 8 can be had: raise"
+        ):
+            add(scheduler, "a", length, new_tokens, num_rows=rows)
+        assert not scheduler.has_unfinished
+    else:
+        add(scheduler, "a", length, new_tokens, num_rows=rows)
+
+
+def test_a_window_needs_few_blocks_however_long_the_prompt() -> None:
+    scheduler = make(num_blocks=3, window=6)
+    a = add(scheduler, "a", 100, 50)
+    steps = 0
+    while a.sequences[0].num_to_compute:
+        batch = scheduler.schedule()
+        assert not batch.preempted and batch.items
+        steps += 1
+    assert steps < 100  # in chunks, as far as there is room
+
+
+def test_the_latest_is_preempted_and_resumes_before_later_ones() -> None:
+    scheduler = make(num_blocks=6, prefix_caching=False)
+    requests = [add(scheduler, name, 8, new_tokens=9) for name in "abc"]
+    assert names(scheduler.schedule().admitted) == ["a", "b", "c"]
+    add(scheduler, "d", 4)
+    for request in requests:
+        scheduler.append_token(request.sequences[0], 1)
+    batch = scheduler.schedule()
+    assert counts(batch) == [("a", 1), ("b", 1)] and names(batch.preempted) == ["c"] and not batch.admitted
+    c = requests[2].sequences[0]
+    assert (c.num_computed_tokens, c.blocks, requests[2].num_preemptions) == (0, NO_BLOCKS, 1)
+    scheduler.finish(requests[0])
+    batch = scheduler.schedule()
+    assert counts(batch) == [("c", 9)] and names(batch.admitted) == ["c"]
+
+
+def test_a_preempted_request_finds_its_blocks_in_the_prefix_cache() -> None:
+    scheduler = make(num_blocks=7)
+    requests = [add(scheduler, name, 8, new_tokens=9) for name in "abc"]
+    scheduler.schedule()
+    for request in requests:
+        scheduler.append_token(request.sequences[0], 1)
+    assert names(scheduler.schedule().preempted) == ["c"]
+    scheduler.finish(requests[0])
+    assert counts(scheduler.schedule()) == [("c", 5)]  # of its two blocks, b took the later one
+    assert requests[2].num_hit_tokens == 4
+
+
+def test_prompts_that_arrive_together_are_computed_once() -> None:
+    scheduler = make()
+    prompt = list(range(18))
+    requests = [Request(number, [Sequence([*prompt, number])], 30) for number in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    assert counts(scheduler.schedule()) == [(0, 19), (1, 3), (2, 3)]
+    first, second, _ = (request.sequences[0].blocks.tables[0].block_ids for request in requests)
+    assert first[:4] == second[:4] and first[4] != second[4]
+    assert scheduler.blocks.num_free == 64 - 7
+
+
+def test_a_later_turn_finds_the_generated_tokens() -> None:
+    scheduler = make()
+    a = add(scheduler, "a", 5)
+    for token in (1, 2, 3, 4):
+        scheduler.schedule()
+        scheduler.append_token(a.sequences[0], token)
+    history = list(a.sequences[0].token_ids)
+    scheduler.finish(a)
+    b = Request("b", [Sequence([*history, 7, 7])], 20)
+    scheduler.add(b)
+    assert counts(scheduler.schedule()) == [("b", 3)] and b.num_hit_tokens == 8
+
+
+def test_rows_computed_anew_share_their_prompt_again() -> None:
+    scheduler = make(num_blocks=12, prefix_caching=False)
+    other = add(scheduler, "other", 12, new_tokens=20, priority=-1)
+    request = add(scheduler, "rows", 17, new_tokens=8, num_rows=3)
+    scheduler.schedule()
+    scheduler.fork(request, 3)
+    used = scheduler.blocks.num_free
+    for number, sequence in enumerate(request.sequences):
+        sequence.token_ids.append(number)
+    scheduler.schedule()
+    assert scheduler.blocks.num_free == used - 2  # a tail of its own for each row
+    for _ in range(12):
+        other.sequences[0].token_ids.append(1)
+        if scheduler.schedule().preempted:
+            break
+    assert request.status is Status.WAITING
+    scheduler.finish(other)
+    assert scheduler.schedule().items == []  # all rows have their logits
+    for sequence in request.sequences:
+        sequence.token_ids.append(1)
+    assert counts(scheduler.schedule()) == [("rows", 16)]
+    assert counts(scheduler.schedule()) == [("rows", 3)] * 3
+    tables = [sequence.blocks.tables[0].block_ids for sequence in request.sequences]
+    assert tables[0][:4] == tables[1][:4] == tables[2][:4] and len({table[4] for table in tables}) == 3
+
+
+def test_permute_changes_hands_and_forks() -> None:
+    scheduler = make()
+    request = add(scheduler, "a", 6, num_rows=3)
+    scheduler.schedule()
+    scheduler.fork(request, 3)
+    for number, sequence in enumerate(request.sequences):
+        sequence.token_ids.append(number)
+    scheduler.schedule()
+    used = scheduler.blocks.num_free
+    tails = [sequence.blocks.tables[0].block_ids[-1] for sequence in request.sequences]
+    scheduler.permute(request, [1, 1, 0], [7, 8, 9])
+    assert [sequence.token_ids[-2:] for sequence in request.sequences] == [[1, 7], [1, 8], [0, 9]]
+    held = [sequence.blocks.tables[0].block_ids[-1] for sequence in request.sequences]
+    assert held == [tails[1], tails[1], tails[0]] and scheduler.blocks.num_free == used + 1
+    batch = scheduler.schedule()
+    assert counts(batch) == [("a", 1)] * 3 and scheduler.blocks.flush_copies() > 0
+
+
+def test_a_request_that_waits_for_another_gives_way_and_stays_away_until_it_has_a_token() -> None:
+    scheduler = make(num_blocks=6, prefix_caching=False)
+    a, b = add(scheduler, "a", 16, new_tokens=4), add(scheduler, "b", 16, new_tokens=4)
+    assert counts(scheduler.schedule()) == [("a", 16)]
+    batch = scheduler.schedule()  # a waits for b, whose decoding it shares
+    assert counts(batch) == [("b", 16)] and names(batch.preempted) == ["a"]
+    assert scheduler.schedule().items == [] and scheduler.num_waiting == 1
+    a.sequences[0].token_ids.append(1)
+    b.sequences[0].token_ids.append(1)
+    assert counts(scheduler.schedule()) == [("b", 1)]
+    batch = scheduler.schedule()
+    assert counts(batch) == [("a", 17)] and names(batch.preempted) == ["b"]
+
+
+def test_rows_that_wait_for_each_other_may_be_more_than_max_num_seqs() -> None:
+    scheduler = make(seqs=2)
+    for name in "abc":
+        add(scheduler, name, 2)
+    assert counts(scheduler.schedule()) == [("a", 2), ("b", 2)]
+    batch = scheduler.schedule()
+    assert counts(batch) == [("c", 2)] and not batch.preempted
+
+
+def test_blocks_held_by_others_are_reported() -> None:
+    scheduler = make(num_blocks=8)
+    held = scheduler.blocks.groups[0].pool.allocate(6)
+    add(scheduler, "a", 16)
+    with pytest.raises(
+        OutOfBlocksError, match=r"nothing can be scheduled.*2 of 8 blocks can be had.*Others hold blocks"
+    ):
+        scheduler.schedule()
+    scheduler.blocks.groups[0].pool.release(held)
+    assert counts(scheduler.schedule()) == [("a", 16)]
+
+
+def test_a_failed_step_never_happened() -> None:
+    scheduler = make()
+    a = add(scheduler, "a", 6)
+    scheduler.schedule()
+    scheduler.append_token(a.sequences[0], 1)
+    b = Request("b", [Sequence(list(range(9)))], 12)
+    c = Request("c", [Sequence(list(range(10)))], 12)
+    scheduler.add(b)
+    scheduler.add(c)
+    assert counts(scheduler.schedule()) == [("a", 1), ("b", 9), ("c", 2)]
+    scheduler.fail_step()
+    assert a.sequences[0].num_to_compute == 1 and b.status is Status.WAITING
+    scheduler.finish(b)
+    assert counts(scheduler.schedule()) == [("a", 1), ("c", 10)]  # nothing of b is served
+
+
+def test_cancellation_anywhere_gives_every_block_back() -> None:
+    scheduler = make(num_blocks=8)
+    running = add(scheduler, "a", 16)
+    waiting = [add(scheduler, "bc"[i % 2], 20) for i in range(300)]
+    scheduler.schedule()
+    for request in waiting[:-1]:
+        scheduler.finish(request)
+        scheduler.finish(request)
+    assert scheduler.num_waiting == 1
+    scheduler.finish(running)
+    assert counts(scheduler.schedule()) == [("c", 20)]
+    scheduler.finish_sequence(waiting[-1].sequences[0])
+    assert waiting[-1].is_finished and not scheduler.has_unfinished and scheduler.blocks.num_free == 8
+
+
+@pytest.mark.parametrize("options", [dict(tokens=0), dict(seqs=0)])
+def test_limits_must_be_positive(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        make(**options)
+
+
+def test_an_unknown_preemption_is_refused() -> None:
+    scheduler = make(num_blocks=4, preempt=lambda request: "forget", swapper=object())
+    requests = [add(scheduler, name, 8, new_tokens=4) for name in "ab"]
+    scheduler.schedule()
+    for request in requests:
+        scheduler.append_token(request.sequences[0], 1)
+    with pytest.raises(ValueError, match="'forget': it must be 'recompute' or 'swap'"):
+        scheduler.schedule()

@@ -1,0 +1,385 @@
+"""
+Scheduler, manager and pools under every order of events, against a simulated memory.
+
+`Memory` plays the tensors: what each slot holds, where a token's K and V are told by all tokens up to and with it.
+Before anything is "computed" it is garbage. Forwards write and read through block tables as the runner does, so a wrong
+copy-on-write, a stale prefix hit, a lost swap or a window block given back too early shows as wrong content.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduler import Scheduler
+from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
+from hf_paged.cache.block_table import BlockTable
+
+SIZE = 4
+GARBAGE = ("garbage",)
+
+
+class Memory:
+    """What the slots of one layer group hold."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[int, int], Any] = {}
+
+    def block(self, block_id: int) -> list[Any]:
+        return [self.slots.get((block_id, offset), GARBAGE) for offset in range(SIZE)]
+
+    def fill(self, block_id: int, content: list[Any]) -> None:
+        for offset, value in enumerate(content):
+            self.slots[block_id, offset] = value
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        assert len({target for _, target in copies}) == len(copies)
+        contents = [self.block(source) for source, _ in copies]
+        for (_, target), content in zip(copies, contents):
+            self.fill(target, content)
+
+    def slot(self, table: BlockTable, position: int) -> tuple[int, int]:
+        return table.block_ids[position // SIZE - table.num_dropped], position % SIZE
+
+
+@dataclass(eq=False)
+class Host:
+    """What was swapped out together: for each group, contents by the block ids of then."""
+
+    contents: list[dict[int, list[Any]]]
+
+
+class FakeSwapper:
+    """Keeps contents, each distinct block once; now and then it refuses."""
+
+    def __init__(self, groups: list[ManagedGroup], memories: list[Memory], generator: random.Random) -> None:
+        self.groups, self.memories, self.random = groups, memories, generator
+        self.hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+        self.restored: list[Request] = []
+
+    def swap_out(self, request: Request) -> bool:
+        if self.random.random() < 0.2:
+            return False
+        rows = [sequence for sequence in request.sequences if sequence.blocks.tables]
+        contents: list[dict[int, list[Any]]] = []
+        for group, memory in enumerate(self.memories):
+            ids = [block_id for sequence in rows for block_id in sequence.blocks.tables[group].block_ids]
+            contents.append({block_id: memory.block(block_id) for block_id in ids})
+        host = Host(contents)
+        for sequence in rows:
+            tables = [(list(t.block_ids), t.num_dropped, t.num_tokens) for t in sequence.blocks.tables]
+            sequence.swapped = (host, tables)
+            for table in sequence.blocks.tables:
+                table.free()
+        self.hosts.add(host)
+        return True
+
+    def held(self, request: Request) -> list[list[int]]:
+        rows = [sequence.swapped[1] for sequence in request.sequences if sequence.swapped is not None]
+        return [
+            list(dict.fromkeys(block_id for tables in rows for block_id in tables[group][0]))
+            for group in range(len(self.groups))
+        ]
+
+    def num_blocks(self, request: Request) -> int:
+        return sum(map(len, self.held(request)))
+
+    def swap_in(self, request: Request) -> None:
+        taken: list[dict[int, int]] = []
+        try:
+            for group, ids in zip(self.groups, self.held(request)):
+                if group.make_room is not None:
+                    group.make_room(len(ids))
+                taken.append(dict(zip(ids, group.pool.allocate(len(ids)))))
+        except OutOfBlocksError:
+            for group, blocks in zip(self.groups, taken):
+                group.pool.release(blocks.values())
+            raise
+        for sequence in request.sequences:
+            if sequence.swapped is None:
+                continue
+            host, tables = sequence.swapped
+            for group, (table, (ids, num_dropped, num_tokens)) in enumerate(zip(sequence.blocks.tables, tables)):
+                table.block_ids = [taken[group][block_id] for block_id in ids]
+                table.num_dropped, table.num_tokens = num_dropped, num_tokens
+                table.pool.acquire(table.block_ids)
+                for block_id in ids:
+                    self.memories[group].fill(taken[group][block_id], host.contents[group][block_id])
+            sequence.swapped = None
+        for group, blocks in zip(self.groups, taken):
+            group.pool.release(blocks.values())
+        self.restored.append(request)
+
+    def discard(self, request: Request) -> None:
+        for sequence in request.sequences:
+            sequence.swapped = None
+
+
+class Engine(RuleBasedStateMachine):
+    """
+    Rules are what callers do. A decoding owns one request, or several that advance together; it gives tokens when all
+    of its open rows have their logits.
+    """
+
+    @initialize(
+        windows=st.sampled_from([(None,), (None,), (None, 6), (5,), (None, 9, 3)]),
+        num_blocks=st.integers(6, 24),
+        is_shared=st.booleans(),
+        prefix_caching=st.sampled_from([True, True, False]),
+        max_tokens=st.sampled_from([1, 3, 7, 16, 64]),
+        max_seqs=st.integers(1, 8),
+        preempt=st.sampled_from(["recompute", "swap", "mixed"]),
+        watermark=st.sampled_from([0.0, 0.1]),
+        seed=st.integers(0, 2**16),
+    )
+    def begin(
+        self, windows, num_blocks, is_shared, prefix_caching, max_tokens, max_seqs, preempt, watermark, seed
+    ) -> None:
+        self.random = random.Random(seed)
+        self.windows, self.num_blocks, self.is_shared = windows, num_blocks, is_shared
+        self.memories = [Memory() for _ in windows]
+        pools = [BlockPool(0 if is_shared else num_blocks) for _ in windows]
+        self.groups = [
+            ManagedGroup(pool, window, self.room(pool, pools) if is_shared else None, memory.copy_blocks)
+            for pool, window, memory in zip(pools, windows, self.memories)
+        ]
+        num_free = (lambda: num_blocks - sum(pool.num_used for pool in pools)) if is_shared else None
+        self.manager = BlockManager(self.groups, SIZE, num_free, prefix_caching)
+        self.swapper = FakeSwapper(self.groups, self.memories, self.random)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_batched_tokens=max_tokens,
+            max_num_seqs=max_seqs,
+            watermark=watermark,
+            aging=4,
+            preempt=preempt if preempt != "mixed" else lambda request: self.random.choice(["swap", "recompute"]),
+            swapper=self.swapper,
+        )
+        self.decodings: list[list[Request]] = []
+        self.answered: dict[Request, set[int]] = {}
+        self.is_beam: dict[Request, bool] = {}
+        self.versions = {None: 0, "adapter": 0}  # of the weights
+        self.least_version: dict[Request, int] = {}  # of what a request may be served
+        self.outside: list[list[int]] = [[] for _ in windows]
+
+    def room(self, pool: BlockPool, pools: list[BlockPool]) -> Any:
+        def make_room(needed: int) -> None:
+            if needed > self.num_blocks - sum(p.num_used for p in pools):
+                raise OutOfBlocksError("budget")
+            pool.grow(max(0, needed - pool.num_available))
+
+        return make_room
+
+    # -- what callers do ------------------------------------------------------------------------------------------
+
+    @rule(
+        prompts=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=3),
+        rows=st.sampled_from([1, 1, 1, 2, 3]),
+        is_beam=st.booleans(),
+        new_tokens=st.integers(1, 14),
+        priority=st.integers(-1, 2),
+        namespace=st.sampled_from([None, None, "adapter"]),
+    )
+    def add(self, prompts, rows, is_beam, new_tokens, priority, namespace) -> None:
+        decoding = []
+        for shared, own in prompts:
+            ids = [1] * shared + [self.random.randrange(3) for _ in range(own)]
+            request = Request("r", [Sequence(ids)], len(ids) + new_tokens, rows, priority, namespace)
+            try:
+                self.scheduler.add(request)
+            except OutOfBlocksError as error:
+                assert "blocks of 4 tokens, at most" in str(error)
+                continue
+            decoding.append(request)
+            self.answered[request], self.is_beam[request] = set(), is_beam
+        self.decodings.append(decoding)
+
+    @rule(fails=st.sampled_from([False] * 9 + [True]), retries=st.booleans())
+    def step(self, fails: bool, retries: bool) -> None:
+        try:
+            batch = self.scheduler.schedule()
+        except OutOfBlocksError as error:
+            assert any(self.outside), error
+            assert "nothing can be scheduled" in str(error)
+            return
+        self.check_batch(batch)
+        for request in batch.admitted:
+            if request not in self.swapper.restored:
+                self.least_version[request] = self.versions[request.namespace]
+        self.swapper.restored.clear()
+        self.manager.flush_copies()
+        self.write(batch, broken=fails)
+        if fails:
+            self.scheduler.fail_step()
+            for request in dict.fromkeys(sequence.request for sequence, _ in batch.items):
+                if not retries:
+                    self.scheduler.finish(request)
+            return
+        self.read(batch)
+        for sequence, _ in batch.items:
+            if sequence.num_computed_tokens == sequence.num_tokens:
+                self.answered[sequence.request].add(sequence.index)
+        self.decode()
+
+    @precondition(lambda self: any(self.decodings))
+    @rule(number=st.integers(0, 99), only_row=st.booleans())
+    def cancel(self, number: int, only_row: bool) -> None:
+        requests = [request for decoding in self.decodings for request in decoding]
+        request = requests[number % len(requests)]
+        if only_row and len(request.sequences) > 1 and not self.is_beam[request]:
+            self.scheduler.finish_sequence(request.sequences[number % len(request.sequences)])
+        else:
+            self.scheduler.finish(request)
+
+    @rule(namespace=st.sampled_from(["all", None, "adapter"]))
+    def weights_change(self, namespace) -> None:
+        for name in self.versions if namespace == "all" else [namespace]:
+            self.versions[name] += 1
+        if namespace == "all":
+            self.manager.drop_cached()
+        else:
+            self.manager.drop_cached(namespace)
+
+    @rule(count=st.integers(0, 10), group=st.integers(0, 2))
+    def others_hold_blocks(self, count: int, group: int) -> None:
+        group %= len(self.groups)
+        pool = self.groups[group].pool
+        pool.release(self.outside[group])
+        self.outside[group] = []
+        count = min(count, self.manager.num_free if self.is_shared else pool.num_available)
+        if self.groups[group].make_room is not None:
+            self.groups[group].make_room(count)
+        self.outside[group] = pool.allocate(count)
+        for block_id in self.outside[group]:
+            self.memories[group].fill(block_id, [GARBAGE] * SIZE)
+
+    # -- the simulated forward ------------------------------------------------------------------------------------
+
+    def check_batch(self, batch) -> None:
+        counts = [query_len for _, query_len in batch.items]
+        assert sum(counts) <= self.scheduler.max_num_batched_tokens and 0 not in counts
+        assert counts == [1] * counts.count(1) + [count for count in counts if count > 1]
+        assert max(Counter(id(sequence) for sequence, _ in batch.items).values(), default=0) <= 1
+        for sequence, query_len in batch.items:
+            assert sequence.request.status is Status.RUNNING and not sequence.is_finished
+            assert query_len <= sequence.num_computed_tokens <= sequence.num_tokens
+            for table in sequence.blocks.tables:
+                assert table.num_tokens == sequence.num_computed_tokens
+
+    def content(self, sequence: Sequence, position: int) -> tuple[Any, ...]:
+        namespace = sequence.request.namespace
+        return (self.versions[namespace], namespace, *sequence.token_ids[: position + 1])
+
+    def write(self, batch, broken: bool) -> None:
+        written = set()
+        for sequence, query_len in batch.items:
+            end = sequence.num_computed_tokens
+            for group, (memory, table) in enumerate(zip(self.memories, sequence.blocks.tables)):
+                for position in range(end - query_len, end):
+                    slot = memory.slot(table, position)
+                    assert (group, slot) not in written
+                    written.add((group, slot))
+                    memory.slots[slot] = GARBAGE if broken else self.content(sequence, position)
+
+    def read(self, batch) -> None:
+        query_lens = dict(batch.items)
+        for request in self.scheduler._running:
+            for sequence in request.sequences:
+                if sequence.blocks is NO_BLOCKS:
+                    continue
+                end = sequence.num_computed_tokens
+                context_len = end - query_lens.get(sequence, 0)
+                for window, memory, table in zip(self.windows, self.memories, sequence.blocks.tables):
+                    first = 0 if window is None else max(0, context_len - window + 1)
+                    for position in range(first, end):
+                        version, *content = memory.slots.get(memory.slot(table, position), GARBAGE)
+                        assert content == list(self.content(sequence, position)[1:])
+                        assert version >= self.least_version[request]
+
+    # -- the simulated decodings ----------------------------------------------------------------------------------
+
+    def decode(self) -> None:
+        for decoding in self.decodings:
+            open_requests = [request for request in decoding if not request.is_finished]
+            for request in open_requests:
+                if self.answered[request] and len(request.sequences) < request.num_rows:
+                    self.scheduler.fork(request, request.num_rows)
+                    self.answered[request] = set(range(request.num_rows))
+            if not all(s.index in self.answered[r] for r in open_requests for s in r.open_sequences):
+                continue
+            for request in open_requests:
+                self.advance(request)
+        self.decodings = [[r for r in decoding if not r.is_finished] for decoding in self.decodings]
+        self.decodings = [decoding for decoding in self.decodings if decoding]
+
+    def advance(self, request: Request) -> None:
+        self.answered[request] = set()
+        count = len(request.sequences)
+        tokens = [self.random.randrange(3) for _ in range(count)]
+        if self.is_beam[request]:
+            parents = [self.random.randrange(count) for _ in range(count)]
+            expected = [[*request.sequences[p].token_ids, token] for p, token in zip(parents, tokens)]
+            self.scheduler.permute(request, parents, tokens)
+            assert [sequence.token_ids for sequence in request.sequences] == expected
+        else:
+            for sequence, token in zip(request.sequences, tokens):
+                if not sequence.is_finished:
+                    self.scheduler.append_token(sequence, token)
+                    if not self.is_beam[request] and self.random.random() < 0.05:
+                        self.scheduler.finish_sequence(sequence)
+        if max(sequence.num_tokens for sequence in request.sequences) >= request.max_num_tokens:
+            self.scheduler.finish(request)
+
+    # -- always true ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_is_whole(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_integrity()
+        for group, table_set, outside in zip(self.groups, self.manager.table_sets, self.outside):
+            group.pool.check_integrity([*(table.block_ids for table in table_set.tables), outside])
+        if self.is_shared:
+            assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
+        running = self.scheduler._running
+        assert [r.key for r in running] == sorted(r.key for r in running)
+        assert self.scheduler._num_rows == sum(request.num_open_rows for request in running)
+        unfinished = [request for request in self.answered if not request.is_finished]
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(unfinished)
+        assert self.scheduler.has_unfinished == bool(unfinished)
+        for request in self.answered:
+            if request.status is not Status.RUNNING:
+                assert all(not t.block_ids for s in request.sequences for t in s.blocks.tables)
+
+    def teardown(self) -> None:
+        """Everything finishes in a bounded number of steps, and no block is left."""
+        if not hasattr(self, "manager"):
+            return
+        for group, outside in zip(self.groups, self.outside):
+            group.pool.release(outside)
+        self.outside = [[] for _ in self.groups]
+        self.scheduler.max_num_batched_tokens = 64  # one token a step, all rows in turn, takes thousands
+        steps = 0
+        while self.scheduler.has_unfinished:
+            self.step(False, False)
+            self.everything_is_whole()
+            steps += 1
+            assert steps < 5_000, repr(self.scheduler)
+        self.manager.drop_cached()
+        assert all(group.pool.num_free == group.pool.num_blocks for group in self.groups)
+        assert not self.swapper.hosts
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,265 @@
+"""Blocks of sequences over several layer groups, and the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from hf_paged.cache.block_manager import BlockManager, ManagedGroup, SequenceBlocks
+from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.config import PagedConfig
+
+SIZE = 4
+
+
+def manager(*windows: int | None, num_blocks: int = 16, **options: object) -> BlockManager:
+    """Pools of their own, one for each window."""
+    return BlockManager([ManagedGroup(BlockPool(num_blocks), window) for window in windows], SIZE, **options)
+
+
+def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> SequenceBlocks:
+    """A sequence that holds `tokens`, named as far as blocks are full."""
+    sequence = blocks.new()
+    assert blocks.append(sequence, len(tokens))
+    blocks.register(sequence, tokens, len(tokens), namespace)
+    return sequence
+
+
+def hit(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> int:
+    """Tokens that a new sequence begins with; it is freed again."""
+    sequence = blocks.new()
+    found = blocks.match(sequence, tokens, namespace)
+    assert all(table.num_tokens == found for table in sequence.tables)
+    blocks.check_integrity()
+    blocks.free(sequence)
+    return found
+
+
+def test_a_prefix_is_found_in_whole_blocks_short_of_the_last_token() -> None:
+    blocks = manager(None)
+    tokens = list(range(10))
+    first = stored(blocks, tokens)
+    assert [hit(blocks, tokens[:n]) for n in (1, 4, 5, 8, 9, 10)] == [0, 0, 4, 4, 8, 8]
+    assert hit(blocks, [*tokens[:4], 99, *tokens[5:]]) == 4
+    assert hit(blocks, [99, *tokens[1:]]) == 0
+    assert hit(blocks, tokens, "adapter") == 0
+    blocks.free(first)
+    assert blocks.groups[0].pool.num_cached == 2
+    assert hit(blocks, tokens) == 8
+
+
+def test_equal_hashes_are_not_equal_tokens() -> None:
+    blocks = manager(None)
+    stored(blocks, [-1, 0, 0, 0, 0])
+    assert hash((-1, 0, 0, 0)) == hash((-2, 0, 0, 0))
+    assert hit(blocks, [-2, 0, 0, 0, 0]) == 0
+
+
+def test_shared_blocks_are_taken_once() -> None:
+    blocks = manager(None)
+    tokens = list(range(9))
+    first, second = stored(blocks, tokens), blocks.new()
+    assert blocks.match(second, tokens, None) == 8 and blocks.append(second, 1)
+    assert second.tables[0].block_ids[:2] == first.tables[0].block_ids[:2]
+    assert blocks.groups[0].pool.num_used == 4
+
+
+def test_only_the_first_of_equal_blocks_is_named_and_the_chain_goes_on() -> None:
+    blocks = manager(None)
+    first, second = stored(blocks, range(4)), stored(blocks, range(12))
+    blocks.free(second)
+    assert blocks.groups[0].pool.num_cached == 2  # blocks 1 and 2 of the second; its first is free
+    assert hit(blocks, range(13)) == 12
+    blocks.free(first)
+
+
+def test_what_was_evicted_below_a_running_sequence_is_named_again() -> None:
+    blocks = manager(None, num_blocks=4)
+    first = stored(blocks, range(4))
+    second = stored(blocks, range(8))  # its first block is unnamed, its second is below the named one
+    blocks.free(first)
+    taken = blocks.groups[0].pool.allocate(2)  # evicts the first's block, and so forgets both names
+    assert hit(blocks, range(9)) == 0
+    blocks.groups[0].pool.release(taken)
+    assert blocks.append(second, 4)
+    blocks.register(second, range(12), 12, None)
+    assert hit(blocks, range(13)) == 12
+    blocks.check_integrity()
+
+
+def test_the_tail_is_evicted_before_the_head() -> None:
+    blocks = manager(None, num_blocks=4)
+    blocks.free(stored(blocks, range(16)))
+    for left in (12, 8, 4, 0):
+        blocks.groups[0].pool.evict(1)
+        assert hit(blocks, range(17)) == left
+
+
+def test_a_hit_needs_what_the_window_shows() -> None:
+    blocks = manager(None, 6)
+    sequence = stored(blocks, range(8))
+    for start in range(8, 24, 4):
+        assert blocks.append(sequence, 4)
+        blocks.register(sequence, range(24), start + 4, None)
+    blocks.trim(sequence)
+    full, window = sequence.tables
+    assert (len(full.block_ids), window.num_dropped) == (6, 4)
+    blocks.free(sequence)
+    assert hit(blocks, range(25)) == 24
+    second = blocks.new()
+    assert blocks.match(second, range(25), None) == 24
+    assert (second.tables[1].num_dropped, len(second.tables[1].block_ids)) == (4, 2)
+    blocks.free(second)
+    pool = blocks.groups[1].pool
+    pool.evict(pool.num_cached - 3)  # the least recently released are the oldest
+    # behind 20 tokens a query sees tokens 15 to 19, in blocks 3 and 4; behind 16 it sees block 2
+    assert [hit(blocks, range(n)) for n in (25, 21, 17)] == [24, 20, 0]
+
+
+def test_window_blocks_go_back_before_new_ones_are_taken() -> None:
+    blocks = manager(5, num_blocks=2)
+    sequence = blocks.new()
+    for _ in range(30):
+        assert blocks.append(sequence, 1)
+    assert sequence.tables[0].num_tokens == 30 and blocks.groups[0].pool.num_used == 2
+
+
+def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
+    pools = [BlockPool(4), BlockPool(1)]
+    blocks = BlockManager([ManagedGroup(pool) for pool in pools], SIZE)
+    sequence = blocks.new()
+    assert not blocks.append(sequence, 5)
+    assert [pool.num_free for pool in pools] == [4, 1] and sequence.tables[0].num_tokens == 0
+    assert not blocks.has_room([1, 2]) and blocks.has_room([4, 1]) and not blocks.has_room([1, 1], reserve=4)
+
+
+def test_copies_of_shared_tails_are_queued_and_flushed_once() -> None:
+    made: list[tuple[int, int]] = []
+    blocks = BlockManager([ManagedGroup(BlockPool(8), copy_blocks=made.extend)], SIZE)
+    first = blocks.new()
+    blocks.append(first, 6)
+    second = blocks.fork(first)
+    assert first.capacity == second.capacity == 6
+    assert blocks.num_needed(second, 1) == 1
+    tail = first.tables[0].block_ids[1]
+    assert blocks.append(second, 1) and blocks.append(first, 1)
+    assert (first.capacity, second.capacity) == (8, 8)
+    assert blocks.flush_copies() == 1 and made == [(tail, second.tables[0].block_ids[1])]
+    assert blocks.flush_copies() == 0
+
+
+def test_a_copy_whose_target_went_back_is_not_made() -> None:
+    made: list[tuple[int, int]] = []
+    blocks = BlockManager([ManagedGroup(BlockPool(3), copy_blocks=made.extend)], SIZE)
+    first = blocks.new()
+    blocks.append(first, 6)
+    second = blocks.fork(first)
+    assert blocks.append(second, 1)
+    blocks.free(second)
+    third = blocks.new()
+    assert blocks.append(third, 1)  # gets the block that was to be copied to
+    assert blocks.flush_copies() == 0 and made == []
+
+
+def test_undo_step_forgets_what_was_never_computed() -> None:
+    blocks = manager(None)
+    blocks.begin_step()
+    first = stored(blocks, range(4))
+    blocks.begin_step()
+    blocks.append(first, 8)
+    blocks.register(first, range(12), 12, None)
+    assert hit(blocks, range(13)) == 12
+    blocks.undo_step()
+    assert hit(blocks, range(13)) == 4
+    blocks.truncate(first, 4)
+    blocks.append(first, 4)
+    blocks.register(first, range(8), 8, None)
+    assert hit(blocks, range(13)) == 8
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_nothing_from_before_drop_cached_is_served(everything: bool) -> None:
+    blocks = manager(None)
+    old = stored(blocks, range(6), "a")
+    blocks.free(stored(blocks, range(6), "b"))
+    if everything:
+        blocks.drop_cached()
+    else:
+        blocks.drop_cached("a")
+    assert hit(blocks, range(6), "a") == 0 and hit(blocks, range(6), "b") == (0 if everything else 4)
+    blocks.append(old, 6)
+    blocks.register(old, range(12), 12, "a")  # its first tokens are from before
+    assert hit(blocks, range(13), "a") == 0
+    blocks.free(old)
+    blocks.free(stored(blocks, range(12), "a"))
+    assert hit(blocks, range(13), "a") == 12
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    blocks = manager(None, prefix_caching=False)
+    blocks.free(stored(blocks, range(12)))
+    assert hit(blocks, range(12)) == 0 and blocks.groups[0].pool.num_free == 16
+
+
+def paged(num_groups: int, **options: object) -> tuple[PagedMemory, BlockManager]:
+    """A manager on a `PagedMemory`, as the engine makes it."""
+    memory = PagedMemory(PagedConfig(block_size=8, **options))
+    members = [memory.group(number) for number in range(num_groups)]
+    blocks = BlockManager(
+        [ManagedGroup(member.pool, None, member.reserve) for member in members], 8, lambda: memory.num_obtainable
+    )
+    for member, table_set in zip(members, blocks.table_sets):
+        member.table_sets.add(table_set)
+    return memory, blocks
+
+
+def test_the_budget_holds_for_used_and_cached_blocks_of_all_groups() -> None:
+    memory, blocks = paged(2, num_blocks=12)
+    blocks.free(stored(blocks, range(32)))
+    assert (memory.num_used, memory.num_cached, memory.num_obtainable) == (0, 8, 12)
+    second = stored(blocks, range(100, 124))
+    assert (memory.num_used, memory.num_cached) == (6, 4)  # two nodes went, with their blocks in both groups
+    memory.check_integrity()
+    assert not blocks.append(second, 32) and memory.num_cached == 4
+    assert blocks.append(second, 24) and memory.num_cached == 0
+    assert memory.stats().used_blocks == 12
+    with pytest.raises(OutOfBlocksError, match="needs 1 blocks of 8 tokens, 0 of 12 are free"):
+        memory.group(0).reserve(1)
+    memory.check_integrity()
+
+
+def test_without_a_budget_cached_blocks_go_before_the_pool_grows() -> None:
+    memory, blocks = paged(1)
+    pool = memory.group(0).pool
+    blocks.free(stored(blocks, range(8 * 16)))
+    size = pool.num_blocks
+    blocks.free(stored(blocks, range(1000, 1000 + 8 * 16)))
+    assert pool.num_blocks == size and memory.stats().cached_blocks == size
+
+
+def test_with_a_budget_the_pool_grows_before_cached_blocks_go() -> None:
+    memory, blocks = paged(1, num_blocks=32)
+    blocks.free(stored(blocks, range(8 * 16)))
+    second = stored(blocks, range(1000, 1000 + 8 * 16))
+    assert (memory.num_used, memory.num_cached) == (16, 16)
+    twin = blocks.fork(second)
+    assert memory.stats().shared_blocks == 16
+    blocks.free(twin)
+
+
+def test_a_layer_made_anew_serves_nothing_from_before() -> None:
+    memory, blocks = paged(1)
+    member = memory.group(0)
+    blocks.free(stored(blocks, range(32)))
+
+    class Owner:
+        num_layers = 1
+        tables: tuple[()] = ()
+
+    states = torch.zeros(1, 2, 4, 16)
+    member.layer(Owner(), 0, states, states, is_empty=True)
+    assert member.pool.num_cached == 0
+    blocks.check_integrity()

@@ -1,5 +1,8 @@
 """Paged KV memory for Hugging Face `generate`: `model.generate(**inputs, cache_implementation="paged")`."""
 
+from .batching.core import EngineStalledError
+from .batching.engine import PagedEngine
+from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
 from .cache.block_pool import OutOfBlocksError
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
@@ -10,11 +13,17 @@ from .registry import Route, check_integrity, free, last_route, memory_stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "EngineStalledError",
+    "EngineStats",
     "MemoryStats",
     "OutOfBlocksError",
     "PagedCache",
     "PagedConfig",
+    "PagedEngine",
+    "RequestOutput",
+    "RequestResult",
     "Route",
+    "SequenceResult",
     "check_integrity",
     "free",
     "install",

@@ -85,7 +85,7 @@ class Call:
         return Route(
             self.road,
             self.reason,
-            in_place=in_place > 0 and not any(c.gathered for c in counters),
+            in_place=self.road == "engine" or (in_place > 0 and not any(c.gathered for c in counters)),
             latent=any(c.latent for c in counters),
             prefills_shared=self.prefills_shared,
         )

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+PREEMPTION = ("auto", "recompute", "swap")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,18 @@ class PagedConfig:
         memory_fraction (`float`, *optional*):
             Most of the memory that is free when the pool is made that its blocks may take, in (0, 1]. `None`: no limit
             but the machine's.
+        prefix_caching (`bool`, defaults to `True`):
+            Keep full blocks after their request ends, for prompts that begin with the same tokens. They are given up
+            whenever blocks are needed, and when the model's weights or active adapter changed.
+        max_num_batched_tokens (`int`, defaults to 2048):
+            Most tokens in one forward of the engine. Prompts longer than what is left of it after the decoding
+            sequences are computed in chunks (SARATHI, arXiv 2308.16369).
+        max_num_seqs (`int`, defaults to 256):
+            Most sequences that a `PagedEngine` runs at the same time; `generate` runs the rows it is given.
+        preemption (`str`, defaults to `"auto"`):
+            What happens to a request whose blocks another one needs: `"recompute"` forgets its keys and values,
+            `"swap"` copies them to host memory, `"auto"` does what measured speeds say is sooner done
+            (PagedAttention, arXiv 2309.06180, section 4.5).
 
     Raises:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
@@ -32,6 +45,10 @@ class PagedConfig:
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    prefix_caching: bool = True
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    preemption: str = "auto"
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -47,6 +64,14 @@ class PagedConfig:
             not isinstance(fraction, Real) or isinstance(fraction, bool) or not 0 < fraction <= 1
         ):
             raise ValueError(f"`memory_fraction` is {fraction!r}: it must be None or a number above 0 and at most 1")
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"`prefix_caching` is {self.prefix_caching!r}: it must be True or False")
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise ValueError(f"`{name}` is {value!r}: it must be a whole number of at least 1")
+        if self.preemption not in PREEMPTION:
+            raise ValueError(f"`preemption` is {self.preemption!r}: it must be one of {', '.join(PREEMPTION)}")
 
     @classmethod
     def coerce(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention import interface
 from .attention.latent import unwrap_expansions
 from .attention.switch import NAME
+from .batching.generate import GenerateCall
+from .batching.streaming import ObservedCriteria, RowStreamers
 from .cache.paged_cache import PagedCache
 from .call import Call, current, prepared
 from .config import PagedConfig
@@ -40,6 +44,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         if _requested(self, config, kwargs):
             kwargs = _with_validated_config(self, config, kwargs)
+            if isinstance(kwargs.get("streamer"), (list, tuple)):
+                kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
         prepared.set(None)
         with Call(self).running():
             return original(self, *args, **kwargs)
@@ -50,14 +56,55 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = prepared.get()
-        if call is None or call.model is not self:
-            return original(self, *args, **kwargs)
-        prepared.set(None)
-        with call.running():
+        call, context = prepared.get(), contextlib.ExitStack()
+        if call is not None and call.model is self:
+            prepared.set(None)
+            context.enter_context(call.running())
+        else:
+            call = current.get()
+        with context:
+            if call is None or call.model is not self or not call.built:
+                return original(self, *args, **kwargs)
+            arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+            on_engine = _on_engine(call, original.__name__, arguments)
+            if on_engine is not None:
+                return on_engine.run()
+            streamer = arguments.get("streamer")
+            if isinstance(streamer, RowStreamers):
+                kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
             return original(self, *args, **kwargs)
 
     return decode
+
+
+def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> GenerateCall | None:
+    """The call as the engine takes it, or `None`, with the reason noted, if it does not."""
+    model_kwargs = arguments.get("model_kwargs", {})
+    cache = model_kwargs.get("past_key_values")
+    if method not in ("_sample", "_beam_search") or len(call.built) != 1 or cache is not call.built[0]:
+        return None
+    if not call.reads_in_place:
+        return None
+    request = GenerateCall(
+        model=call.model,
+        cache=cache,
+        input_ids=arguments["input_ids"],
+        logits_processor=arguments["logits_processor"],
+        stopping_criteria=arguments["stopping_criteria"],
+        generation_config=arguments["generation_config"],
+        repeats=call.repeats,
+        uses_beams=method == "_beam_search",
+        model_kwargs=model_kwargs,
+        streamer=arguments.get("streamer"),
+        synced_gpus=arguments.get("synced_gpus", False),
+    )
+    obstacle = request.obstacle()
+    if obstacle is not None:
+        call.reason += f"; not on the engine: {obstacle}"
+        return None
+    call.road, call.reason = "engine", "packed forwards under the engine's scheduler"
+    call.prefills_shared = call.repeats > 1
+    return request
 
 
 def _requested(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:

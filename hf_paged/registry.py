@@ -20,7 +20,8 @@ class Route:
     How the last `generate` call of a model went.
 
     Args:
-        road (`str`): `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: without one.
+        road (`str`): `"engine"`: packed forwards, rows leave the batch when they end; `"hf_loop"`: transformers'
+            decoding loop on a paged cache; `"plain"`: without one.
         reason (`str`): Why this road.
         in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
         latent (`bool`): ... and did so on the latents of multi-head latent attention.
@@ -44,11 +45,14 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
     """The memory that hangs on `model`, made anew when block size, budget, dtype or device are not what they were."""
     kind = model.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    key = (config, model.dtype, autocast, model.device)
+    budget = (config.block_size, config.num_blocks, config.memory_fraction)
+    key = (budget, model.dtype, autocast, model.device)
     with _lock:
         found = _memories.get(model)
         if found is None or found[0] != key:
             found = _memories[model] = (key, PagedMemory(config))
+        elif found[1].config != config:
+            found[1].config = config
         return found[1]
 
 

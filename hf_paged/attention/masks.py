@@ -150,6 +150,8 @@ def padding_columns(
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].to(torch.uint8)
+    if not mask.shape[1]:
+        return None
     if mask.shape[0] != batch_size:
         mask = mask.expand(batch_size, -1)
     first = mask.argmax(1)

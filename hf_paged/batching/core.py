@@ -1,0 +1,416 @@
+"""The loop that `PagedEngine` and `generate` share: schedule, run, sample, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache.block_manager import BlockManager
+from ..cache.block_pool import OutOfBlocksError
+from ..cache.fingerprint import fingerprint
+from ..cache.memory import PagedMemory
+from .adapters import use_adapter
+from .cost import CostModel
+from .request import Request, Sequence
+from .sampling import advance_many
+from .scheduler import ScheduledBatch, Scheduler
+
+MAX_IDLE_STEPS = 8  # that neither computed nor sampled
+MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
+
+
+class EngineStalledError(RuntimeError):
+    """Several steps in a row neither computed nor sampled anything. The message holds the state."""
+
+
+class Runner(Protocol):
+    """Computes scheduled tokens: all in one packed forward, or row by row."""
+
+    def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        """Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order."""
+
+
+class States(Protocol):
+    """What a runner holds of sequences beside their blocks."""
+
+    def fork(self, parent: Sequence, children: Sequences[Sequence]) -> None:
+        """`children` begin as copies of `parent`."""
+
+    def permute(self, sequences: Sequences[Sequence], parents: Sequences[int]) -> None:
+        """Sequence `i` continues what `parents[i]` was."""
+
+    def forget(self, sequences: Sequences[Sequence]) -> None:
+        """What was computed for the sequences is no longer held."""
+
+
+class Job:
+    """
+    A decoding with the sequences that its rows are: one request of an engine, or all prompts of a `generate` call,
+    whose rows advance together so that processors see the whole batch.
+
+    Args:
+        decoding: transformers' decoding loop between two forwards (`SampleDecoding`, `BeamDecoding`).
+        rows (`list[tuple[Request, int]]`): For each row of the decoding, its request and which sequence of it.
+        keep_blocks (`bool`): Keep the blocks of rows that have ended, for a cache that is returned.
+    """
+
+    def __init__(self, decoding: Any, rows: list[tuple[Request, int]], keep_blocks: bool = False) -> None:
+        self.decoding, self.rows, self.keep_blocks = decoding, rows, keep_blocks
+        self.held: dict[int, Tensor] = {}  # logits of rows that wait for the others
+        self.kept: dict[int, Any] = {}  # by row: blocks of what has ended, and how many tokens they hold
+        self.parts: list[Job] = []  # after a split, one a row
+        self.new_tokens: dict[int, int] = {}  # of the last step, by row
+        self.error: Exception | None = None
+        self.is_added = self.is_closed = False
+        self.state: Any = None  # the owner's
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests of its rows, in order."""
+        return list(dict.fromkeys(request for request, _ in self.rows))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.is_closed or (bool(self.parts) and all(part.is_done for part in self.parts))
+
+
+class Core:
+    """
+    Runs jobs on one model and one paged memory.
+
+    Args:
+        model ([`PreTrainedModel`]): Its attention must be switched to `"hf_paged"` while `step` runs.
+        memory ([`PagedMemory`]): Its lock guards the tables, its step lock one step at a time.
+        blocks ([`BlockManager`]): Whose tables the runner reads.
+        runner ([`Runner`]): Computes what is scheduled.
+        scheduler ([`Scheduler`]): Decides what that is.
+        cost ([`CostModel`], *optional*): Is told how long prefills take.
+        attention (`Callable`): A context in which the model's attention is `"hf_paged"`.
+        states ([`States`], *optional*): What the runner holds of sequences beside their blocks.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedMemory,
+        blocks: BlockManager,
+        runner: Runner,
+        scheduler: Scheduler,
+        cost: CostModel | None,
+        attention: Callable[[], AbstractContextManager[Any]],
+        states: States | None = None,
+    ) -> None:
+        self.model, self.memory, self.blocks = model, memory, blocks
+        self.runner, self.scheduler, self.cost = runner, scheduler, cost
+        self.attention, self.states = attention, states
+        self.swapper: Any = None
+        self.obstacle: str | None = None  # why the model does not run packed
+        self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
+        self.seconds = 0.0
+        self.admitted: list[Request] = []  # in the last step
+        self._idle_steps = self._fruitless_steps = 0
+        self._awaited: list[Job] = []  # split off with their logits already there
+        self._interrupted: list[Job] = []  # ended in a step that was not finished
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        """Queues the job's requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
+        requests = job.requests
+        for request in requests:
+            request.payload = []
+        for row, (request, _) in enumerate(job.rows):
+            request.payload.append((job, row))
+        with self.memory.lock:
+            for request in requests:
+                self.scheduler.check_fits(request)
+            for request in requests:
+                self.scheduler.add(request)
+        job.is_added = True
+
+    def drop(self, job: Job) -> None:
+        """Ends the job at any point; its blocks go back."""
+        for part in job.parts:
+            self.drop(part)
+        with self.memory.lock:
+            for request, index in job.rows if job.is_added and not job.parts else ():
+                alone = all(other is job or other.is_closed for other, _ in request.payload)
+                if alone:
+                    self._finish(request)
+                elif len(request.sequences) > index:
+                    self._finish_sequence(request.sequences[index])
+            for blocks, _ in job.kept.values():
+                self.blocks.free(blocks)
+        job.held.clear()
+        job.kept.clear()
+        job.is_closed = True
+
+    def split(self, job: Job) -> None:
+        """From here on every row of the job advances by itself."""
+        for row, decoding in enumerate(job.decoding.split()):
+            part = Job(decoding, [job.rows[row]], job.keep_blocks)
+            part.is_added = True
+            part.state = job
+            request, index = job.rows[row]
+            request.payload[index] = (part, 0)
+            if row in job.kept:
+                part.kept[0] = job.kept[row]
+            if decoding.is_done:
+                part.is_closed = True
+            elif row in job.held:
+                part.held[0] = job.held[row]
+                self._awaited.append(part)
+            job.parts.append(part)
+        job.kept, job.held = {}, {}
+
+    def check_weights(self) -> None:
+        """Forgets the prefix cache if it was computed with other weights; called while nothing is in flight."""
+        if not self.blocks.prefix_caching:
+            return
+        now = fingerprint(self.model)
+        if now is None or now != self.memory.fingerprint:
+            self.blocks.drop_cached()
+        self.memory.fingerprint = now
+
+    def compute(self, targets: list[tuple[Sequence, int]]) -> None:
+        """
+        Computes the K and V of each sequence up to so many tokens, for nobody's logits. Raises `OutOfBlocksError`.
+        """
+        budget = self.scheduler.max_num_batched_tokens
+        pending = list(targets)
+        while pending:
+            items: list[tuple[Sequence, int]] = []
+            left = budget
+            with self.memory.step_lock:
+                with self.memory.lock:
+                    while pending and left:
+                        sequence, target = pending[-1]
+                        count = min(left, target - sequence.num_computed_tokens)
+                        if not self.blocks.append(sequence.blocks, count):
+                            raise OutOfBlocksError(
+                                f"needs {self.blocks.num_needed(sequence.blocks, count)} blocks for the cache that is "
+                                f"returned, {self.blocks.num_free} are free: raise `num_blocks`"
+                            )
+                        sequence.num_computed_tokens += count
+                        items.append((sequence, count))
+                        left -= count
+                        if sequence.num_computed_tokens == target:
+                            pending.pop()
+                    self.blocks.flush_copies()
+                    self.memory.note_peak()
+                self.runner.run(sorted(items, key=lambda item: item[1] != 1))
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_swaps(self) -> int:
+        """Requests whose blocks went to host memory."""
+        return self.swapper.num_swaps if self.swapper is not None else 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.scheduler.has_unfinished)
+
+    def step(self) -> list[Job]:
+        """
+        Schedules, computes and samples once; returns the jobs that advanced or failed.
+
+        Raises:
+            OutOfBlocksError: if others hold the blocks that every request needs to go on.
+            EngineStalledError: if several steps in a row did nothing.
+        """
+        start = time.perf_counter()
+        with self.memory.step_lock:
+            with self.memory.lock:
+                batch = self.scheduler.schedule()
+                self.blocks.flush_copies()
+                self.memory.note_peak()
+            self.admitted = batch.admitted
+            self._loosen(batch.preempted)
+            logits, failed = self._run(batch)
+        advanced = self._interrupted + failed + self._advance(self._deliver(batch, logits))
+        self._interrupted = []
+        self._idle_steps = 0 if batch.items or advanced else self._idle_steps + 1
+        self._fruitless_steps = 0 if advanced or not batch.preempted else self._fruitless_steps + 1
+        if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
+            steps = max(self._idle_steps, self._fruitless_steps)
+            raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")
+        self.num_steps += 1
+        self.seconds += time.perf_counter() - start
+        return advanced
+
+    def _loosen(self, preempted: list[Request]) -> None:
+        """Rows that need not wait for one another no longer do, once blocks are short."""
+        self.num_preemptions += len(preempted)
+        for request in preempted:
+            if self.states is not None:
+                self.states.forget(request.sequences)
+            for job, _ in list(request.payload):
+                if len(job.requests) > 1 and not job.parts and job.decoding.can_split:
+                    self.split(job)
+
+    def _run(self, batch: ScheduledBatch) -> tuple[Tensor | None, list[Job]]:
+        """Logits of the batch, or the jobs that its failure ended."""
+        if not batch.items:
+            return None, []
+        start = time.perf_counter()
+        try:
+            logits = self._run_by_adapter(batch.items)
+        except BaseException as error:
+            with self.memory.lock:
+                self.scheduler.fail_step()
+            if not isinstance(error, Exception):
+                raise  # interrupted: the step can be taken again
+            jobs = self._jobs(batch)
+            for job in jobs:
+                self.drop(job)
+                job.error = error
+            return None, jobs
+        num_tokens = sum(count for _, count in batch.items)
+        if num_tokens > len(batch.items) and self.cost is not None:
+            self.cost.observe_prefill(num_tokens, time.perf_counter() - start)
+        return logits, []
+
+    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        names: set[Any] = {sequence.request.namespace for sequence, _ in items}
+        if len(names) == 1:
+            with use_adapter(self.model, names.pop()):
+                return self.runner.run(items)
+        found: dict[int, Tensor] = {}
+        for name in sorted(names, key=str):
+            places = [i for i, (sequence, _) in enumerate(items) if sequence.request.namespace == name]
+            with use_adapter(self.model, name):
+                logits = self.runner.run([items[i] for i in places])
+            ends = [i for i in places if not items[i][0].num_to_compute]
+            found.update(zip(ends, logits))
+        return torch.stack([found[i] for i in sorted(found)])
+
+    @staticmethod
+    def _jobs(batch: ScheduledBatch) -> list[Job]:
+        return list(dict.fromkeys(job for sequence, _ in batch.items for job, _ in sequence.request.payload))
+
+    # -- logits to decodings --------------------------------------------------------------------------------------
+
+    def _deliver(self, batch: ScheduledBatch, logits: Tensor | None) -> list[tuple[Job, Tensor]]:
+        """The jobs all of whose open rows have their logits now, with those logits in the order of the rows."""
+        found: dict[Job, dict[int, int]] = {}
+        place = 0
+        for sequence, _ in batch.items if logits is not None else ():
+            if sequence.num_computed_tokens != len(sequence.token_ids):
+                continue
+            request = sequence.request
+            if len(request.sequences) < len(request.payload):  # the prompt, computed once for all its rows
+                with self.memory.lock:
+                    self.scheduler.fork(request, len(request.payload))
+                if self.states is not None:
+                    self.states.fork(request.sequences[0], request.sequences[1:])
+                for job, row in request.payload:
+                    found.setdefault(job, {})[row] = place
+            else:
+                job, row = request.payload[sequence.index]
+                found.setdefault(job, {})[row] = place
+            place += 1
+        ready: list[tuple[Job, Tensor]] = []
+        for job in self._awaited:
+            ready.append((job, torch.stack([job.held.pop(row) for row in job.decoding.open_rows])))
+        self._awaited = []
+        for job, places in found.items():
+            assert logits is not None
+            rows = job.decoding.open_rows
+            if job.is_closed:
+                continue
+            if not job.held and len(places) == len(rows):
+                ready.append((job, _take(logits, [places[row] for row in rows])))
+                continue
+            for row, at in places.items():
+                job.held.setdefault(row, logits[at].clone())
+            if len(job.held) == len(rows):
+                ready.append((job, torch.stack([job.held[row] for row in rows])))
+                job.held = {}
+        return ready
+
+    def _advance(self, ready: list[tuple[Job, Tensor]]) -> list[Job]:
+        try:
+            results = advance_many([(job.decoding, logits) for job, logits in ready]) if ready else []
+        except BaseException as cause:  # how far each decoding came is not known
+            for job, _ in ready:
+                self.drop(job)
+                job.error = RuntimeError(f"interrupted by {cause!r} while its token was chosen")
+            self._interrupted += [job for job, _ in ready]
+            raise
+        for (job, _), result in zip(ready, results):
+            if isinstance(result, Exception):
+                self.drop(job)
+                job.error = result
+                continue
+            job.new_tokens = {} if result.parents is not None else {row: result.tokens[row] for row in result.rows}
+            with self.memory.lock:
+                self._apply(job, result)
+        return [job for job, _ in ready]
+
+    def _apply(self, job: Job, advance: Any) -> None:
+        """Gives the sequences their new tokens."""
+        scheduler, finished = self.scheduler, set(advance.finished)
+        if advance.parents is not None:
+            for request in job.requests:
+                if request.is_finished:
+                    continue
+                first = request.payload[0][1]
+                rows = range(first, first + len(request.payload))
+                parents = [advance.parents[row] - first for row in rows]
+                if self.states is not None:
+                    self.states.permute(request.sequences, parents)
+                scheduler.permute(request, parents, [advance.tokens[row] for row in rows])
+                self.num_generated_tokens += len(rows)
+                if not job.decoding.is_done and all(row in finished for row in rows):
+                    self._finish(request)
+        else:
+            for row in advance.rows:
+                request, index = job.rows[row]
+                scheduler.append_token(request.sequences[index], advance.tokens[row])
+                self.num_generated_tokens += 1
+                if row in finished:
+                    self._end_row(job, row)
+        if job.decoding.is_done:
+            self._close(job)
+
+    def _end_row(self, job: Job, row: int) -> None:
+        request, index = job.rows[row]
+        if job.keep_blocks:
+            sequence = request.sequences[index]
+            self.scheduler.forget_swapped(request)  # blocks on the host cannot be shared
+            job.kept[row] = (self.blocks.fork(sequence.blocks), sequence.num_computed_tokens)
+        self._finish_sequence(request.sequences[index])
+
+    def _finish(self, request: Request) -> None:
+        if self.states is not None:
+            self.states.forget(request.sequences)
+        self.scheduler.finish(request)
+
+    def _finish_sequence(self, sequence: Sequence) -> None:
+        if self.states is not None:
+            self.states.forget([sequence])
+        self.scheduler.finish_sequence(sequence)
+
+    def _close(self, job: Job) -> None:
+        for row, (request, _) in enumerate(job.rows):
+            if job.keep_blocks and row not in job.kept:
+                self._end_row(job, row)
+            if all(other is job or other.is_closed for other, _ in request.payload) and not request.is_finished:
+                self._finish(request)
+        job.is_closed = True
+
+
+def _take(logits: Tensor, places: list[int]) -> Tensor:
+    if places == list(range(places[0], places[0] + len(places))):
+        return logits[places[0] : places[0] + len(places)]
+    return logits[torch.tensor(places, device=logits.device)]

@@ -1,0 +1,174 @@
+"""What a `PagedEngine` gives back: new tokens as they come, and a result for each request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Timings:
+    """
+    Seconds since the request was added.
+
+    Args:
+        queued (`float`, *optional*): Until it was first in a batch.
+        first_token (`float`, *optional*): Until its first new token.
+        total (`float`, *optional*): Until it finished.
+    """
+
+    queued: float | None = None
+    first_token: float | None = None
+    total: float | None = None
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """
+    One sequence of a request.
+
+    Args:
+        token_ids (`list[int]`): The new tokens, up to and including the one that ended it.
+        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`.
+        text (`str`, *optional*): The new tokens decoded, when the engine has a tokenizer.
+        logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability under the model (full
+            vocabulary, no processors) and under the distribution it was chosen from.
+        score (`float`, *optional*): The score of a beam, length penalty included.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    text: str | None = None
+    logprobs: list[tuple[float, float]] | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """
+    How a request ended. `token_ids`, `text`, `finish_reason` and `logprobs` are those of its first sequence.
+
+    Args:
+        request_id (`str`): As given to, or by, `add_request`.
+        prompt_ids (`list[int]`): The prompt.
+        sequences (`list[SequenceResult]`): One, or `num_return_sequences`, best beam first.
+        error (`Exception`, *optional*): What ended the request early.
+        timings ([`Timings`]): When what happened.
+        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache.
+        num_preemptions (`int`): How often the request had to give its blocks up.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sequences: list[SequenceResult] = field(default_factory=list)
+    error: Exception | None = None
+    timings: Timings = Timings()
+    num_prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New tokens of the first sequence."""
+        return self.sequences[0].token_ids if self.sequences else []
+
+    @property
+    def text(self) -> str | None:
+        """Text of the first sequence."""
+        return self.sequences[0].text if self.sequences else None
+
+    @property
+    def finish_reason(self) -> str:
+        """How the first sequence ended."""
+        return self.sequences[0].finish_reason if self.sequences else "error"
+
+    @property
+    def logprobs(self) -> list[tuple[float, float]] | None:
+        """Log-probabilities of the first sequence."""
+        return self.sequences[0].logprobs if self.sequences else None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """
+    What one step did for one request.
+
+    Args:
+        request_id (`str`): Whose.
+        new_tokens (`dict[int, int]`): By sequence of the request, its new token. Empty for beams, whose tokens are not
+            settled before the end.
+        text (`str`, *optional*): What the first sequence's new tokens add to its text, when the engine has a tokenizer.
+        result ([`RequestResult`], *optional*): Set when the request has ended.
+    """
+
+    request_id: str
+    new_tokens: dict[int, int] = field(default_factory=dict)
+    text: str | None = None
+    result: RequestResult | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.result is not None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """
+    What a `PagedEngine` holds and has done since it was made.
+
+    Args:
+        num_blocks (`int`, *optional*): Blocks that may be in use at once; `None`: no limit was set.
+        used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence; by more than one;
+            kept for the prefix cache; the most that were ever held.
+        used_bytes, peak_bytes (`int`): Bytes of those blocks over all layers.
+        waste_percent (`float`): Slots allocated and not used at the peak.
+        num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
+        num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
+        num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the engine was made.
+        seconds (`float`): Time spent in steps.
+        tokens_per_second (`float`): Generated tokens over `seconds`.
+    """
+
+    num_blocks: int | None
+    used_blocks: int
+    shared_blocks: int
+    cached_blocks: int
+    peak_blocks: int
+    used_bytes: int
+    peak_bytes: int
+    waste_percent: float
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_preemptions: int
+    num_swaps: int
+    num_prompt_tokens: int
+    num_prefix_hit_tokens: int
+    num_generated_tokens: int
+    num_steps: int
+    seconds: float
+    tokens_per_second: float
+
+
+class TextTracker:
+    """Turns tokens into text piece by piece, holding back what later tokens may still change."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.token_ids: list[int] = []
+        self._start = self._shown = 0  # tokens decoded for context; tokens whose text was given out
+
+    def add(self, token_ids: list[int], last: bool = False) -> str:
+        """What `token_ids` add to the text so far."""
+        self.token_ids += token_ids
+        before = self._decode(self.token_ids[self._start : self._shown])
+        now = self._decode(self.token_ids[self._start :])
+        # half a character decodes to the replacement character until its other bytes come
+        if not last and (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")):
+            return ""
+        self._start, self._shown = self._shown, len(self.token_ids)
+        return now[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text

@@ -1,0 +1,333 @@
+"""
+Differential fuzz: random `generate` calls, plain against `cache_implementation="paged"`, in float32.
+
+    python -m tests.fuzz --cases 500 [--seed 0] [--jobs 2] [--model llama] [--only CASE]
+
+Equal means: tokens, shapes, dtypes, the random state left behind and everything that user code was shown, exactly;
+floating point closely, up to a row's end; an exception of the same type where plain raises one. A call with a budget of
+blocks may raise `OutOfBlocksError` instead. After each call the pool is whole and empty, and the model as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+import hf_paged
+from hf_paged.cache.block_pool import OutOfBlocksError
+from tests import fuzz_cases, models
+from tests.fuzz_cases import GREEDY_STEPS, Case
+from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor, model_state
+
+HANG_SECONDS = 180.0  # a case takes less than one
+
+KINDS = ("equal", "refused", "out of blocks", "other draws")  # refused: by both
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one call of a case went: `how` is one of `KINDS`."""
+
+    number: int
+    mode: str
+    road: str
+    how: str
+
+
+# ----------------------------------------------------------------------------------------------------- one call
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], options: dict[str, Any], paged: bool) -> Any:
+    """The call under test; `paged` options are among `options` already."""
+    return model.generate(**inputs, **options)
+
+
+def play(model: PreTrainedModel, inputs: dict[str, Any], options: dict[str, Any], seed: int, paged: bool) -> Any:
+    """What the call returns with the random state it leaves, or what it raises."""
+    torch.manual_seed(seed)
+    try:
+        return generate(model, inputs, options, paged), torch.get_rng_state()
+    except Exception as error:
+        return Refusal(type(error), f"{error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}")
+
+
+def greedy_text(model: PreTrainedModel, inputs: dict[str, Any]) -> list[list[int]]:
+    """The plain greedy text of each row, for ends and stop strings."""
+    new = model.generate(**inputs, do_sample=False, min_new_tokens=GREEDY_STEPS, max_new_tokens=GREEDY_STEPS)
+    return new[:, -GREEDY_STEPS:].tolist()
+
+
+def num_blocks(case: Case, model: PreTrainedModel, width: int) -> int:
+    """The budget in blocks, for every layer group that the model may have."""
+    rows = len(case.lengths) * max(case.options.get("num_beams", 1), case.options.get("num_return_sequences", 1))
+    groups = len(set(getattr(model.config, "layer_types", None) or [0]))
+    longest = -(-(width + 24) // case.cache_config["block_size"])
+    return max(1, round((case.budget or 0) * rows * groups * longest))
+
+
+def run_case(case: Case) -> list[Outcome]:
+    """Plays every call of `case` on both sides. Raises `AssertionError` where they differ."""
+    model = models.get(case.model)
+    hf_paged.free(model)  # whatever an earlier case left, so that a case repeats alone
+    model.train(case.train)
+    try:
+        return [*_calls(case, model)]
+    finally:
+        model.eval()
+
+
+def _calls(case: Case, model: PreTrainedModel) -> Any:
+    rows = fuzz_cases.prompts(case)
+    for index, kind in enumerate(case.calls):
+        inputs = fuzz_cases.inputs(case, rows, model)
+        width = max(map(len, rows))
+        greedy = greedy_text(model, inputs) if {"ends", "stop_strings"} & case.late.keys() else []
+        plain, paged = (fuzz_cases.arguments(case, width, greedy) for _ in range(2))
+        paged.arguments.setdefault("cache_implementation", "paged")
+        if "cache_implementation" not in case.options:
+            budget = {} if case.budget is None else {"num_blocks": num_blocks(case, model, width)}
+            paged.arguments["cache_config"] = case.cache_config | budget
+        expected = play(model, inputs, plain.arguments, case.number + index, paged=False)
+        before = model_state(model)  # of now: plain leaves hooks of its own for `output_hidden_states`
+        actual = play(model, inputs, paged.arguments, case.number + index, paged=True)
+        where = f"call {index} ({kind})"
+        shown = plain.seen(), paged.seen()
+        route = hf_paged.last_route(model)
+        road = route.road if route else "none"
+        how = compare(case, road, 0 if case.mask == "embeds" else width, expected, actual, shown, where)
+        assert model_state(model) == before, f"{where}: the model is not as it was"
+        sequences = _sequences(expected)
+        del expected, actual
+        assert_pool_whole(model, where)
+        yield Outcome(case.number, case.mode, road, how)
+        if sequences is None or case.mask == "embeds":
+            return
+        if index + 1 < len(case.calls) and case.calls[index + 1] == "turn":
+            rows = fuzz_cases.turn(rows, sequences, seed=case.number + index)
+
+
+def _sequences(outcome: Any) -> torch.Tensor | None:
+    """The tokens that came back, prompts included, if any did."""
+    if isinstance(outcome, Refusal):
+        return None
+    return outcome[0] if isinstance(outcome[0], torch.Tensor) else outcome[0]["sequences"]
+
+
+def assert_pool_whole(model: PreTrainedModel, where: str) -> None:
+    hf_paged.check_integrity(model)
+    if hf_paged.memory_stats(model).used_blocks:
+        gc.collect()  # a returned cache may sit in a reference cycle
+    used = hf_paged.memory_stats(model).used_blocks
+    assert used == 0, f"{where}: {used} blocks are still in use after the call"
+
+
+# ----------------------------------------------------------------------------------------------------- comparison
+
+
+def compare(
+    case: Case, road: str, width: int, expected: Any, actual: Any, shown: tuple[list[Any], list[Any]], where: str
+) -> str:
+    """
+    How the call went, for `Outcome`. Raises `AssertionError` where paged is not plain.
+
+    Args:
+        road (`str`): That the paged call took.
+        road (`str`): That the paged call took.
+        width (`int`): Tokens in front of the new ones in what comes back.
+        shown: What user code was shown, by plain and by paged.
+    """
+    if isinstance(actual, Refusal) and issubclass(actual.error, OutOfBlocksError):
+        assert case.budget is not None, f"{where}: out of blocks without a budget: {actual.message}"
+        return "out of blocks"
+    if isinstance(expected, Refusal) or isinstance(actual, Refusal):
+        assert_same(expected, actual, where)
+        return "refused"
+    (output, state), (output_paged, state_paged) = expected, actual
+    open_rows = OpenRows(case, output, width)
+    if case.options["do_sample"] and (case.budget or 1.0) < 1.0 and road == "engine":
+        # one seed gives plain's samples while the whole batch is in flight, and here it may not be
+        sequences, others = (
+            out if isinstance(out, torch.Tensor) else out["sequences"] for out in (output, output_paged)
+        )
+        if sequences.shape != others.shape or not torch.equal(sequences, others):
+            assert_same(sequences[:, :width], others[:, :width], f"{where}, prompts")
+            return "other draws"
+    compare_output(case, output, output_paged, open_rows, where)
+    assert torch.equal(state, state_paged), f"{where}: another random state afterwards"
+    for left, right in zip(*shown, strict=True):
+        assert_same(open_rows.of_shown(left), open_rows.of_shown(right), f"{where}, shown to user code")
+    return "equal"
+
+
+def compare_output(case: Case, expected: Any, actual: Any, open_rows: OpenRows, where: str) -> None:
+    if isinstance(expected, torch.Tensor):
+        return assert_same(expected, actual, where)
+    assert type(expected) is type(actual), f"{where}: {type(expected).__name__} became {type(actual).__name__}"
+    assert list(expected) == list(actual), f"{where}: fields {list(expected)} became {list(actual)}"
+    assert_same(expected["sequences"], actual["sequences"], f"{where}.sequences")
+    for field in expected:
+        left, right, place = expected[field], actual[field], f"{where}.{field}"
+        if field not in ("scores", "logits", "hidden_states"):
+            assert_same(left, right, place)
+            continue
+        assert len(left) == len(right), f"{place}: {len(left)} steps became {len(right)}"
+        for step, (one, other) in enumerate(zip(left, right)):
+            compare_step(one, other, open_rows.at(step), f"{place}[{step}]", case, first=step == 0)
+    return None
+
+
+def compare_step(expected: Any, actual: Any, rows: list[int], where: str, case: Case, first: bool) -> None:
+    """A step's tensor, or its tensors by layer, in the rows that are open; for a prompt its last position only."""
+    if isinstance(expected, tuple):
+        assert len(expected) == len(actual), f"{where}: {len(expected)} layers became {len(actual)}"
+        for layer, (one, other) in enumerate(zip(expected, actual)):
+            compare_step(one, other, rows, f"{where}[{layer}]", case, first)
+        return
+    assert expected.shape == actual.shape, f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    if expected.ndim == 3 and first:
+        # what a model computes at padding is nobody's business; the shorter positions of a prompt follow from the last
+        shortest = 1 if case.mask == "hole" else min(case.lengths)
+        expected, actual = expected[:, -shortest:], actual[:, -shortest:]
+    assert_same_tensor(expected[rows], actual[rows], where)
+
+
+class OpenRows:
+    """
+    Which rows of the batch, expanded to samples or beams, have not ended when a step's token is chosen. `width`: tokens
+    in front of the new ones.
+    """
+
+    def __init__(self, case: Case, output: Any, width: int) -> None:
+        sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
+        self.beams = case.options.get("num_beams", 1)
+        if self.beams == 1:
+            # trailing padding is behind the end
+            ends = [int(words[-1]) + 1 if len(words := row.nonzero()) else 0 for row in sequences]
+        else:
+            indices = None if sequences is output else output.get("beam_indices")
+            if indices is not None:
+                answers = [width + int((row >= 0).sum()) for row in indices]
+            else:
+                # padded with whatever transformers takes for padding: at least the token that ended it is its own
+                answers = [int(words[-1]) + 2 if len(words := (row != row[-1]).nonzero()) else 1 for row in sequences]
+            # a prompt's beams are open as long as its longest answer that came back grew
+            each = case.options.get("num_return_sequences", 1)
+            longest = [max(answers[start : start + each]) for start in range(0, len(answers), each)]
+            ends = [end for end in longest for _ in range(self.beams)]
+        self.ends = ends
+        self.width = width
+
+    def at(self, step: int) -> list[int]:
+        return self.of_length(self.width + step)
+
+    def of_length(self, length: int) -> list[int]:
+        return [row for row, end in enumerate(self.ends) if length < end]
+
+    def of_shown(self, shown: list[Any]) -> list[Any]:
+        """
+        What a processor or a `prefix_allowed_tokens_fn` saw, less what finished beams still said: those that did not
+        come back are nobody's. Samples that have ended show padding, which is compared.
+        """
+        if self.beams == 1:
+            return shown
+        kept: list[Any] = []
+        for item in shown:
+            if isinstance(item, torch.Tensor):
+                kept.append((item.shape, item[self.of_length(item.shape[1])]))
+            elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], list):
+                kept += [item] if len(item[1]) < self.ends[item[0] * self.beams] else []
+            else:
+                kept.append(item)
+        return kept
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def attempt(seed: int, number: int, model: str | None) -> tuple[list[Outcome], str]:
+    """Outcomes of a case, and what went wrong, with the line that repeats it; run in a process of its own."""
+    torch.set_num_threads(1)  # makes sums the same at every run
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    warnings.simplefilter("ignore")
+    case = fuzz_cases.draw(seed, number, model)
+    repro = f"python -m tests.fuzz --seed {seed} --only {number}" + (f" --model {model}" if model else "")
+
+    def hung() -> None:
+        print(f"case {number} hangs: {repro}\n  {case}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    clock = threading.Timer(HANG_SECONDS, hung)
+    clock.start()
+    try:
+        return run_case(case), ""
+    except Exception as error:
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        return [], f"case {number} FAILED: {repro}\n  {case}\n  {kind}{error}"
+    finally:
+        clock.cancel()
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Calls by road and mode."""
+    counts = collections.Counter((o.road, o.mode, o.how) for o in outcomes)
+    lines = [f"{'road':10} {'mode':12}" + "".join(f"{kind:>15}" for kind in KINDS)]
+    for road, mode in sorted({(o.road, o.mode) for o in outcomes}):
+        lines.append(f"{road:10} {mode:12}" + "".join(f"{counts[road, mode, kind]:15}" for kind in KINDS))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--model", choices=models.DECODER_ONLY, help="this model in every case")
+    parser.add_argument("--only", type=int, metavar="CASE", help="this case alone, in this process")
+    args = parser.parse_args()
+    start = time.monotonic()
+    numbers = range(args.cases) if args.only is None else [args.only]
+    outcomes: list[Outcome] = []
+    failures: list[str] = []
+
+    def note(result: tuple[list[Outcome], str]) -> None:
+        outcomes.extend(result[0])
+        if result[1]:
+            failures.append(result[1])
+            print(result[1], flush=True)
+
+    if args.only is not None:
+        print(fuzz_cases.draw(args.seed, args.only, args.model))
+        note(attempt(args.seed, args.only, args.model))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+            for future in [pool.submit(attempt, args.seed, number, args.model) for number in numbers]:
+                note(future.result())
+    print(summary(outcomes))
+    print(f"{len(numbers)} cases, {len(outcomes)} calls, {len(failures)} failed, {time.monotonic() - start:.0f} s")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""Random `generate` calls as plain data: what `tests.fuzz` draws, and how a drawn call becomes arguments.
+
+A case is drawn from its number alone. Parts that depend on text (ends, stop strings) are drawn as steps of the plain
+greedy text and looked up when the case is played, so that rows really end, and at different steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+from tests import models
+from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
+
+GREEDY_STEPS = 12  # of the plain text that ends and stop strings are taken from
+LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 33, 40)  # tokens: around block edges and beyond the window of 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """
+    One or more calls of one model with one set of options.
+
+    Args:
+        number (`int`): What it was drawn from, with `seed`.
+        mode (`str`): "greedy", "sample", "beams" or "beam_sample".
+        lengths (`tuple[int, ...]`): Tokens of each prompt; shorter ones are left-padded.
+        prompts (`str`): "words", "few_words" (n-grams come back), "shared" (a common prefix) or "equal".
+        mask (`str`): "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds` for the ids).
+        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far and new words).
+        options: Arguments of `generate` as they are.
+        late: Arguments that are made for each call: names of extras, steps of the greedy text, a limit in tokens.
+        cache_config: Of the paged side.
+        budget (`float`, *optional*): `num_blocks` as a share of the blocks that all rows need at their longest.
+        by_config (`bool`): `options` travel in a `GenerationConfig`.
+        train (`bool`): The model is in train mode.
+    """
+
+    seed: int
+    number: int
+    model: str
+    mode: str
+    lengths: tuple[int, ...]
+    prompts: str
+    mask: str
+    calls: tuple[str, ...]
+    options: dict[str, Any]
+    late: dict[str, Any]
+    cache_config: dict[str, Any]
+    budget: float | None
+    by_config: bool
+    train: bool
+
+    def __str__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name}={value!r}" for name, value in fields.items() if name not in ("seed", "number"))
+
+
+# ----------------------------------------------------------------------------------------------------- user code
+
+
+class LastChoiceBanned(LogitsProcessor):
+    """Stateful: a row may not take the token that was its likeliest at the call before."""
+
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        last, self.last = self.last, scores.argmax(-1, keepdim=True)
+        return scores if last is None else scores.scatter(1, last, scores.min(-1, keepdim=True).values)
+
+
+class OddFavoured(LogitsProcessor):
+    """Stateless."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 0.5 * (torch.arange(scores.shape[1]) % 2 == input_ids[:, -1:] % 2)
+
+
+class ProcessorFailed(RuntimeError):
+    """What a user's broken processor raises."""
+
+
+class Breaks(LogitsProcessor):
+    """Raises at its third call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ProcessorFailed("third call")
+        return scores
+
+
+class EveryEleventh(StoppingCriteria):
+    """Stateless: a row ends once it said a multiple of 11."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 11 == 0
+
+
+class AllAfterSeven(StoppingCriteria):
+    """One bool for all rows, after seven tokens, the form that old user code returns."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.calls >= 7
+
+
+PROCESSORS = {"bias": RowBias, "banned": LastChoiceBanned, "odd": OddFavoured, "breaks": Breaks}
+CRITERIA = {"budgets": RowBudgets, "eleventh": EveryEleventh, "all": AllAfterSeven}
+
+# ----------------------------------------------------------------------------------------------------- the draw
+
+SHARPENERS: dict[str, tuple[Any, ...]] = {  # without `do_sample` transformers leaves them out, with a warning
+    "temperature": (0.4, 0.8, 1.7),
+    "top_k": (1, 5, 30, 0),
+    "top_p": (0.5, 0.9),
+    "min_p": (0.02, 0.2),
+    "typical_p": (0.4, 0.9),
+    "top_h": (0.5,),
+    "epsilon_cutoff": (0.02,),
+    "eta_cutoff": (0.02,),
+}
+SHAPERS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (0.8, 1.2, 1.8),
+    "no_repeat_ngram_size": (1, 2, 3),
+    "encoder_repetition_penalty": (1.5,),
+    "encoder_no_repeat_ngram_size": (2, 3),
+    "bad_words_ids": ([[10], [42], [18, 42], [99], [83]],),
+    "suppress_tokens": (list(range(60, 110)),),
+    "begin_suppress_tokens": (list(range(3, 90)),),
+    "forced_bos_token_id": (33,),
+    "forced_eos_token_id": (50, [50, 51]),
+    "sequence_bias": ([[[17], -4.0], [[40, 41], 5.0], [[8], 3.0]],),
+    "exponential_decay_length_penalty": ((3, 1.6),),
+    "renormalize_logits": (True,),
+    "remove_invalid_values": (True,),
+    "guidance_scale": (1.5,),
+    "min_new_tokens": (1, 4, 8),
+    "min_length": (5, 12, 30),
+    "watermarking_config": (
+        WatermarkingConfig(bias=2.0, seeding_scheme="lefthash"),
+        WatermarkingConfig(bias=2.0, seeding_scheme="selfhash", context_width=2),
+        SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836], context_history_size=32),
+    ),
+}
+# Calls that plain refuses, whatever else is drawn.
+INVALID: tuple[dict[str, Any], ...] = (
+    {"num_beams": 2, "num_return_sequences": 3},
+    {"do_sample": False, "num_beams": 1, "num_return_sequences": 2},
+    {"do_sample": True, "temperature": -1.0},
+    {"do_sample": True, "top_p": 1.5},
+    {"do_sample": True, "top_k": -3},
+    {"max_new_tokens": 0},
+    {"no_such_option": 1},
+    {"stop_strings": ["x"]},  # without a tokenizer
+    {"repetition_penalty": -1.0},
+    {"min_new_tokens": -1},
+    {"bad_words_ids": []},
+    {"cache_implementation": "nonsense"},
+    {"num_beams": 0},
+)
+
+
+def draw(seed: int, number: int, model: str | None = None) -> Case:
+    """Case `number` of `seed`, the same everywhere. `model`: instead of the one drawn."""
+    rng = random.Random(seed * 1_000_003 + number)
+    name = rng.choice(models.DECODER_ONLY)
+    name = model or name
+    mode = rng.choices(("greedy", "sample", "beams", "beam_sample"), (40, 30, 18, 12))[0]
+    options: dict[str, Any] = {"do_sample": "sample" in mode}
+    if "beam" in mode:
+        options["num_beams"] = rng.randint(2, 4)
+        options |= _some(rng, 0.5, early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0))
+        options |= _some(rng, 0.4, num_return_sequences=(2, options["num_beams"]))
+    elif mode == "sample":
+        options |= _some(rng, 0.4, num_return_sequences=(2, 3, 4))
+    pool = SHAPERS | (SHARPENERS if mode in ("sample", "beam_sample") or rng.random() < 0.1 else {})
+    for option in rng.sample(list(pool), rng.choice((0, 0, 1, 1, 2, 3, 4))):
+        options[option] = rng.choice(pool[option])
+    options |= _returned(rng)
+    options |= _some(rng, 0.04, use_cache=(False,)) | _some(rng, 0.08, prefill_chunk_size=(1, 4, 5, 16))
+    rows = rng.choice((1, 1, 2, 3, 3, 4, 5))
+    lengths = [rng.choice(LENGTHS) for _ in range(rows)]
+    late = _late(rng, mode, rows)
+    by_config = rng.random() < 0.2
+    if rng.random() < 0.05:
+        options |= rng.choice(INVALID)
+        by_config = False  # a config refuses some of them by itself
+    return Case(
+        seed=seed,
+        number=number,
+        model=name,
+        mode=mode,
+        lengths=tuple(lengths if rng.random() < 0.7 else lengths[:1] * rows),
+        prompts=rng.choice(("words", "words", "few_words", "shared", "shared", "equal")),
+        mask=rng.choices(("given", "absent", "hole", "embeds"), (86, 8, 3, 3))[0],
+        calls=("first", *rng.choices(("same", "turn"), k=rng.choice((0, 0, 1, 2)))),
+        options=options,
+        late=late,
+        cache_config={"block_size": rng.choice((8, 16, 32))},
+        budget=rng.choice((0.3, 0.6, 1.0, 1.5)) if rng.random() < 0.2 else None,
+        by_config=by_config,
+        # dropout draws from the random state in an order of its own
+        train=rng.random() < 0.05 and name != "gpt2",
+    )
+
+
+def _some(rng: random.Random, share: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
+    """Each option with chance `share`, with one of its values."""
+    return {name: rng.choice(values) for name, values in choices.items() if rng.random() < share}
+
+
+def _returned(rng: random.Random) -> dict[str, Any]:
+    """What comes back besides tokens, in about every third case."""
+    if rng.random() > 0.35:
+        return {}
+    flags = {"output_scores": 0.7, "output_logits": 0.5, "output_hidden_states": 0.25}
+    return {"return_dict_in_generate": True, **{flag: True for flag, share in flags.items() if rng.random() < share}}
+
+
+def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
+    """What is made anew for every call."""
+    late: dict[str, Any] = {rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)}
+    kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
+    if kind == "frequent":
+        late["ends"] = "frequent"
+    elif kind != "none":
+        steps = 1 if kind == "one" else 3
+        late["ends"] = [(rng.randrange(rows), rng.randrange(1, GREEDY_STEPS)) for _ in range(steps)]
+    if rng.random() < 0.2:
+        late["processors"] = rng.choices(("bias", "banned", "odd", "breaks"), (5, 4, 4, 1), k=rng.choice((1, 1, 2)))
+    if rng.random() < 0.2:
+        late["criteria"] = rng.choices(("budgets", "eleventh", "all"), (5, 3, 1), k=rng.choice((1, 1, 2)))
+    if rng.random() < 0.08:
+        late["stop_strings"] = (rng.randrange(rows), rng.randrange(2, GREEDY_STEPS - 2), rng.random() < 0.5)
+    if rng.random() < 0.07:
+        late["prefix_allowed"] = True
+    if rng.random() < (0.25 if rows == 1 else 0.04) and ("beam" not in mode or rng.random() < 0.1):
+        late["streamer"] = True
+    if rows == 1 and mode in ("greedy", "sample") and rng.random() < 0.1:
+        late["prompt_lookup"] = 3
+    return late
+
+
+# ----------------------------------------------------------------------------------------------------- arguments
+
+
+def prompts(case: Case) -> list[list[int]]:
+    """The first call's prompts, words only."""
+    longest = max(case.lengths)
+    text = models.token_ids(len(case.lengths), longest, seed=1000 * case.seed + case.number)
+    if case.prompts == "few_words":
+        text = models.FIRST_WORD + text % 4
+    elif case.prompts == "equal":
+        text = text[:1].repeat(len(text), 1)
+    elif case.prompts == "shared":
+        text[:, : longest * 3 // 4] = text[0, : longest * 3 // 4].clone()
+    return [row[:length] for row, length in zip(text.tolist(), case.lengths)]
+
+
+def inputs(case: Case, rows: list[list[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`rows` left-padded, as keyword arguments of `generate`."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[models.PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    if case.mask == "absent":
+        return {"input_ids": ids}
+    if case.mask == "hole" and len(rows[0]) > 2:
+        mask[0, -2] = 0
+    if case.mask == "embeds":
+        return {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list[int]]:
+    """The prompts of the next turn: the prompt, the end of its first answer, and five new words."""
+    answers = sequences[:: len(sequences) // len(rows), -GREEDY_STEPS:].tolist()
+    words = models.token_ids(len(rows), 5, seed=seed).tolist()
+    return [row + [t for t in said if t != models.PAD] + new for row, said, new in zip(rows, answers, words)]
+
+
+@dataclasses.dataclass
+class Extras:
+    """The user's objects of one call; `seen` is what they were shown, to be compared as well."""
+
+    arguments: dict[str, Any]
+
+    def seen(self) -> list[Any]:
+        given = self.arguments
+        objects = [*given.get("logits_processor", ()), *given.get("stopping_criteria", ()), given.get("streamer")]
+        objects.append(given.get("prefix_allowed_tokens_fn"))
+        kinds = {RowBias: "batches", RowBudgets: "seen", Recorder: "calls", Allowed: "calls"}
+        return [getattr(thing, kinds[type(thing)]) for thing in objects if type(thing) in kinds]
+
+
+def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
+    """
+    Keyword arguments of one call, with objects of its own.
+
+    Args:
+        width (`int`): Tokens of the padded prompts.
+        greedy (`list[list[int]]`): The plain greedy text of each row, `GREEDY_STEPS` tokens.
+    """
+    late, given = case.late, copy.deepcopy(case.options)
+    if "max_new_tokens" in late:
+        given.setdefault("max_new_tokens", late["max_new_tokens"])
+    elif "max_new_tokens" not in given:
+        given["max_length"] = late["max_length"] + (0 if case.mask == "embeds" else width)
+    if late.get("ends") == "frequent":
+        given["eos_token_id"] = FREQUENT_ENDS
+    elif "ends" in late:
+        given["eos_token_id"] = sorted({greedy[row][step] for row, step in late["ends"]})
+        if len(given["eos_token_id"]) == 1:
+            given["eos_token_id"] = given["eos_token_id"][0]
+    if "prompt_lookup" in late:
+        given["prompt_lookup_num_tokens"] = late["prompt_lookup"]
+    if case.by_config:
+        unknown = {"no_such_option": given.pop("no_such_option")} if "no_such_option" in given else {}
+        given = {"generation_config": GenerationConfig(pad_token_id=models.PAD, **given), **unknown}
+    if "processors" in late:
+        given["logits_processor"] = LogitsProcessorList([PROCESSORS[name]() for name in late["processors"]])
+    if "criteria" in late:
+        given["stopping_criteria"] = StoppingCriteriaList([CRITERIA[name]() for name in late["criteria"]])
+    if "stop_strings" in late:
+        row, step, inside = late["stop_strings"]
+        text = models.tokenizer().decode(greedy[row][step : step + 2])
+        given |= {
+            "stop_strings": [text[1:] if inside and len(text) > 1 else text or "x"],
+            "tokenizer": models.tokenizer(),
+        }
+    if "prefix_allowed" in late:
+        given["prefix_allowed_tokens_fn"] = Allowed()
+    if "streamer" in late:
+        given["streamer"] = Recorder()
+    return Extras(given)

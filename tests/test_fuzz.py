@@ -1,0 +1,221 @@
+"""A fixed part of `python -m tests.fuzz`, and that its comparison sees what it is there to see."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from tests import fuzz, fuzz_cases, models
+from tests.fuzz_cases import Case
+
+SEED = 2026
+CASES = 40
+
+
+@pytest.mark.parametrize("number", range(CASES))
+def test_case(number: int) -> None:
+    case = fuzz_cases.draw(SEED, number)
+    try:
+        outcomes = fuzz.run_case(case)
+    except Exception as error:
+        raise AssertionError(f"python -m tests.fuzz --seed {SEED} --only {number}\n{case}\n{error}") from error
+    assert outcomes
+
+
+def test_a_case_is_drawn_from_its_number_alone() -> None:
+    assert [fuzz_cases.draw(SEED, n) for n in (3, 7)] == [fuzz_cases.draw(SEED, n) for n in (3, 7)]
+    assert fuzz_cases.draw(SEED, 3) != fuzz_cases.draw(SEED, 7) != fuzz_cases.draw(SEED + 1, 7)
+
+
+def test_every_option_is_drawn_among_500_cases() -> None:
+    cases = [fuzz_cases.draw(0, number) for number in range(500)]
+    options = {name for case in cases for name in case.options} | {name for case in cases for name in case.late}
+    expected = {*fuzz_cases.SHAPERS, *fuzz_cases.SHARPENERS, *(name for given in fuzz_cases.INVALID for name in given)}
+    expected |= {"use_cache", "prefill_chunk_size", "early_stopping", "length_penalty", "num_return_sequences"}
+    expected |= {"output_scores", "output_logits", "output_hidden_states", "max_new_tokens", "max_length", "ends"}
+    expected |= {"processors", "criteria", "stop_strings", "prefix_allowed", "streamer", "prompt_lookup"}
+    assert not expected - options
+    assert {case.model for case in cases} == set(models.DECODER_ONLY)
+    assert {case.mode for case in cases} == {"greedy", "sample", "beams", "beam_sample"}
+    assert {case.cache_config["block_size"] for case in cases} == {8, 16, 32}
+    for flag in ("train", "by_config"):
+        assert {getattr(case, flag) for case in cases} == {True, False}
+    assert {kind for case in cases for kind in case.calls} == {"first", "same", "turn"}
+
+
+def test_ends_make_rows_stop_at_different_steps() -> None:
+    """In most cases of several rows whose ends are taken from the greedy text, it ends after several lengths."""
+    found = []
+    for case in (fuzz_cases.draw(SEED, number, "llama") for number in range(100)):
+        if len(case.lengths) == 1 or case.prompts == "equal" or not isinstance(case.late.get("ends"), list):
+            continue
+        model, rows = models.get("llama"), fuzz_cases.prompts(case)
+        text = fuzz.greedy_text(model, fuzz_cases.inputs(case, rows, model))
+        case = dataclasses.replace(case, by_config=False)
+        ends = fuzz_cases.arguments(case, max(map(len, rows)), text).arguments["eos_token_id"]
+        stops = [token in (ends if isinstance(ends, list) else [ends]) for row in text for token in row]
+        lengths = {
+            (stops[n : n + fuzz.GREEDY_STEPS] + [True]).index(True) for n in range(0, len(stops), fuzz.GREEDY_STEPS)
+        }
+        found.append(len(lengths) > 1)
+    assert len(found) >= 20
+    assert sum(found) > len(found) / 2
+
+
+# A call with everything that is compared: scores, logits, states, a processor that records what it is shown.
+PLAIN = Case(
+    seed=SEED,
+    number=0,
+    model="llama",
+    mode="sample",
+    lengths=(9, 4, 16),
+    prompts="words",
+    mask="given",
+    calls=("first", "turn"),
+    options={
+        "do_sample": True,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+    },
+    late={"max_new_tokens": 8, "ends": [(0, 4), (1, 6)], "processors": ["bias"], "streamer": True},
+    cache_config={"block_size": 8},
+    budget=None,
+    by_config=False,
+    train=False,
+)
+BEAMS = dataclasses.replace(
+    PLAIN,
+    mode="beams",
+    options=PLAIN.options | {"do_sample": False, "num_beams": 3, "early_stopping": True, "length_penalty": 0.0},
+    late={"max_new_tokens": 16, "ends": "frequent", "processors": ["bias"]},
+)
+
+
+def wrong_token(output: Any, processor: Any) -> None:
+    output.sequences[1, -8] = 4 + (output.sequences[1, -8] + 1) % 100
+
+
+def wrong_score(output: Any, processor: Any) -> None:
+    scores = output.scores[0]
+    scores[2, scores[2].argmax()] += 0.01  # others may be -inf
+
+
+def wrong_logit(output: Any, processor: Any) -> None:
+    output.logits[1][0, 7] += 0.01
+
+
+def wrong_state(output: Any, processor: Any) -> None:
+    output.hidden_states[1][-1][0, 0, 3] += 0.01
+
+
+def wrong_dtype(output: Any, processor: Any) -> None:
+    output.sequences = output.sequences.int()
+
+
+def missing_step(output: Any, processor: Any) -> None:
+    output.logits = output.logits[:-1]
+
+
+def missing_field(output: Any, processor: Any) -> None:
+    collections.OrderedDict.__delitem__(output, "logits")  # which `ModelOutput` itself does not allow
+
+
+def random_number_drawn(output: Any, processor: Any) -> None:
+    torch.rand(1)
+
+
+def other_batch_shown(output: Any, processor: Any) -> None:
+    processor.batches[1][0, 0] += 1
+
+
+def raises(output: Any, processor: Any) -> None:
+    raise KeyError("nobody asked for this")
+
+
+def out_of_blocks(output: Any, processor: Any) -> None:
+    raise hf_paged.OutOfBlocksError("without a budget")
+
+
+WRONGS: dict[Callable[[Any, Any], None], str] = {
+    wrong_token: r"sequences: first difference at \[1,",
+    wrong_score: r"scores\[0\]",
+    wrong_logit: r"logits\[1\]",
+    wrong_state: r"hidden_states\[1\]",
+    wrong_dtype: r"sequences: torch.int64 became torch.int32",
+    missing_step: r"logits: \d+ steps became \d+",
+    missing_field: r"fields .* became",
+    random_number_drawn: r"another random state",
+    other_batch_shown: r"shown to user code",
+    raises: r"plain is served, paged raises .*KeyError",
+    out_of_blocks: r"out of blocks without a budget",
+}
+
+
+@pytest.mark.parametrize("case", [PLAIN, BEAMS], ids=["sample", "beams"])
+@pytest.mark.parametrize("wrong", WRONGS, ids=lambda function: function.__name__)
+def test_a_wrong_result_is_caught(
+    wrong: Callable[[Any, Any], None], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = fuzz.generate
+
+    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
+        output = right(model, inputs, options, paged)
+        if paged:
+            wrong(output, options["logits_processor"][0])
+        return output
+
+    monkeypatch.setattr(fuzz, "generate", generate)
+    with pytest.raises(AssertionError, match=WRONGS[wrong]):
+        fuzz.run_case(case)
+
+
+def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, held = fuzz.generate, []
+
+    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
+        output = right(model, inputs, options, paged)
+        held.append(output.past_key_values)
+        return output
+
+    monkeypatch.setattr(fuzz, "generate", generate)
+    with pytest.raises(AssertionError, match="blocks are still in use"):
+        fuzz.run_case(PLAIN)
+
+
+def test_a_model_left_changed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fuzz.generate
+
+    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
+        output = right(model, inputs, options, paged)
+        model.train(paged)
+        return output
+
+    monkeypatch.setattr(fuzz, "generate", generate)
+    with pytest.raises(AssertionError, match="the model is not as it was"):
+        fuzz.run_case(PLAIN)
+
+
+@pytest.mark.parametrize("case", [PLAIN, BEAMS], ids=["sample", "beams"])
+def test_what_comes_after_a_row_s_end_is_nobody_s(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, changed = fuzz.generate, []
+
+    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
+        output = right(model, inputs, options, paged)
+        rows = fuzz.OpenRows(case, output, inputs["input_ids"].shape[1])
+        for step, scores in enumerate(output.scores if paged else ()):
+            ended = sorted({*range(len(scores))} - {*rows.at(step)})
+            scores[ended] = float("nan")
+            changed.extend(ended)
+        return output
+
+    monkeypatch.setattr(fuzz, "generate", generate)
+    fuzz.run_case(case)
+    assert changed

@@ -1,0 +1,173 @@
+"""Bytes of keys and values: what `benchmarks.generate` measures besides time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import hf_paged
+from benchmarks.systems import Engine, Generate, NotAvailable
+from benchmarks.workloads import SHAPES, Batch, Shape, Workload, build, equal_share, sharegpt_like
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """`value` is in `unit`; `target` is the issue's and whether it is met; `problem` says why there is no value."""
+
+    what: str
+    system: str
+    value: float = 0.0
+    unit: str = ""
+    target: str = ""
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.system}: " + (self.problem or f"{self.value:.4g} {self.unit} {self.target}".strip())
+
+
+def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measurement:
+    """What fails is a result."""
+    try:
+        return measure()
+    except NotAvailable as error:
+        return Measurement(what, system, problem=f"not available: {error}")
+    except Exception as error:
+        return Measurement(what, system, problem=f"failed: {type(error).__name__}: {error}")
+
+
+def at_most(value: float, limit: float) -> str:
+    return f"(at most {limit:g}: {'met' if value <= limit else 'not met'})"
+
+
+def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:
+    """
+    Of the `DynamicCache` of plain `generate` with all prompts in one batch: every row as wide as the widest prompt and
+    the longest answer. The last token's keys and values are never computed.
+    """
+    rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
+    width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
+    return shape.kv_bytes(rows * width, itemsize)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most blocks and bytes in use at once; `waste` is the percentage of slots allocated and unused then."""
+
+    num_blocks: int
+    num_bytes: int
+    waste: float
+
+
+def peak(system: Any, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Peak:
+    """Of one run in a fresh pool; an engine has one of its own."""
+    hf_paged.free(model)
+    try:
+        system(model, shape, workload, batch)
+        if isinstance(system, Engine):
+            own = system.engine.stats()
+            return Peak(own.peak_blocks, own.peak_bytes, own.waste_percent)
+        stats = hf_paged.memory_stats(model, reset=True)
+        return Peak(stats.peak_blocks, stats.peak_bytes, 100 * stats.waste)
+    finally:
+        if isinstance(system, Engine):
+            system.free()
+        hf_paged.free(model)
+
+
+def paged_share(
+    model: Any, shape: Shape, workload: Workload, name: str, system: Any, limit: float
+) -> Callable[[], Measurement]:
+    """Peak paged bytes in percent of plain's."""
+
+    def measure() -> Measurement:
+        batch = workload.batch(0, shape.vocab)
+        plain = contiguous_bytes(shape, workload, batch, model.dtype.itemsize)
+        used = peak(system, model, shape, workload, batch).num_bytes
+        share = 100 * used / plain
+        unit = f"% of plain's KV bytes ({used / 2**20:.1f} of {plain / 2**20:.1f} MiB)"
+        return Measurement(f"{workload.name} peak", name, share, unit, at_most(share, limit))
+
+    return measure
+
+
+def waste(model: Any, shape: Shape, quick: bool) -> Callable[[], Measurement]:
+    """Slots allocated and unused at the peak, with ShareGPT-like lengths through the engine."""
+
+    def measure() -> Measurement:
+        batch = sharegpt_like(16 if quick else 64, 0.25 if quick else 1.0, shape.vocab)
+        workload = Workload("waste", "", len(batch.prompts), (0, 0), (0, 0), options={"do_sample": False})
+        share = peak(Engine(), model, shape, workload, batch).waste
+        return Measurement("waste, ShareGPT-like lengths", "engine", share, "%", at_most(share, 4.0))
+
+    return measure
+
+
+def a_third(
+    model: Any, shape: Shape, workload: Workload, name: str, make: Callable[..., Any], repeats: int
+) -> list[Callable[[], Measurement]]:
+    """W2 with a third of the blocks it needs: the time, and the tokens of a tiny model in float32."""
+
+    def limited(model: Any, shape: Shape, workload: Workload) -> tuple[Any, int]:
+        blocks = peak(make(None), model, shape, workload, workload.batch(0, shape.vocab)).num_blocks // 3
+        return make(hf_paged.PagedConfig(num_blocks=blocks)), blocks
+
+    def seconds(system: Any, repeat: int) -> float:
+        batch = workload.batch(repeat, shape.vocab)
+        start = time.perf_counter()
+        system(model, shape, workload, batch)
+        return time.perf_counter() - start
+
+    def time_ratio() -> Measurement:
+        system, blocks = limited(model, shape, workload)
+        ratios = []
+        for repeat in range(repeats):
+            free, full = seconds(make(None), repeat), seconds(system, repeat)
+            ratios.append(full / free)
+        value = statistics.median(ratios)
+        unit = f"x the time with all blocks (num_blocks={blocks})"
+        return Measurement(f"{workload.name} in a third", name, value, unit, at_most(value, 1.6))
+
+    def tokens() -> Measurement:
+        tiny = SHAPES["llama-tiny"]
+        small = workload if shape == tiny else workload.scaled(prompts=0.25, tokens=0.25)
+        reference = build(tiny, model.device.type, torch.float32)
+        batch = small.batch(0, tiny.vocab)
+        expected = Generate()(reference, tiny, small, batch)
+        system, _ = limited(reference, tiny, small)
+        share = 100 * equal_share(expected, system(reference, tiny, small, batch))
+        return Measurement(
+            f"{workload.name} in a third, float32", name, share, "% of tokens equal", f"({_equal(share)})"
+        )
+
+    return [time_ratio, tokens]
+
+
+def _equal(share: float) -> str:
+    return f"all: {'met' if share == 100 else 'not met'}"
+
+
+def measure(model: Any, shape: Shape, workloads: Sequence[Workload], quick: bool) -> list[Measurement]:
+    """Every measurement that the chosen workloads allow."""
+    named = {workload.name: workload for workload in workloads}
+    makers: dict[str, Callable[..., Any]] = {
+        "ours": lambda config: Generate(paged=True, cache_config=config),
+        "engine": lambda config: Engine(config),
+    }
+    found = []
+    for name, make in makers.items():
+        for which, limit in (("W2", 40.0), ("W4", 18.0)):
+            if which in named:
+                share = paged_share(model, shape, named[which], name, make(None), limit)
+                found.append(guarded(f"{which} peak", name, share))
+        if "W2" in named:
+            workload = replace(named["W2"], batch_sizes=())
+            for function in a_third(model, shape, workload, name, make, 1 if quick else 2):
+                found.append(guarded("W2 in a third", name, function))
+    if not found:
+        return []
+    return [*found, guarded("waste, ShareGPT-like lengths", "engine", waste(model, shape, quick))]

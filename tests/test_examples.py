@@ -1,0 +1,114 @@
+"""The examples run as their users run them: the scripts as programs, the notebook in a kernel of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = EXAMPLES / "notebook.ipynb"
+TIME_LIMIT = 300  # seconds, for machines that do other things as well
+PNG = "image/png"
+
+# What a run must print, beside ending with status 0, which says that all tokens equal plain `generate`'s.
+EXPECTED = {
+    "batch_generation.py": [
+        r"24 prompts of \d+ to \d+ tokens",
+        r"prefix hits: [1-9]\d* of 24 prompts",
+        r"requests finished +24\n",
+        r"of them found in the prefix cache +[1-9][\d,]* \(\d+%\)",
+        r"16 of 16 results drawn at random equal plain",
+    ],
+    "beam_search.py": [
+        r"paged: [\d,]+ KiB at most \([1-4]\d%\)",
+        r"\n  [.c1-9+]*[89+][.c1-9+]*\n",  # the block map has blocks that 8 beams hold
+        r"\(plain -\d+\.\d+\): \w+",
+        r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3 beams yes, scores yes",
+    ],
+    "quickstart.py": [
+        r"greedy, 4 ragged prompts .* yes\n",
+        r"8 samples of one prompt .* yes\n",
+        r"6 beams of one prompt .* yes\n",
+    ],
+    "streaming.py": [
+        r"(?s)\(length\).*\(length\).*\(length\).*\(length\)",
+        r"48 tokens in \d+ steps",
+        r"\(blocks: [2-9], now [1-8]\)\n +\(cancelled\)\n",
+        r"equal to plain generate: yes, yes, yes, yes\n",
+    ],
+}
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """This process's, with its modules, one thread, and nothing left in the user's folders."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "jupyter"),
+    }
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def test_every_script_is_run() -> None:
+    scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    assert scripts == set(EXPECTED)
+
+
+@pytest.mark.parametrize("script", sorted(EXPECTED))
+def test_script(script: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(Path("examples") / script), "--quick"],
+        cwd=ROOT,
+        env=environment(tmp_path),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIME_LIMIT,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    for pattern in EXPECTED[script]:
+        assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
+
+
+def test_notebook_runs(tmp_path: Path) -> None:
+    """From a folder with nothing but the module that it imports; a cell that fails raises."""
+    shutil.copy(EXAMPLES / "tiny_model.py", tmp_path)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    assert parameters.source.count("QUICK = False") == 1
+    parameters.source = parameters.source.replace("QUICK = False", "QUICK = True")
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+
+    client = NotebookClient(
+        notebook, timeout=TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=environment(tmp_path))
+    ran = outputs(notebook)
+    assert not [output for output in ran if output.output_type == "error"]
+    assert len([output for output in ran if PNG in output.get("data", {})]) == 1
+
+
+def test_notebook_is_committed_with_its_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    kept = outputs(notebook)
+    assert not [output for output in kept if output.output_type == "error" or output.get("name") == "stderr"]
+    assert len([output for output in kept if PNG in output.get("data", {})]) == 1

@@ -118,7 +118,7 @@ class Core:
         self.admitted: list[Request] = []  # in the last step
         self._idle_steps = self._fruitless_steps = 0
         self._awaited: list[Job] = []  # split off with their logits already there
-        self._interrupted: list[Job] = []  # ended in a step that was not finished
+        self._interrupted: list[Job] = []  # advanced, or ended, in a step that was not finished
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
@@ -175,10 +175,14 @@ class Core:
         """Forgets the prefix cache if it was computed with other weights; called while nothing is in flight."""
         if not self.blocks.prefix_caching:
             return
-        now = fingerprint(self.model)
-        if now is None or now != self.memory.fingerprint:
-            self.blocks.drop_cached()
-        self.memory.fingerprint = now
+        weights = fingerprint(self.model)
+        kind = self.model.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        now = None if weights is None else (weights, autocast)
+        with self.memory.lock:
+            if now is None or now != self.memory.fingerprint:
+                self.blocks.drop_cached()
+            self.memory.fingerprint = now
 
     def compute(self, targets: list[tuple[Sequence, int]]) -> None:
         """
@@ -228,17 +232,25 @@ class Core:
             OutOfBlocksError: if others hold the blocks that every request needs to go on.
             EngineStalledError: if several steps in a row did nothing.
         """
+        if self._interrupted:  # what came of them is still to be told
+            jobs, self._interrupted = self._interrupted, []
+            return jobs
         start = time.perf_counter()
         with self.memory.step_lock:
             with self.memory.lock:
                 batch = self.scheduler.schedule()
-                self.blocks.flush_copies()
-                self.memory.note_peak()
-            self.admitted = batch.admitted
-            self._loosen(batch.preempted)
-            logits, failed = self._run(batch)
-        advanced = self._interrupted + failed + self._advance(self._deliver(batch, logits))
-        self._interrupted = []
+            try:
+                with self.memory.lock:
+                    self.blocks.flush_copies()
+                    self.memory.note_peak()
+                self.admitted = batch.admitted
+                self._loosen(batch.preempted)
+                logits, failed = self._run(batch)
+            except BaseException:  # blocks already have the names of what was not computed
+                with self.memory.lock:
+                    self.scheduler.fail_step()
+                raise
+        advanced = failed + self._choose(batch, logits)
         self._idle_steps = 0 if batch.items or advanced else self._idle_steps + 1
         self._fruitless_steps = 0 if advanced or not batch.preempted else self._fruitless_steps + 1
         if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
@@ -338,24 +350,38 @@ class Core:
                 job.held = {}
         return ready
 
-    def _advance(self, ready: list[tuple[Job, Tensor]]) -> list[Job]:
+    def _choose(self, batch: ScheduledBatch, logits: Tensor | None) -> list[Job]:
+        """The next tokens of all jobs that have their logits."""
+        ready: list[tuple[Job, Tensor]] | None = None
+        settled: list[Job] = []
         try:
-            results = advance_many([(job.decoding, logits) for job, logits in ready]) if ready else []
-        except BaseException as cause:  # how far each decoding came is not known
-            for job, _ in ready:
-                self.drop(job)
-                job.error = RuntimeError(f"interrupted by {cause!r} while its token was chosen")
-            self._interrupted += [job for job, _ in ready]
+            ready = self._deliver(batch, logits)
+            self._advance(ready, settled)
+        except BaseException as cause:  # interrupted: how far those that are not settled came is not known
+            if ready is not None:
+                jobs = [job for job, _ in ready]
+            else:
+                answered = [sequence.request for sequence, _ in batch.items if not sequence.num_to_compute]
+                jobs = list(dict.fromkeys(job for request in answered for job, _ in request.payload))
+            for job in jobs:
+                if job not in settled:
+                    self.drop(job)
+                    job.error = RuntimeError(f"interrupted by {cause!r} while its token was chosen")
+            self._interrupted = jobs
             raise
+        return settled
+
+    def _advance(self, ready: list[tuple[Job, Tensor]], settled: list[Job]) -> None:
+        results = advance_many([(job.decoding, logits) for job, logits in ready]) if ready else []
         for (job, _), result in zip(ready, results):
             if isinstance(result, Exception):
                 self.drop(job)
                 job.error = result
-                continue
-            job.new_tokens = {} if result.parents is not None else {row: result.tokens[row] for row in result.rows}
-            with self.memory.lock:
-                self._apply(job, result)
-        return [job for job, _ in ready]
+            else:
+                job.new_tokens = {} if result.parents is not None else {row: result.tokens[row] for row in result.rows}
+                with self.memory.lock:
+                    self._apply(job, result)
+            settled.append(job)
 
     def _apply(self, job: Job, advance: Any) -> None:
         """Gives the sequences their new tokens."""

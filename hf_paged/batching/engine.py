@@ -169,7 +169,7 @@ class PagedEngine:
             )
             job = Job(decoding, [(request, index) for index in range(decoding.num_rows)])
             if not self._entries:
-                self._check_weights(core)
+                core.check_weights()
             core.add(job)
             text = TextTracker(self.tokenizer) if self.tokenizer is not None else None
             job.state = _Entry(request_id, request, job, prompt, time.perf_counter(), text, return_logprobs)
@@ -388,10 +388,6 @@ class PagedEngine:
 
     def _count(self, name: str) -> Any:
         return self._past.get(name, 0) + getattr(self._core, name, 0)
-
-    def _check_weights(self, core: Core) -> None:
-        with self.memory.lock:
-            core.check_weights()
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

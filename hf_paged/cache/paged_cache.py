@@ -130,9 +130,10 @@ class PagedCache(DynamicCache):
         for window, group in self.groups.items():
             group.adopt(tables[window], paddings, length)
         for index, layer in enumerate(self.layers):
-            blocks = layer.group.blocks.storage.layers[index]
-            layer.num_seen = length
-            layer.lazy_initialization(blocks.keys, blocks.values)
+            if isinstance(layer, PagedLayer):  # others hold nothing: they read what another layer wrote
+                blocks = layer.group.blocks.storage.layers[index]
+                layer.num_seen = length
+                layer.lazy_initialization(blocks.keys, blocks.values)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

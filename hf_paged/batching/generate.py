@@ -58,7 +58,7 @@ class GenerateCall:
             return "attentions or hidden states are asked for"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             return "is_assistant, prefill_chunk_size or low_memory is set"
-        other = [k for k, v in self.model_kwargs.items() if k not in _PASSIVE and v is not None and v is not False]
+        other = [k for k, v in self.model_kwargs.items() if k not in _PASSIVE and not _says_nothing(v)]
         if other:
             return f"model inputs other than token ids: {', '.join(sorted(other))}"
         keep = self.model_kwargs.get("logits_to_keep")
@@ -181,3 +181,7 @@ class GenerateCall:
                 window: [blocks.tables[i].fork() for blocks, _ in kept] for i, window in enumerate(self.cache.groups)
             }
             self.cache.adopt(tables, tuple(paddings), length)
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)

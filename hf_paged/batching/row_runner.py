@@ -62,7 +62,13 @@ class RowRunner:
             is_first_iteration=query_len == end,
             **state.model_kwargs,
         )
-        outputs = self.model(**inputs, return_dict=True)
+        try:
+            outputs = self.model(**inputs, return_dict=True)
+        except BaseException:  # whoever keeps the traceback keeps the state: its blocks must not wait for that
+            for value in state.model_kwargs.values():
+                if isinstance(value, PagedCache):
+                    value.discard()
+            raise
         state.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, state.model_kwargs)
         state.num_tokens = end
         self._states[sequence] = state

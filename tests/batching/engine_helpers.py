@@ -1,0 +1,112 @@
+"""What the engine's tests share: a lone run of plain `generate` to compare with, and what must hold at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import BloomConfig, BloomForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from hf_paged import PagedEngine, RequestResult
+from tests import models
+
+MANY_ENDS = list(range(20, 36))  # enough EOS ids that texts end early
+
+# What one request may ask for. Every entry is also an argument of plain `generate`.
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 20},
+    "greedy_eos": {"do_sample": False, "max_new_tokens": 30, "eos_token_id": MANY_ENDS},
+    "max_length": {"do_sample": False, "max_length": 40},
+    "penalties": {
+        **{"do_sample": False, "max_new_tokens": 18, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+        **{"bad_words_ids": [[7], [9, 11]], "suppress_tokens": [5, 6], "forced_eos_token_id": 2, "eos_token_id": 2},
+    },
+    "min_new_tokens": {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 9, "eos_token_id": MANY_ENDS},
+    "sample": {"do_sample": True, "max_new_tokens": 20},
+    "sample_warped": {"do_sample": True, "max_new_tokens": 20, "temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    "samples": {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
+    "beams": {"do_sample": False, "max_new_tokens": 14, "num_beams": 3},
+    "beams_eos": {
+        **{"do_sample": False, "max_new_tokens": 20, "num_beams": 4, "num_return_sequences": 2},
+        **{"eos_token_id": MANY_ENDS, "length_penalty": 0.7, "early_stopping": True},
+    },
+    "beam_sample": {"do_sample": True, "max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 3, "top_k": 30},
+}
+
+
+def lone_run(
+    model: Any, prompt: list[int], options: dict[str, Any], seed: int | None = None, **arguments: Any
+) -> list[list[int]]:
+    """New tokens of plain `generate` on one prompt, each row with the padding behind its end."""
+    ids = torch.tensor([prompt])
+    if seed is not None:
+        torch.manual_seed(seed)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **arguments)
+    return out[:, len(prompt) :].tolist()
+
+
+def assert_same_as_lone(expected: list[list[int]], result: RequestResult, options: dict[str, Any], what: str) -> None:
+    """The result's tokens are the lone run's; behind the end of each there is padding only."""
+    assert result.error is None, f"{what}: {result.error!r}"
+    assert len(result.sequences) == len(expected), f"{what}: {len(result.sequences)} sequences"
+    ends = options.get("eos_token_id") or []
+    ends = ends if isinstance(ends, list) else [ends]
+    for row, sequence in zip(expected, result.sequences):
+        count = len(sequence.token_ids)
+        assert sequence.token_ids == row[:count], f"{what}\nplain  {row}\nengine {sequence.token_ids}"
+        # beam search pads with the first EOS id where padding is token 0
+        assert set(row[count:]) <= {models.PAD, *ends[:1]}, f"{what}: ended after {count} tokens\nplain  {row}"
+        assert count == len(row) or sequence.finish_reason != "length", f"{what}: {sequence.finish_reason}"
+        if sequence.finish_reason == "eos":
+            assert sequence.token_ids[-1] in ends, what
+
+
+def assert_drained(engine: PagedEngine) -> None:
+    """Nothing is left of any request but what the prefix cache keeps."""
+    engine.check_integrity()
+    stats = engine.stats()
+    assert not engine.has_unfinished
+    assert (stats.num_running, stats.num_waiting, stats.used_blocks, stats.shared_blocks) == (0, 0, 0, 0), stats
+    assert all(state <= 0 for states in engine.block_map().values() for state in states)
+
+
+def run_all(engine: PagedEngine, results: dict[str, RequestResult] | None = None) -> dict[str, RequestResult]:
+    """Steps until every request has ended, checking integrity after each step."""
+    results = {} if results is None else results
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.result is not None:
+                assert output.request_id not in results, "a request ended twice"
+                results[output.request_id] = output.result
+        engine.check_integrity()
+    return results
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Words, no special tokens."""
+    return [models.token_ids(1, length, seed=seed + 31 * i)[0].tolist() for i, length in enumerate(lengths)]
+
+
+def build_bloom() -> PreTrainedModel:
+    """Positions are ALiBi's, which its forward makes from the mask of the batch: no packed batch."""
+    config = BloomConfig(vocab_size=models.VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4)
+    return _finished(BloomForCausalLM(config), 1)
+
+
+def build_mamba() -> PreTrainedModel:
+    """Its state is no keys and values."""
+    config = MambaConfig(vocab_size=models.VOCAB_SIZE, hidden_size=32, state_size=8, num_hidden_layers=2)
+    return _finished(MambaForCausalLM(config), None)
+
+
+def _finished(model: Any, seed: int | None) -> PreTrainedModel:
+    if seed is not None:
+        models.init_weights(model, seed)
+    else:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():  # spread logits, so that no choice hangs on rounding
+            for name, parameter in model.named_parameters():
+                if "embed" in name or "lm_head" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.generation_config = GenerationConfig(pad_token_id=models.PAD, bos_token_id=models.BOS, use_cache=True)
+    return model.float().eval()

@@ -1,0 +1,525 @@
+"""Bad input and failures in the engine end the request they belong to; the others and the model notice nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+import hf_paged
+from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
+from hf_paged.batching.core import MAX_IDLE_STEPS
+from hf_paged.batching.scheduler import ScheduledBatch
+from tests import models
+from tests.batching.engine_helpers import (
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    build_bloom,
+    build_mamba,
+    lone_run,
+    prompts,
+    run_all,
+)
+from tests.test_faults import (
+    Countdown,
+    FailingCriteria,
+    FailingProcessor,
+    FailingStreamer,
+    OnPurpose,
+    first_norm,
+    hooked,
+    last_block,
+    model_state,
+    replaced_forward,
+)
+
+GREEDY = MODES["greedy"]
+OTHERS = {name: MODES[name] for name in ("greedy", "greedy_eos", "sample_warped", "samples", "beams_eos")}
+CONFIG = PagedConfig(block_size=8, max_num_batched_tokens=24)
+
+
+class Beside:
+    """Requests of several modes that run beside a faulty one, and what each must give."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self.model = engine.model
+        self.texts = dict(zip(OTHERS, prompts(4, 19, 9, 22, 13, seed=3)))
+        for seed, (name, prompt) in enumerate(self.texts.items()):
+            engine.add_request(prompt, OTHERS[name], request_id=name, seed=seed)
+
+    def check(self, results: dict[str, RequestResult], what: str) -> None:
+        for seed, (name, prompt) in enumerate(self.texts.items()):
+            expected = lone_run(self.model, prompt, OTHERS[name], seed)
+            assert_same_as_lone(expected, results[name], OTHERS[name], f"{what}: {name}")
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+LONG = list(range(4, 104))
+# case -> prompt, options, other arguments of add_request, the error, what its message says
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+    "never fits": (LONG, GREEDY, {}, OutOfBlocksError, r"15 blocks of 8 tokens, at most 12.*num_blocks"),
+    "never fits in the end": (LONG[:20], {"max_new_tokens": 90}, {}, OutOfBlocksError, "at most 12"),
+    "too many samples": (
+        LONG[:20],
+        {"do_sample": True, "num_return_sequences": 20, "max_new_tokens": 5},
+        {},
+        OutOfBlocksError,
+        "at most 12",
+    ),
+    "empty": ([], GREEDY, {}, ValueError, "the prompt is empty"),
+    "empty tensor": (torch.empty(0, dtype=torch.long), GREEDY, {}, ValueError, "the prompt is empty"),
+    "id too high": ([5, models.VOCAB_SIZE], GREEDY, {}, ValueError, "128 is outside the vocabulary.*0 to 127"),
+    "id negative": ([5, -1], GREEDY, {}, ValueError, "-1 is outside the vocabulary"),
+    "fractions": ([5.5, 6.0], GREEDY, {}, ValueError, "whole numbers"),
+    "truth values": ([True, False], GREEDY, {}, ValueError, "whole numbers"),
+    "nothing": (None, GREEDY, {}, ValueError, "whole numbers"),
+    "a number": (5, GREEDY, {}, ValueError, "whole numbers"),
+    "a batch in a list": ([[5, 6], [7, 8]], GREEDY, {}, ValueError, "one list of whole numbers for each request"),
+    "a batch in a tensor": (torch.ones(2, 3, dtype=torch.long), GREEDY, {}, ValueError, r"shape \(2, 3\)"),
+    "float tensor": (torch.ones(3), GREEDY, {}, ValueError, "float32"),
+    "text without a tokenizer": ("hello", GREEDY, {}, ValueError, "tokenizer"),
+    "unknown adapter": (
+        [5, 6],
+        GREEDY,
+        {"adapter": "nobody"},
+        ValueError,
+        "'nobody' does not exist: the model has none",
+    ),
+    "duplicate id": ([5, 6], GREEDY, {"request_id": "greedy"}, ValueError, "'greedy' is in use"),
+    "unknown option": ([5, 6], {"max_new_token": 3}, {}, ValueError, "max_new_token"),
+    "config of another type": ([5, 6], "greedy", {}, ValueError, "'greedy'"),
+    "several greedy sequences": ([5, 6], {"num_return_sequences": 2, "do_sample": False}, {}, ValueError, "num_return"),
+    "more sequences than beams": ([5], {"num_beams": 2, "num_return_sequences": 3}, {}, ValueError, "num_return_seq"),
+    "temperature of zero": ([5], {"do_sample": True, "temperature": 0.0}, {}, ValueError, "temperature"),
+    "no new tokens": ([5], {"max_new_tokens": 0}, {}, ValueError, "max_new_tokens"),
+    "shorter than the prompt": ([5, 6, 7], {"max_length": 2}, {}, ValueError, "max_length"),
+    "stop strings without a tokenizer": ([5], {"stop_strings": ["a"]}, {}, ValueError, "tokenizer"),
+    "assisted": ([5], {"prompt_lookup_num_tokens": 3}, {}, ValueError, "assisted_generation"),
+    "contrastive": ([5], {"penalty_alpha": 0.6, "top_k": 4}, {}, ValueError, "contrastive"),
+    "attentions": ([5], {"output_attentions": True}, {}, ValueError, "output_attentions"),
+    "streamer with beams": (
+        [5],
+        {"num_beams": 2},
+        {"streamer": FailingStreamer(Countdown(10**6, OnPurpose))},
+        ValueError,
+        "streamer",
+    ),
+    "failing at the prompt": (
+        [5],
+        GREEDY,
+        {"streamer": FailingStreamer(Countdown(1, OnPurpose))},
+        OnPurpose,
+        "on purpose",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_with_a_reason(case: str) -> None:
+    prompt, options, arguments, error, message = REFUSED[case]
+    model = models.get("llama")
+    before, rng = model_state(model), torch.get_rng_state()
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=12)) as engine:
+        engine.add_request([5, 6, 7], GREEDY, request_id="greedy")
+        engine.step()
+        with pytest.raises(error, match=message):
+            engine.add_request(prompt, options, **arguments)
+        engine.check_integrity()
+        assert engine.stats().num_waiting == 0
+        result = run_all(engine)["greedy"]
+        assert_drained(engine)
+    assert_same_as_lone(lone_run(model, [5, 6, 7], GREEDY), result, GREEDY, case)
+    assert model_state(model) == before
+    assert torch.equal(torch.get_rng_state(), rng), "greedy requests drew random numbers"
+
+
+def test_generate_reports_what_is_refused_in_its_place() -> None:
+    cases = {name: case for name, case in REFUSED.items() if not case[2]}
+    engine = PagedEngine(models.get("llama"), PagedConfig(block_size=8, num_blocks=12))
+    items: list[Any] = []
+    options: list[Any] = []
+    for prompt, config, *_ in cases.values():
+        items += [prompts(9)[0], prompt]
+        options += [GREEDY, config]
+    results = engine.generate(items, options)
+    streamed = [o.result for o in engine.stream(items, options) if o.finished]
+    assert_drained(engine)
+    expected = lone_run(models.get("llama"), prompts(9)[0], GREEDY)
+    assert len(results) == len(streamed) == 2 * len(cases)
+    assert sum(result.error is None for result in streamed if result) == len(cases)
+    for i, (name, (_, _, _, error, message)) in enumerate(cases.items()):
+        assert_same_as_lone(expected, results[2 * i], GREEDY, f"beside {name}")
+        refused = results[2 * i + 1]
+        assert isinstance(refused.error, error), name
+        with pytest.raises(error, match=message):
+            raise refused.error
+        assert refused.finish_reason == "error" and refused.token_ids == [] and refused.sequences == []
+
+
+def test_whole_numbers_of_other_types_are_taken() -> None:
+    ids = prompts(9)[0]
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        forms = [ids, tuple(ids), np.array(ids), torch.tensor(ids, dtype=torch.int32), [np.int32(i) for i in ids]]
+        results = engine.generate(forms, GREEDY)
+        whole = GenerationConfig(**MODES["penalties"])
+        engine.add_request(ids, whole.to_dict(), request_id="a")
+        engine.add_request(ids, whole, request_id="b")
+        twice = run_all(engine)
+    for result in results:
+        assert result.prompt_ids == ids
+        assert_same_as_lone(lone_run(models.get("llama"), ids, GREEDY), result, GREEDY, "forms")
+    assert twice["a"].token_ids == twice["b"].token_ids
+
+
+def test_ids_of_nobody_cannot_be_cancelled() -> None:
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        for name in ("nobody", ""):
+            with pytest.raises(ValueError, match=f"no unfinished request has the id '{name}'"):
+                engine.cancel(name)
+        engine.add_request([5, 6], GREEDY, request_id="done")
+        run_all(engine)
+        with pytest.raises(ValueError, match="'done'"):
+            engine.cancel("done")
+
+
+def test_models_that_the_engine_cannot_serve() -> None:
+    with pytest.raises(ValueError, match=r"encoder-decoder.*generate"):
+        PagedEngine(models.get("t5"))
+    with pytest.raises(ValueError, match="block_size"):
+        PagedEngine(models.get("llama"), {"block_size": 7})
+    with pytest.raises(ValueError, match="unknown keys"):
+        PagedEngine(models.get("llama"), {"blocks": 7})
+
+
+# ------------------------------------------------------------------------------- a request's own code raises
+
+Fault = Callable[[Countdown], dict[str, Any]]
+FAULTS: dict[str, Fault] = {
+    "processor": lambda countdown: {"logits_processor": [FailingProcessor(countdown)]},
+    "criteria": lambda countdown: {"stopping_criteria": [FailingCriteria(countdown)]},
+    "streamer": lambda countdown: {"streamer": FailingStreamer(countdown)},
+}
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample", "samples", "beams"])
+@pytest.mark.parametrize("place", FAULTS)
+@pytest.mark.parametrize("call", [2, 6])
+def test_a_requests_own_code_fails_that_request_alone(place: str, mode: str, call: int) -> None:
+    if place == "streamer" and mode == "beams":
+        pytest.skip("beams take no streamer")
+    model, prompt = models.get("llama"), prompts(17, seed=8)[0]
+    before = model_state(model)
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(prompt, GREEDY, request_id="first")
+        own = FAULTS[place](Countdown(call, OnPurpose))
+        engine.add_request(prompt, MODES[mode], request_id="faulty", seed=9, **own)
+        beside = Beside(engine)
+        results = run_all(engine)
+        assert_drained(engine)
+        failed = results.pop("faulty")
+        assert isinstance(failed.error, OnPurpose)
+        assert "error" in {sequence.finish_reason for sequence in failed.sequences}
+        assert len(results) == 1 + len(OTHERS)
+        beside.check(results, f"{place} in {mode}")
+        assert_same_as_lone(lone_run(model, prompt, GREEDY), results["first"], GREEDY, "same prompt")
+        if mode == "greedy":  # what it had is what it would have had
+            expected = lone_run(model, prompt, GREEDY)[0]
+            assert failed.token_ids and failed.token_ids == expected[: len(failed.token_ids)]
+        again = engine.generate([prompt], MODES["beams"])[0]
+        assert_same_as_lone(lone_run(model, prompt, MODES["beams"]), again, MODES["beams"], "afterwards")
+    assert model_state(model) == before
+
+
+class Returns(LogitsProcessor):
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        self.change = change
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        return self.change(scores)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scores: scores * torch.nan,
+        lambda scores: scores - torch.inf,
+        lambda scores: scores[:, :0],
+        lambda scores: None,
+    ],
+    ids=["nan", "all forbidden", "no vocabulary", "nothing"],
+)
+def test_scores_that_nothing_can_be_drawn_from_fail_that_request_alone(change: Any) -> None:
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        for mode in ("sample", "samples"):
+            engine.add_request([5, 6, 7], MODES[mode], request_id=f"bad {mode}", logits_processor=[Returns(change)])
+        beside = Beside(engine)
+        results = run_all(engine)
+        assert_drained(engine)
+    for mode in ("sample", "samples"):
+        assert isinstance(results[f"bad {mode}"].error, Exception), mode
+    beside.check(results, "bad scores")
+
+
+def test_a_processor_that_writes_to_what_it_is_given_changes_no_other_request() -> None:
+    """Logits of the others, and the ids of the request itself, are not the tensors it gets."""
+
+    class Spoil(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores.fill_(-1e9)
+            scores[:, 9] = 0
+            return scores
+
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        for mode in ("greedy", "samples", "beams"):
+            engine.add_request([5, 6, 7], MODES[mode], request_id=f"spoilt {mode}", logits_processor=[Spoil()], seed=1)
+        beside = Beside(engine)
+        results = run_all(engine)
+    assert set(results["spoilt greedy"].token_ids) == {9}
+    assert set(results["spoilt samples"].token_ids) == {9}
+    beside.check(results, "spoilt")
+
+
+# ------------------------------------------------------------------------------------------- the forward raises
+
+PLACES: dict[str, Callable[[PreTrainedModel, Countdown], contextlib.AbstractContextManager[None]]] = {
+    "first layer": lambda model, countdown: replaced_forward(first_norm(model), countdown),
+    "last layer": lambda model, countdown: replaced_forward(last_block(model), countdown),
+    "hook": lambda model, countdown: hooked(last_block(model), countdown),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("step", [1, 2, 9])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_forward_that_raises_fails_the_requests_of_that_step(place: str, step: int, name: str) -> None:
+    model = models.get(name)
+    before = model_state(model)
+    engine = PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=5, max_num_batched_tokens=40))
+    waiting = prompts(12, 30, seed=5)
+    beside = Beside(engine)
+    for i, prompt in enumerate(waiting):
+        engine.add_request(prompt, GREEDY, request_id=f"late {i}", priority=1)
+    results: dict[str, RequestResult] = {}
+    with PLACES[place](model, Countdown(step, OnPurpose)):
+        for _ in range(step):
+            results |= {o.request_id: o.result for o in engine.step() if o.result is not None}
+            engine.check_integrity()
+    failed = {name for name, result in results.items() if result.error is not None}
+    assert failed and all(isinstance(results[name].error, OnPurpose) for name in failed)
+    assert len(failed) < len(OTHERS) + len(waiting), "nobody was left to go on"
+    results |= run_all(engine)
+    assert_drained(engine)
+    survivors = {name for name, result in results.items() if result.error is None}
+    for i, prompt in enumerate(waiting):
+        if f"late {i}" in survivors:
+            assert_same_as_lone(lone_run(model, prompt, GREEDY), results[f"late {i}"], GREEDY, "late")
+    # the same prompts again: no block whose content was never computed may be served
+    retried = Beside(engine)
+    again = run_all(engine)
+    beside.check({**again, **{name: results[name] for name in OTHERS if name in survivors}}, "survivors")
+    retried.check(again, "again")
+    assert_drained(engine)
+    engine.free()
+    assert model_state(model) == before
+
+
+@pytest.mark.parametrize("build", [build_bloom, build_mamba], ids=["bloom", "mamba"])
+@pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
+def test_a_forward_that_raises_in_the_row_layout(build: Any, error: type[BaseException]) -> None:
+    model = build()
+    before = model_state(model)
+    inner = model.get_output_embeddings()
+    with PagedEngine(model, CONFIG) as engine:
+        beside = Beside(engine)
+        with replaced_forward(inner, Countdown(9, error)):
+            if error is KeyboardInterrupt:
+                with pytest.raises(KeyboardInterrupt):
+                    run_all(engine)
+                engine.check_integrity()
+                beside.check(run_all(engine), "interrupted")
+            else:
+                assert any(isinstance(result.error, OnPurpose) for result in run_all(engine).values())
+        assert_drained(engine)
+        again = Beside(engine)
+        again.check(run_all(engine), "again")
+        assert_drained(engine)
+    assert model_state(model) == before
+
+
+@pytest.mark.parametrize("place", ["first layer", "last layer"])
+@pytest.mark.parametrize("step", [1, 2, 3, 8, 15])
+@pytest.mark.parametrize("kind", ["roomy", "swap", "recompute"])
+def test_after_an_interrupt_the_engine_goes_on(place: str, step: int, kind: str) -> None:
+    model = models.get("gemma3" if kind == "swap" else "llama")
+    before = model_state(model)
+    tight = {} if kind == "roomy" else {"num_blocks": 40 if kind == "swap" else 14, "preemption": kind}
+    engine = PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=24, **tight))
+    beside, shared = Beside(engine), prompts(26, seed=6)[0]
+    for i in range(2):
+        engine.add_request(shared, GREEDY, request_id=f"shared {i}")
+    results: dict[str, RequestResult] = {}
+    with PLACES[place](model, Countdown(step, KeyboardInterrupt)):
+        with pytest.raises(KeyboardInterrupt):
+            run_all(engine, results)
+        engine.check_integrity()
+        assert model_state(model)["attention"] == before["attention"]
+        run_all(engine, results)
+    assert_drained(engine)
+    if kind != "roomy":
+        assert engine.stats().num_preemptions > 0
+        assert (engine.stats().num_swaps > 0) == (kind == "swap")
+    beside.check(results, "interrupted")
+    for i in range(2):
+        assert_same_as_lone(lone_run(model, shared, GREEDY), results[f"shared {i}"], GREEDY, "interrupted, shared")
+    again = Beside(engine)
+    again.check(run_all(engine), "again")
+    engine.free()
+    assert model_state(model) == before
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 9])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are named for the prefix cache when they are scheduled: none may keep its name without its content."""
+    with PagedEngine(models.get(name), CONFIG) as engine:
+        beside, results = Beside(engine), {}
+        countdown, note_peak = Countdown(step, KeyboardInterrupt), engine.memory.note_peak
+
+        def interrupted() -> None:
+            countdown()
+            note_peak()
+
+        monkeypatch.setattr(engine.memory, "note_peak", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_all(engine, results)
+        engine.check_integrity()
+        for seed, (mode, prompt) in enumerate(beside.texts.items()):  # the same prompts, which hit what is named
+            engine.add_request(prompt, OTHERS[mode], request_id=f"{mode} again", seed=seed)
+        run_all(engine, results)
+        assert_drained(engine)
+    beside.check(results, "interrupted")
+    beside.check({mode: results[f"{mode} again"] for mode in OTHERS}, "again")
+
+
+@pytest.mark.parametrize("place", FAULTS)
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
+def test_an_interrupt_while_tokens_are_chosen(place: str, mode: str) -> None:
+    """Nobody hangs: whoever was to get a token goes on rightly or ends with an error, and the engine works."""
+    if place == "streamer" and mode == "beams":
+        pytest.skip("beams take no streamer")
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        own = FAULTS[place](Countdown(4, KeyboardInterrupt))
+        engine.add_request([5, 6, 7], MODES[mode], request_id="own", seed=2, **own)
+        beside = Beside(engine)
+        results: dict[str, RequestResult] = {}
+        with pytest.raises(KeyboardInterrupt):
+            run_all(engine, results)
+        engine.check_integrity()
+        run_all(engine, results)
+        assert_drained(engine)
+        assert set(results) == {"own", *OTHERS}
+        for seed, (name, prompt) in enumerate(beside.texts.items()):
+            if results[name].error is None:
+                expected = lone_run(engine.model, prompt, OTHERS[name], seed)
+                assert_same_as_lone(expected, results[name], OTHERS[name], name)
+        again = Beside(engine)
+        again.check(run_all(engine), "again")
+        assert_drained(engine)
+
+
+def test_an_interrupted_generate_leaves_nothing_behind() -> None:
+    model = models.get("llama")
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(prompts(11)[0], GREEDY, request_id="other")
+        with PLACES["last layer"](model, Countdown(5, KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(9, 20), GREEDY)
+        assert engine.stats().num_running == 1, "only the request that was added by hand is left"
+        result = run_all(engine)["other"]
+        assert_same_as_lone(lone_run(model, prompts(11)[0], GREEDY), result, GREEDY, "other")
+        assert_drained(engine)
+
+
+# ------------------------------------------------------------------------------------------------ no progress
+
+
+def test_no_progress_raises_after_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        engine.add_request([5, 6, 7], GREEDY, request_id="a")
+        assert engine._core is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core.scheduler, "schedule", ScheduledBatch)
+            for _ in range(MAX_IDLE_STEPS - 1):
+                engine.step()
+            with pytest.raises(EngineStalledError, match=r"no token for 8 steps.*1 waiting.*blocks"):
+                engine.step()
+            with pytest.raises(EngineStalledError):
+                engine.generate([[5, 6]], GREEDY)
+        result = run_all(engine)["a"]
+        assert_same_as_lone(lone_run(models.get("llama"), [5, 6, 7], GREEDY), result, GREEDY, "after a stall")
+        assert_drained(engine)
+
+
+def test_blocks_that_a_caller_holds_are_an_error_and_no_endless_wait() -> None:
+    model, inputs, other = models.build("llama"), models.prompt("llama", 2, 20), models.prompt("llama", 2, 20, seed=1)
+    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": 12}}
+    options = {**GREEDY, "return_dict_in_generate": True, "max_new_tokens": 20}
+    kept = model.generate(**inputs, **options, **paged)
+    with pytest.raises(OutOfBlocksError, match="free their caches, or raise `num_blocks`"):
+        model.generate(**other, **options, **paged)
+    hf_paged.check_integrity(model)
+    held = hf_paged.memory_stats(model).used_blocks
+    assert held == 10
+    del kept
+    assert hf_paged.memory_stats(model).used_blocks == 0
+    assert torch.equal(model.generate(**other, **options, **paged).sequences, model.generate(**other, **GREEDY))
+
+
+# -------------------------------------------------------------------------------------- the model as it came
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_run_leaves_the_model_as_it_was(training: bool) -> None:
+    model = models.build("llama").train(training)
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    before, rng = model_state(model), torch.get_rng_state()
+    with PagedEngine(model, CONFIG) as engine:
+        beside = Beside(engine)
+        results = run_all(engine)
+        stepwise = PagedEngine(model, CONFIG)
+        stepwise.add_request([5, 6, 7], GREEDY)
+        stepwise.step()
+        assert model_state(model) == before, "between two steps the model must be as it was"
+        stepwise.free()
+    assert model_state(model) == before
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), rng), "seeded requests drew global numbers"
+    beside.check(results, "as it was")
+    loss = model(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss
+    loss.backward()  # it can still be trained
+
+
+def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
+    model, texts = models.get("llama"), prompts(9, 20)
+    expected = [lone_run(model, prompt, GREEDY) for prompt in texts]
+    with PagedEngine(model, CONFIG) as engine:
+        modes = [torch.inference_mode(), contextlib.nullcontext(), torch.enable_grad(), torch.inference_mode()]
+        for mode in modes:
+            with mode:
+                results = engine.generate(texts, GREEDY)
+            for lone, result in zip(expected, results):
+                assert_same_as_lone(lone, result, GREEDY, f"{mode}")
+        engine.add_request(texts[1], GREEDY, request_id="a")
+        with torch.inference_mode():
+            engine.step()
+        engine.step()
+        assert_same_as_lone(expected[1], run_all(engine)["a"], GREEDY, "in the middle")

@@ -1,0 +1,268 @@
+"""PEFT models in `generate` and in the engine: every request runs with its own adapter, and no other notices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from tests import models
+from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.test_faults import Countdown, OnPurpose, last_block, model_state, replaced_forward
+
+peft = pytest.importorskip("peft")
+
+GREEDY = MODES["greedy"]
+ADAPTERS = ("first", "second", "__base__")
+CONFIG = PagedConfig(block_size=8, max_num_batched_tokens=30)
+
+
+def lora(**options: Any) -> Any:
+    targets = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets)
+
+
+def lora_model(name: str = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Two adapters that differ in rank and in what they target; the first is active."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(models.build(name), lora(**options), adapter_name="first")
+    model.add_adapter(
+        "second", lora(**({"r": 2, "target_modules": ["k_proj", "v_proj"]} if second is None else second))
+    )
+    return model.eval()
+
+
+@contextlib.contextmanager
+def active(model: Any, adapter: str) -> Iterator[None]:
+    """PEFT's own way to run with one adapter."""
+    if adapter == "__base__":
+        with model.disable_adapter():
+            yield
+        return
+    before = model.active_adapter
+    model.set_adapter(adapter)
+    yield
+    model.set_adapter(before)
+
+
+def lone_with(model: Any, adapter: str, prompt: list[int], options: dict[str, Any], seed: int | None = None) -> Any:
+    with active(model, adapter):
+        return lone_run(model, prompt, options, seed)
+
+
+def peft_state(model: Any) -> dict[str, Any]:
+    own = [(m._active_adapter, m._disable_adapters) for m in model.modules() if hasattr(m, "_disable_adapters")]
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    return {"layers": own, "flags": flags, "active": model.active_adapter, **model_state(model.get_base_model())}
+
+
+def test_the_adapters_differ() -> None:
+    model, prompt = lora_model(), prompts(12)[0]
+    texts = {str(lone_with(model, adapter, prompt, GREEDY)) for adapter in ADAPTERS}
+    assert len(texts) == 3, "the tests below would show nothing"
+
+
+# ------------------------------------------------------------------------------------------------------- generate
+
+
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_generate(mode: str, adapter: str) -> None:
+    model, inputs = lora_model(), models.padded_prompt("llama", (26, 4, 17))
+    with active(model, adapter):
+        for _ in range(2):  # again with what the cache has
+            torch.manual_seed(1)
+            expected = model.generate(**inputs, **MODES[mode])
+            torch.manual_seed(1)
+            assert torch.equal(expected, model.generate(**inputs, **MODES[mode], **models.PAGED))
+            assert hf_paged.last_route(model).road == "engine"
+    hf_paged.check_integrity(model)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
+def test_adapter_names_in_a_batch(mode: str) -> None:
+    model, inputs = lora_model(), models.padded_prompt("llama", (26, 4, 17, 17))
+    names = ["first", "__base__", "second", "first"]
+    options = dict(MODES[mode])
+    if mode == "samples":  # PEFT repeats the names for beams only
+        options.pop("num_return_sequences")
+    for _ in range(2):
+        torch.manual_seed(1)
+        expected = model.generate(**inputs, adapter_names=list(names), **options)
+        torch.manual_seed(1)
+        actual = model.generate(**inputs, adapter_names=list(names), **options, **models.PAGED)
+        assert torch.equal(expected, actual)
+        names = names[::-1]  # rows keep their prompts and change adapters: nothing cached may be served
+    # afterwards the model is as before, and its cache clean
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(1)
+    assert torch.equal(expected, model.generate(**inputs, **options, **models.PAGED))
+    hf_paged.check_integrity(model)
+
+
+def test_prefix_tuning() -> None:
+    torch.manual_seed(0)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(models.build("llama"), config).eval()
+    with torch.no_grad():
+        for parameter in model.prompt_encoder.parameters():
+            parameter.normal_(std=0.5)
+    base = models.build("llama")
+    for inputs in (models.prompt("llama"), models.padded_prompt("llama")):
+        for mode in ("greedy", "greedy_eos", "sample"):  # PEFT makes a prefix for every prompt, not for every row
+            torch.manual_seed(1)
+            expected = model.generate(**inputs, **MODES[mode])
+            torch.manual_seed(1)
+            assert torch.equal(expected, model.generate(**inputs, **MODES[mode], **models.PAGED)), mode
+    assert not torch.equal(model.generate(**inputs, **GREEDY), base.generate(**inputs, **GREEDY)), "no prefix: void"
+    with pytest.raises(ValueError, match=r"'default' is prompt learning \(PrefixTuningConfig\).*generate"):
+        PagedEngine(model)
+
+
+def test_prompt_tuning_is_refused_too() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="PromptTuningConfig"):
+        PagedEngine(peft.get_peft_model(models.build("llama"), config))
+
+
+# --------------------------------------------------------------------------------------------------------- engine
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_every_request_with_its_own_adapter(name: str) -> None:
+    """The same prompts with each adapter in one batch: nothing of one adapter is served to another."""
+    model = lora_model(name)
+    before = peft_state(model)
+    texts, modes = prompts(20, 9), ("greedy", "samples", "beams_eos")
+    cases = [(a, m, i) for i in range(2) for m in modes for a in (*ADAPTERS, None)]
+    for _ in range(2):  # once more with what the cache has
+        with PagedEngine(model, CONFIG) as engine:
+            for adapter, mode, i in cases:
+                engine.add_request(texts[i], MODES[mode], request_id=f"{adapter} {mode} {i}", adapter=adapter, seed=i)
+            results: dict[str, Any] = {}
+            while engine.has_unfinished:
+                results |= {o.request_id: o.result for o in engine.step() if o.finished}
+                engine.check_integrity()
+                assert peft_state(model) == before, "between steps the model is as it was"
+            again = {a: engine.generate([texts[0]], GREEDY, adapter=a)[0] for a in ADAPTERS}
+            assert_drained(engine)
+    for adapter, mode, i in cases:
+        expected = lone_with(model, adapter or "first", texts[i], MODES[mode], i)
+        assert_same_as_lone(expected, results[f"{adapter} {mode} {i}"], MODES[mode], f"{adapter}, {mode}, {i}")
+    for adapter, result in again.items():
+        if name == "llama":  # blocks that left a window may be gone
+            assert result.num_prefix_hit_tokens == 16, "kept by adapter"
+        assert_same_as_lone(lone_with(model, adapter, texts[0], GREEDY), result, GREEDY, f"{adapter} again")
+
+
+def test_adapters_in_a_small_pool() -> None:
+    model, texts = lora_model(), prompts(20, 25, 18)
+    for preemption in ("swap", "recompute"):
+        config = PagedConfig(block_size=8, num_blocks=12, preemption=preemption)
+        with PagedEngine(model, config) as engine:
+            for i, prompt in enumerate(texts):
+                for adapter in ADAPTERS:
+                    engine.add_request(prompt, GREEDY, request_id=f"{i} {adapter}", adapter=adapter)
+            results = run_all(engine)
+            assert engine.stats().num_preemptions > 0
+            assert_drained(engine)
+        for i, prompt in enumerate(texts):
+            for adapter in ADAPTERS:
+                expected = lone_with(model, adapter, prompt, GREEDY)
+                assert_same_as_lone(expected, results[f"{i} {adapter}"], GREEDY, f"{preemption} {i} {adapter}")
+
+
+def test_modules_to_save_go_with_their_adapter() -> None:
+    """An adapter may bring whole modules of its own."""
+    own = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    model, prompt = lora_model(second=own, **own), prompts(12)[0]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save.second" in name:
+                parameter.copy_(parameter.flip(0))
+    with PagedEngine(model, CONFIG) as engine:
+        for adapter in ADAPTERS:
+            engine.add_request(prompt, GREEDY, request_id=adapter, adapter=adapter)
+        results = run_all(engine)
+    for adapter in ADAPTERS:
+        assert_same_as_lone(lone_with(model, adapter, prompt, GREEDY), results[adapter], GREEDY, adapter)
+
+
+def test_adapters_that_come_and_go_later() -> None:
+    model, prompt = lora_model(), prompts(12)[0]
+    with PagedEngine(model, CONFIG) as engine:
+        with pytest.raises(ValueError, match="'third' does not exist: the model has first, second"):
+            engine.add_request(prompt, GREEDY, adapter="third")
+        model.add_adapter("third", lora(r=8))
+        result = engine.generate([prompt], GREEDY, adapter="third")[0]
+        assert_same_as_lone(lone_with(model, "third", prompt, GREEDY), result, GREEDY, "third")
+        model.delete_adapter("third")
+        with pytest.raises(ValueError, match="'third' does not exist"):
+            engine.add_request(prompt, GREEDY, adapter="third")
+        model.merge_adapter()
+        with pytest.raises(ValueError, match="merged"):
+            engine.add_request(prompt, GREEDY, adapter="second")
+        result = engine.generate([prompt], GREEDY)[0]
+        assert_same_as_lone(lone_run(model, prompt, GREEDY), result, GREEDY, "merged")
+        model.unmerge_adapter()
+        result = engine.generate([prompt], GREEDY, adapter="second")[0]
+        assert_same_as_lone(lone_with(model, "second", prompt, GREEDY), result, GREEDY, "unmerged")
+        assert_drained(engine)
+
+
+def test_a_model_with_the_adapters_of_transformers_own() -> None:
+    """`model.add_adapter` without a PeftModel around it."""
+    model, prompt = models.build("llama"), prompts(12)[0]
+    bare = lone_run(model, prompt, GREEDY)
+    torch.manual_seed(0)
+    model.add_adapter(lora(), adapter_name="own")
+    model.eval()
+    with PagedEngine(model, CONFIG) as engine:
+        results = {name: engine.generate([prompt], GREEDY, adapter=name)[0] for name in ("own", "__base__", None)}
+    expected = lone_run(model, prompt, GREEDY)
+    assert expected != bare
+    assert_same_as_lone(bare, results["__base__"], GREEDY, "base")
+    assert_same_as_lone(expected, results["own"], GREEDY, "own")
+    assert_same_as_lone(expected, results[None], GREEDY, "active")
+
+
+@pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
+@pytest.mark.parametrize("forward", [2, 5, 12])
+def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
+    """A step with three adapters is three forwards; one that fails undoes the step of all."""
+    model, texts = lora_model(), prompts(20, 11)
+    before = peft_state(model)
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        results: dict[str, Any] = {}
+        for attempt in range(2):
+            for i, prompt in enumerate(texts):
+                for adapter in ADAPTERS:
+                    engine.add_request(prompt, GREEDY, request_id=f"{attempt} {i} {adapter}", adapter=adapter)
+            if attempt:
+                results |= run_all(engine)
+                continue
+            countdown = Countdown(forward, error)
+            with replaced_forward(last_block(model.get_base_model()), countdown):
+                if error is KeyboardInterrupt:
+                    with pytest.raises(KeyboardInterrupt):
+                        run_all(engine, results)
+                assert countdown.left > 0 or error is not OnPurpose
+                run_all(engine, results)
+            assert countdown.left <= 0
+            assert peft_state(model) == before
+        assert_drained(engine)
+    failed = {name for name, result in results.items() if result.error is not None}
+    assert bool(failed) == (error is OnPurpose)
+    assert all(name.startswith("0") and isinstance(results[name].error, OnPurpose) for name in failed)
+    for i, prompt in enumerate(texts):
+        for adapter in ADAPTERS:
+            expected = lone_with(model, adapter, prompt, GREEDY)
+            for name in (f"0 {i} {adapter}", f"1 {i} {adapter}"):
+                if name not in failed:
+                    assert_same_as_lone(expected, results[name], GREEDY, name)

@@ -1,0 +1,318 @@
+"""Weights that change between calls never meet keys and values of before; those that stay are served from the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged import PagedConfig, PagedEngine
+from hf_paged.batching.assembly import empty_cache
+from hf_paged.batching.capability import packable
+from hf_paged.cache.memory import PagedMemory
+from tests import models
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+LENGTHS = (26, 20, 17)
+HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last token
+
+
+@contextlib.contextmanager
+def counted_tokens(model: Any) -> Iterator[list[int]]:
+    """Tokens of every forward, counted in the first layer without a hook."""
+    norm = next(module for name, module in model.named_modules() if name.endswith("layers.0.input_layernorm"))
+    original, counts = type(norm).forward, []
+
+    def forward(self: torch.nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self is norm:
+            counts.append(hidden.shape[:-1].numel())
+        return original(self, hidden, *args, **kwargs)
+
+    type(norm).forward = forward
+    try:
+        yield counts
+    finally:
+        type(norm).forward = original
+
+
+class Generate:
+    """Through `generate`: hits are prompt tokens that no forward got."""
+
+    def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
+        self.model, self.inputs = model, inputs
+
+    def __call__(self) -> tuple[torch.Tensor, int]:
+        inner = self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
+        # the forwards by which a model shows that it can run packed are none of the call's
+        assert packable(inner, empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))) is None
+        with counted_tokens(self.model) as counts:
+            tokens = self.model.generate(**self.inputs, **GREEDY, **models.PAGED)
+        new = len(self.inputs["input_ids"]) * (GREEDY["max_new_tokens"] - 1)
+        return tokens[:, max(LENGTHS) :], sum(LENGTHS) + new - sum(counts)
+
+
+class Engine:
+    """Through one `PagedEngine`, which counts the hits."""
+
+    def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
+        self.engine = PagedEngine(model, {"block_size": models.BLOCK_SIZE})
+        self.prompts = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+
+    def __call__(self) -> tuple[torch.Tensor, int]:
+        before = self.engine.stats().num_prefix_hit_tokens
+        results = self.engine.generate(self.prompts, GREEDY)
+        for result in results:
+            assert result.error is None, result.error
+        self.engine.check_integrity()
+        hits = self.engine.stats().num_prefix_hit_tokens - before
+        return torch.tensor([result.token_ids for result in results]), hits
+
+
+DOORS = {"generate": Generate, "engine": Engine}
+
+
+class Watch:
+    """One model behind one door: what a call gives, and what it took from the cache."""
+
+    def __init__(self, door: str, model: Any) -> None:
+        self.model, self.inputs = model, models.padded_prompt("llama", LENGTHS)
+        self.call = DOORS[door](model, self.inputs)
+
+    def plain(self) -> torch.Tensor:
+        return self.model.generate(**self.inputs, **GREEDY)[:, max(LENGTHS) :]
+
+    def expect(self, hits: int, what: str) -> torch.Tensor:
+        """Plain's tokens, and so many tokens from the cache."""
+        expected = self.plain()
+        tokens, found = self.call()
+        assert torch.equal(tokens, expected), f"{what}\nplain\n{expected}\npaged\n{tokens}"
+        assert found == hits, f"{what}: {found} tokens came from the cache"
+        return tokens
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=False, foreach=False),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+}
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    ids = models.token_ids(2, 16, seed=50 + seed)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("door", DOORS)
+def test_train_eval_train(door: str, optimizer: str) -> None:
+    """Ten optimizer steps, a call before, between and after, in train and in eval mode."""
+    model = models.build("llama")
+    watch, steps = Watch(door, model), OPTIMIZERS[optimizer](model.parameters())
+    seen = [watch.expect(0, "before")]
+    watch.expect(HITS, "before, again")
+    for step in range(10):
+        model.train()
+        train_step(model, steps, step)
+        model.train(step % 2 == 1)
+        seen.append(watch.expect(0, f"after step {step}"))
+        watch.expect(HITS, f"after step {step}, again")
+    num_changes = sum(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+    assert num_changes >= 5, "training changes nothing: the test is void"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_train_and_eval_keep_the_cache(door: str) -> None:
+    model = models.build("llama")
+    watch = Watch(door, model)
+    watch.expect(0, "eval")
+    for training in (True, False, True, True, False):
+        model.train(training)
+        watch.expect(HITS, f"training: {training}")
+    model.requires_grad_(False)
+    watch.expect(HITS, "frozen")
+    ids = models.token_ids(1, 5)
+    model.requires_grad_(True)
+    model(input_ids=ids, labels=ids).loss.backward()  # gradients, but no step
+    watch.expect(HITS, "after a backward")
+
+
+def test_dropout_in_train_mode_leaves_nothing_to_serve() -> None:
+    """What was computed with dropout is not what eval mode computes."""
+    model = models.build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0)
+    prompt = models.token_ids(1, 30)[0].tolist()
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.generate([prompt[:9]], GREEDY)
+        model.train()
+        noisy = engine.generate([prompt], GREEDY)[0]
+        assert noisy.error is None
+        model.eval()
+        expected = model.generate(torch.tensor([prompt]), **GREEDY)[0, 30:].tolist()
+        result = engine.generate([prompt], GREEDY)[0]
+        assert noisy.token_ids != expected, "dropout changes nothing: the test is void"
+        assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
+
+
+# -------------------------------------------------------------------------------------------- writes to the weights
+
+
+def value_projection(model: PreTrainedModel) -> torch.nn.Parameter:
+    return model.get_decoder().layers[0].self_attn.v_proj.weight
+
+
+def load(model: PreTrainedModel) -> None:
+    model.load_state_dict(models.build("llama", seed=5).state_dict())
+
+
+def data_copy(model: PreTrainedModel) -> None:
+    value_projection(model).data.copy_(value_projection(models.build("llama", seed=5)))
+
+
+def data_add(model: PreTrainedModel) -> None:
+    value_projection(model).data += 0.5
+
+
+def data_replaced(model: PreTrainedModel) -> None:
+    value_projection(model).data = value_projection(model).data.flip(0).clone()
+
+
+def numpy_write(model: PreTrainedModel) -> None:
+    value_projection(model).detach().numpy()[:8] *= -1.0
+
+
+def one_element(model: PreTrainedModel) -> None:
+    model.get_decoder().embed_tokens.weight.data[int(models.padded_prompt("llama", LENGTHS)["input_ids"][0, 3]), 7] = 9
+
+
+def in_place_without_grad(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        value_projection(model).mul_(-1)
+
+
+def layer_replaced(model: PreTrainedModel) -> None:
+    model.get_decoder().layers[1].mlp = models.build("llama", seed=5).get_decoder().layers[1].mlp
+
+
+def layers_swapped(model: PreTrainedModel) -> None:
+    first, second = model.get_decoder().layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+
+
+def swapped_twins(model: PreTrainedModel) -> None:
+    """The same bytes in another order."""
+    first, second = (layer.self_attn.q_proj.weight for layer in model.get_decoder().layers)
+    first.data, second.data = second.data, first.data
+
+
+def buffer_write(model: PreTrainedModel) -> None:
+    model.get_decoder().rotary_emb.inv_freq.mul_(0.5)
+
+
+def attribute(model: PreTrainedModel) -> None:
+    for layer in model.get_decoder().layers:
+        layer.self_attn.scaling *= 0.5
+
+
+WRITES = [
+    *(load, data_copy, data_add, data_replaced, numpy_write, one_element, in_place_without_grad, layer_replaced),
+    *(layers_swapped, swapped_twins, buffer_write, attribute),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_write_to_the_weights(door: str, write: Callable[[PreTrainedModel], None]) -> None:
+    model = models.build("llama")
+    watch = Watch(door, model)
+    before = watch.expect(0, "before")
+    watch.expect(HITS, "unchanged")
+    write(model)
+    after = watch.expect(0, "after the write")
+    assert not torch.equal(before, after), "the write changes nothing: the test is void"
+    watch.expect(HITS, "unchanged again")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_weights_that_come_back_are_right_too(door: str) -> None:
+    model = models.build("llama")
+    watch = Watch(door, model)
+    before = watch.expect(0, "before")
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    data_add(model)
+    watch.expect(0, "changed")
+    model.load_state_dict(kept)
+    assert torch.equal(watch.expect(0, "as before"), before)
+
+
+def test_one_write_is_seen_through_both_doors() -> None:
+    model = models.build("llama")
+    engine, generate = Watch("engine", model), Watch("generate", model)
+    for round_, write in enumerate((None, data_add, numpy_write)):
+        if write is not None:
+            write(model)
+        for watch in (engine, generate):
+            watch.expect(0, f"round {round_}")
+            watch.expect(HITS, f"round {round_}, again")
+
+
+# -------------------------------------------------------------------------------------------------------- adapters
+
+
+def lora_model() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(models.build("llama"), config, adapter_name="first")
+    model.add_adapter("second", config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_adapters(door: str) -> None:
+    """Switching, disabling, merging, unmerging and training an adapter: each is another model."""
+    model = lora_model()
+    watch = Watch(door, model)
+    first = watch.expect(0, "first")
+    watch.expect(HITS, "first, again")
+    model.set_adapter("second")
+    second = watch.expect(0, "second")
+    assert not torch.equal(first, second), "the adapters do the same: the test is void"
+    watch.expect(HITS, "second, again")
+    with model.disable_adapter():
+        bare = watch.expect(0, "disabled")
+        watch.expect(HITS, "disabled, again")
+    assert not torch.equal(second, bare), "the adapter does nothing: the test is void"
+    assert torch.equal(watch.expect(0, "enabled"), second)
+    model.merge_adapter()
+    watch.expect(0, "merged")
+    watch.expect(HITS, "merged, again")
+    model.unmerge_adapter()
+    watch.expect(0, "unmerged")
+    model.set_adapter("first")
+    watch.expect(0, "first once more")
+    for name, parameter in model.named_parameters():
+        if "lora_B.first" in name:
+            parameter.data.mul_(-1)
+    watch.expect(0, "first, changed")
+    watch.expect(HITS, "first, changed, again")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_training_an_adapter(door: str) -> None:
+    model = lora_model()
+    watch = Watch(door, model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2, fused=True)
+    seen = [watch.expect(0, "before")]
+    for step in range(3):
+        train_step(model.train(), optimizer, step)
+        model.eval()
+        seen.append(watch.expect(0, f"after step {step}"))
+        watch.expect(HITS, f"after step {step}, again")
+    assert not torch.equal(seen[0], seen[-1]), "training changes nothing: the test is void"

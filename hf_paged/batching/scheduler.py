@@ -121,6 +121,25 @@ class Scheduler:
         Raises:
             OutOfBlocksError: if others hold the blocks that the first request needs.
         """
+        try:
+            return self._schedule()
+        except OutOfBlocksError:  # nothing was scheduled
+            raise
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _start_over(self) -> None:
+        """After scheduling was interrupted: what was counted will never be computed, so everybody is computed anew."""
+        self.blocks.undo_step()
+        self._batch = ScheduledBatch()
+        for request in list(self._running):
+            self._stop(request)
+            self._residency.forget(request)
+            request.status = Status.WAITING
+            self._waiting.push(request)
+
+    def _schedule(self) -> ScheduledBatch:
         if self.blocks.has_windows:  # what only the last chunks could see
             for sequence, query_len in self._batch.items:
                 if query_len > 1:

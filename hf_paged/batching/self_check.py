@@ -103,6 +103,8 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
             expected = model(input_ids=rows, use_cache=False, return_dict=True).logits
             memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
             found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing about the model
     except Exception as error:
         return f"packed, its forward fails: {_first_line(error)}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]

@@ -109,8 +109,14 @@ class GroupMemory:
         memory.check_bytes(self, needed, added)
         if not added:
             return
-        self.pool.grow(added)
-        self.storage.grow(self.pool.num_blocks, exactly=self.memory.config.memory_fraction is not None)
+        try:
+            self.storage.grow(pool.num_blocks + added, exactly=memory.config.memory_fraction is not None)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise OutOfBlocksError(
+                f"needs {added} more blocks of {self.block_size} tokens, for which there is no memory: free some, or set "
+                f"`num_blocks` or `memory_fraction` in `cache_config` ({error})"
+            ) from error
+        pool.grow(added)
 
     def copy_on_write(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, and counts them."""

@@ -15,6 +15,7 @@ import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
 from hf_paged.batching.core import MAX_IDLE_STEPS
 from hf_paged.batching.scheduler import ScheduledBatch
+from hf_paged.cache.storage import LayerBlocks
 from tests import models
 from tests.batching.engine_helpers import (
     MODES,
@@ -523,3 +524,23 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
             engine.step()
         engine.step()
         assert_same_as_lone(expected[1], run_all(engine)["a"], GREEDY, "in the middle")
+
+
+@pytest.mark.parametrize("growth", [1, 3])
+def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out while the pool grows is a shortage of blocks like any other."""
+    countdown, grown = Countdown(growth, torch.OutOfMemoryError), LayerBlocks.grown
+
+    def failing(self: LayerBlocks, num_blocks: int) -> LayerBlocks:
+        countdown()
+        return grown(self, num_blocks)
+
+    model, texts, options = models.get("llama"), prompts(9, 20, 31, 14), {"do_sample": False, "max_new_tokens": 60}
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        engine.generate([[5, 6]], GREEDY)  # the self-check is over
+        monkeypatch.setattr(LayerBlocks, "grown", failing)
+        results = engine.generate(texts, options)
+        assert countdown.left <= 0
+        for prompt, result in zip(texts, results):
+            assert_same_as_lone(lone_run(model, prompt, options), result, options, "short of memory")
+        assert_drained(engine)

@@ -113,8 +113,8 @@ class GroupMemory:
             self.storage.grow(pool.num_blocks + added, exactly=memory.config.memory_fraction is not None)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             raise OutOfBlocksError(
-                f"needs {added} more blocks of {self.block_size} tokens, for which there is no memory: free some, or set "
-                f"`num_blocks` or `memory_fraction` in `cache_config` ({error})"
+                f"needs {added} more blocks of {self.block_size} tokens, for which there is no memory: free some, or "
+                f"set `num_blocks` or `memory_fraction` in `cache_config` ({error})"
             ) from error
         pool.grow(added)
 

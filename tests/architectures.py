@@ -354,17 +354,22 @@ def summary(results: list[Result]) -> str:
 
 def overview(results: list[Result]) -> str:
     """The table of the README: counts per family, then the classes by what the call does with them."""
-    header = ["family", "classes", "served by plain `generate`", "equal", "blocks read in place", "of them MLA latents"]
+    header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
+    header += ["blocks read in place", "of them MLA latents"]
     lines = [header, ["---"] * len(header)]
     families = [*dict.fromkeys(result.family for result in results), "all"]
     for family in families:
         members = [result for result in results if family in (result.family, "all")]
         served = [result for result in members if result.modes]
         counts = [len(members), len(served), sum(result.status == "equal" for result in members)]
+        counts.append(sum(result.road == "engine" for result in served))
         counts += [sum(bool(result.in_place) for result in served), sum(bool(result.latent) for result in served)]
         lines.append([family, *map(str, counts)])
     groups = {
-        "blocks read in place": [r for r in results if r.modes and r.in_place],
+        "on the engine": [r for r in results if r.modes and r.road == "engine"],
+        "transformers' own loop, blocks read in place": [
+            r for r in results if r.modes and r.in_place and r.road != "engine"
+        ],
         "keys and values gathered, or none in blocks": [r for r in results if r.modes and not r.in_place],
         "not built tiny, or not served by plain `generate`": [r for r in results if not r.modes],
     }

@@ -31,6 +31,7 @@ from .results import EngineStats, RequestOutput, RequestResult, SequenceResult, 
 from .sampling import request_decoding
 
 _COUNTS = ("num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")  # of a core
+MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
 Prompt = Any  # list[int], 1-D or (1, length) tensor, or str where the engine has a tokenizer
 
 
@@ -377,6 +378,7 @@ class PagedEngine:
         if self._core is None or made_for != self._made_for:
             self._retire()
             cache = empty_cache(self.model, self.memory)
+            cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
             self._core = make_core(self.model, cache, max_num_seqs=self.config.max_num_seqs)
             self._made_for, self.memory = made_for, self._core.memory
         return self._core

@@ -7,10 +7,9 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from .cache.memory import MemoryStats, PagedMemory
+from .cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from .config import PagedConfig
 
 
@@ -43,10 +42,8 @@ _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDict
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
     """The memory that hangs on `model`, made anew when block size, budget, dtype or device are not what they were."""
-    kind = model.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     budget = (config.block_size, config.num_blocks, config.memory_fraction)
-    key = (budget, model.dtype, autocast, model.device)
+    key = (budget, model.dtype, autocast_dtype(model.device), model.device)
     with _lock:
         found = _memories.get(model)
         if found is None or found[0] != key:

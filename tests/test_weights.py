@@ -17,7 +17,7 @@ from hf_paged.batching.capability import packable
 from hf_paged.cache.memory import PagedMemory
 from tests import models
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
 LENGTHS = (26, 20, 17)
 HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last token
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -129,7 +130,12 @@ def row_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) ->
     the sequences' caches take the real ones, of which there are never more.
     """
     config = cache.memory.config
-    memory = PagedMemory(replace(config, num_blocks=None, memory_fraction=None))
+    if config.memory_fraction is not None:
+        raise ValueError(
+            f"`memory_fraction` ({config.memory_fraction}) is not possible for {type(model).__name__}, whose sequences "
+            "run one by one in caches of their own: set `num_blocks`"
+        )
+    memory = PagedMemory(replace(config, num_blocks=None))
     total = UNLIMITED if config.num_blocks is None else config.num_blocks
     windows = list(cache.groups) or [None]
     pools = [BlockPool() for _ in windows]
@@ -151,8 +157,9 @@ def row_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) ->
     return Core(model, memory, blocks, runner, scheduler, None, lambda: use_configs(configs), states=runner)
 
 
+@functools.lru_cache
 def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy between host memory and `device`, by one copy of 8 MB."""
+    """Bytes per second of a copy between host memory and `device`, by one copy of 8 MB, the first time."""
     source = torch.empty(8 << 20, dtype=torch.uint8, device=device)
     source.to("cpu", copy=True)
     start = time.perf_counter()

@@ -15,8 +15,10 @@ from transformers.generation.utils import GenerationMixin
 
 from ..attention.switch import NAME, native_implementation, switchable_configs
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
+from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
+from .locks import step_lock
 from .self_check import PREPARE, input_check, self_check
 
 # Where these are not transformers' own, a forward may get inputs that the engine does not know of.
@@ -43,7 +45,8 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     with _lock:
         found = _verdicts.get(model)
     if found is None or found[0] != key:
-        found = (key, input_check(model, cache) or self_check(model, cache))
+        with step_lock(model):
+            found = (key, input_check(model, cache) or self_check(model, cache))
         with _lock:
             _verdicts[model] = found
     return found[1]
@@ -53,7 +56,8 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Changes when a module is replaced or added (an adapter), or attention, dtype, device or mode is another."""
     modules = tuple((type(module), module.training) for module in model.modules())
     implementations = tuple(native_implementation(config) for config in switchable_configs(model))
-    return modules, implementations, model.dtype, model.device, getattr(type(model), PREPARE)
+    autocast = autocast_dtype(model.device)
+    return modules, implementations, model.dtype, autocast, model.device, getattr(type(model), PREPARE)
 
 
 # -- what the model is made of ------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.fingerprint import fingerprint
-from ..cache.memory import PagedMemory
+from ..cache.memory import PagedMemory, autocast_dtype
 from .adapters import use_adapter
 from .cost import CostModel
+from .job import Job
+from .locks import step_lock
 from .request import Request, Sequence
 from .sampling import advance_many
 from .scheduler import ScheduledBatch, Scheduler
@@ -50,45 +52,13 @@ class States(Protocol):
         """What was computed for the sequences is no longer held."""
 
 
-class Job:
-    """
-    A decoding with the sequences that its rows are: one request of an engine, or all prompts of a `generate` call,
-    whose rows advance together so that processors see the whole batch.
-
-    Args:
-        decoding: transformers' decoding loop between two forwards (`SampleDecoding`, `BeamDecoding`).
-        rows (`list[tuple[Request, int]]`): For each row of the decoding, its request and which sequence of it.
-        keep_blocks (`bool`): Keep the blocks of rows that have ended, for a cache that is returned.
-    """
-
-    def __init__(self, decoding: Any, rows: list[tuple[Request, int]], keep_blocks: bool = False) -> None:
-        self.decoding, self.rows, self.keep_blocks = decoding, rows, keep_blocks
-        self.held: dict[int, Tensor] = {}  # logits of rows that wait for the others
-        self.kept: dict[int, Any] = {}  # by row: blocks of what has ended, and how many tokens they hold
-        self.parts: list[Job] = []  # after a split, one a row
-        self.new_tokens: dict[int, int] = {}  # of the last step, by row
-        self.error: Exception | None = None
-        self.is_added = self.is_closed = False
-        self.state: Any = None  # the owner's
-
-    @property
-    def requests(self) -> list[Request]:
-        """The requests of its rows, in order."""
-        return list(dict.fromkeys(request for request, _ in self.rows))
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.is_closed or (bool(self.parts) and all(part.is_done for part in self.parts))
-
-
 class Core:
     """
     Runs jobs on one model and one paged memory.
 
     Args:
         model ([`PreTrainedModel`]): Its attention must be switched to `"hf_paged"` while `step` runs.
-        memory ([`PagedMemory`]): Its lock guards the tables, its step lock one step at a time.
+        memory ([`PagedMemory`]): Its lock guards the tables.
         blocks ([`BlockManager`]): Whose tables the runner reads.
         runner ([`Runner`]): Computes what is scheduled.
         scheduler ([`Scheduler`]): Decides what that is.
@@ -111,6 +81,8 @@ class Core:
         self.model, self.memory, self.blocks = model, memory, blocks
         self.runner, self.scheduler, self.cost = runner, scheduler, cost
         self.attention, self.states = attention, states
+        self.step_lock = step_lock(model)
+        self.autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
         self.swapper: Any = None
         self.obstacle: str | None = None  # why the model does not run packed
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
@@ -171,14 +143,17 @@ class Core:
             job.parts.append(part)
         job.kept, job.held = {}, {}
 
-    def check_weights(self) -> None:
-        """Forgets the prefix cache if it was computed with other weights; called while nothing is in flight."""
-        if not self.blocks.prefix_caching:
+    def begin(self, check_weights: bool = True) -> None:
+        """
+        Forgets the prefix cache if it was computed with other weights. Called while nothing is in flight; forwards from
+        now on compute under the autocast of this moment, whichever thread takes the steps.
+        """
+        self.autocast = autocast_dtype(self.model.device)
+        if not self.blocks.prefix_caching or not check_weights:
             return
-        weights = fingerprint(self.model)
-        kind = self.model.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        now = None if weights is None else (weights, autocast)
+        with self.step_lock:
+            weights = fingerprint(self.model)
+        now = None if weights is None else (weights, self.autocast)
         with self.memory.lock:
             if now is None or now != self.memory.fingerprint:
                 self.blocks.drop_cached()
@@ -193,7 +168,7 @@ class Core:
         while pending:
             items: list[tuple[Sequence, int]] = []
             left = budget
-            with self.memory.step_lock:
+            with self.step_lock:
                 with self.memory.lock:
                     while pending and left:
                         sequence, target = pending[-1]
@@ -210,7 +185,8 @@ class Core:
                             pending.pop()
                     self.blocks.flush_copies()
                     self.memory.note_peak()
-                self.runner.run(sorted(items, key=lambda item: item[1] != 1))
+                with self._autocast():
+                    self.runner.run(sorted(items, key=lambda item: item[1] != 1))
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -218,11 +194,6 @@ class Core:
     def num_swaps(self) -> int:
         """Requests whose blocks went to host memory."""
         return self.swapper.num_swaps if self.swapper is not None else 0
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.scheduler.has_unfinished)
 
     def step(self) -> list[Job]:
         """
@@ -236,7 +207,7 @@ class Core:
             jobs, self._interrupted = self._interrupted, []
             return jobs
         start = time.perf_counter()
-        with self.memory.step_lock:
+        with self.step_lock:
             with self.memory.lock:
                 batch = self.scheduler.schedule()
             try:
@@ -276,7 +247,8 @@ class Core:
             return None, []
         start = time.perf_counter()
         try:
-            logits = self._run_by_adapter(batch.items)
+            with self._autocast():
+                logits = self._run_by_adapter(batch.items)
         except BaseException as error:
             with self.memory.lock:
                 self.scheduler.fail_step()
@@ -292,14 +264,17 @@ class Core:
             self.cost.observe_prefill(num_tokens, time.perf_counter() - start)
         return logits, []
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
     def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        names: set[Any] = {sequence.request.namespace for sequence, _ in items}
+        names = {_adapter(sequence.request) for sequence, _ in items}
         if len(names) == 1:
             with use_adapter(self.model, names.pop()):
                 return self.runner.run(items)
         found: dict[int, Tensor] = {}
         for name in sorted(names, key=str):
-            places = [i for i, (sequence, _) in enumerate(items) if sequence.request.namespace == name]
+            places = [i for i, (sequence, _) in enumerate(items) if _adapter(sequence.request) == name]
             with use_adapter(self.model, name):
                 logits = self.runner.run([items[i] for i in places])
             ends = [i for i in places if not items[i][0].num_to_compute]
@@ -434,6 +409,10 @@ class Core:
             if all(other is job or other.is_closed for other, _ in request.payload) and not request.is_finished:
                 self._finish(request)
         job.is_closed = True
+
+
+def _adapter(request: Request) -> str | None:
+    return request.namespace if isinstance(request.namespace, str) else None
 
 
 def _take(logits: Tensor, places: list[int]) -> Tensor:

@@ -60,11 +60,6 @@ class Decoding(ABC):
         """Tokens of every returned sequence up to its own last, prompt and padding included."""
 
     @property
-    def cached_ids(self) -> torch.Tensor:
-        """`(num_rows, cached tokens + 1)` int64: the tokens whose keys and values a cache holds, then the last one."""
-        return self.input_ids
-
-    @property
     def can_split(self) -> bool:
         """Whether the rows may go on one by one."""
         return False

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
-import operator
-import reprlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..attention.masks import mask_observer
-from ..cache.memory import PagedMemory
+from ..cache.memory import PagedMemory, autocast_dtype
 from ..config import PagedConfig
 from .adapters import base_model, check_adapter
 from .assembly import empty_cache, make_core
-from .beam import BeamDecoding
 from .capability import packable
-from .core import Core, Job
-from .request import Request, Sequence
-from .results import EngineStats, RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
-from .sampling import request_decoding
+from .core import Core
+from .entries import Entry, new_entry
+from .job import Job
+from .prompts import Prompt
+from .readers import Reader, read_in_thread
+from .request import Request
+from .results import EngineStats, RequestOutput, RequestResult
 
 _COUNTS = ("num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")  # of a core
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
-Prompt = Any  # list[int], 1-D or (1, length) tensor, or str where the engine has a tokenizer
-
-
-@dataclass
-class _Entry:
-    """What the engine remembers of an unfinished request."""
-
-    request_id: str
-    request: Request
-    job: Job
-    prompt_ids: list[int]
-    added: float
-    text: TextTracker | None
-    record_logprobs: bool
-    queued: float | None = None
-    first_token: float | None = None
-    outbox: deque[RequestOutput] | None = None  # of whoever waits for this request
 
 
 class PagedEngine:
@@ -92,8 +72,10 @@ class PagedEngine:
         self.config = PagedConfig.coerce(config)
         self.tokenizer = tokenizer
         self._lock = threading.RLock()
-        self._entries: dict[str, _Entry] = {}
-        self._done: deque[RequestOutput] = deque()  # ended outside a step
+        self._entries: dict[str, Entry] = {}
+        self._unstarted: list[Entry] = []  # whose `max_time` does not run yet
+        self._done: deque[RequestOutput] = deque()  # still to be told: ended outside a step, or the step raised
+        self._unreported: deque[Job] = deque()  # of the last step
         self._numbers = itertools.count()  # of the ids that are made up
         self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
         self._core: Core | None = None
@@ -123,59 +105,56 @@ class PagedEngine:
         Args:
             input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, or `str`): The prompt.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`.
+                `max_time` counts from the step that first runs the request.
             request_id (`str`, *optional*): A name; one is made up otherwise.
             priority (`int`): Lower runs earlier; waiting makes up for any difference in the end.
-            logits_processor, stopping_criteria (*optional*): As in `generate`, over this request's rows.
-            streamer (*optional*): As in `generate`.
+            logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this request's rows.
+            streamer (*optional*): As in `generate`; gets the prompt at once. It is ended however the request ends.
             adapter (`str`, *optional*): The PEFT adapter to run with, `"__base__"` for none; else the active one.
             seed (`int`, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
             return_logprobs (`bool`): Record log-probabilities of the new tokens.
 
         Raises:
             ValueError: for a prompt that is empty or holds ids outside the vocabulary, an id in use, an adapter that
-                does not exist, options that contradict each other or that only `generate` serves.
+                does not exist, options that contradict each other, that only `generate` serves or that the engine's
+                config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         with self._lock:
             core = self._get_core()
             if request_id is None:
-                names = (f"request-{number}" for number in self._numbers)
-                request_id = next(name for name in names if name not in self._entries)
+                request_id = self._make_id()
             if request_id in self._entries:
                 raise ValueError(f"request id {request_id!r} is in use by an unfinished request: choose another")
             if adapter is not None:
                 check_adapter(self.model, adapter)
-            prompt = self._token_ids(input_ids)
-            generator = None
-            if seed is not None:
-                generator = torch.Generator(device=self.model.device).manual_seed(seed)
-            decoding = request_decoding(
+            entry = new_entry(
                 self.model,
-                prompt,
-                _as_config(generation_config),
+                self.tokenizer,
+                request_id,
+                input_ids,
+                generation_config,
+                priority=priority,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 streamer=streamer,
-                generator=generator,
-                tokenizer=self.tokenizer,
-                record_logprobs=return_logprobs,
+                adapter=adapter,
+                seed=seed,
+                return_logprobs=return_logprobs,
             )
-            request = Request(
-                request_id=request_id,
-                sequences=[Sequence(list(prompt))],
-                priority=priority,
-                namespace=adapter,
-                max_num_tokens=decoding.max_length,
-                num_rows=decoding.num_rows,
-            )
-            job = Job(decoding, [(request, index) for index in range(decoding.num_rows)])
             if not self._entries:
-                core.check_weights()
-            core.add(job)
-            text = TextTracker(self.tokenizer) if self.tokenizer is not None else None
-            job.state = _Entry(request_id, request, job, prompt, time.perf_counter(), text, return_logprobs)
-            self._entries[request_id] = job.state
-            self._num_prompt_tokens += len(prompt)
+                core.begin()
+            core.add(entry.job)
+            self._entries[request_id] = entry
+            if entry.limits:
+                self._unstarted.append(entry)
+            if streamer is not None:
+                try:
+                    streamer.put(entry.job.decoding.input_ids.cpu())
+                except BaseException:
+                    self._remove(entry, "error")
+                    raise
+            self._num_prompt_tokens += len(entry.prompt_ids)
             return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -201,33 +180,51 @@ class PagedEngine:
         One forward over whatever fits, and one token for each sequence that is ready. Requests that `generate` or
         `stream` wait for report to those.
         """
-        outputs: deque[RequestOutput] = deque()
         with self._lock:
-            outputs.extend(self._done)
+            outputs = deque(self._done)
             self._done.clear()
-            if not self._entries:
-                return list(outputs)
-            core = self._get_core()
+            try:
+                if self._entries:
+                    self._step(outputs)
+            except BaseException:
+                self._done.extendleft(reversed(outputs))
+                raise
+        return list(outputs)
+
+    def _step(self, outputs: deque[RequestOutput]) -> None:
+        core = self._get_core()
+        if not self._unreported:  # else telling what the last step did was interrupted
+            now = time.time()  # as the criteria count
+            for entry in self._unstarted:
+                for limit in entry.limits:
+                    limit.initial_timestamp = now
             token = mask_observer.set(None)
             try:
                 with torch.no_grad(), core.attention():
-                    jobs = core.step()
+                    self._unreported.extend(core.step())
             finally:
                 mask_observer.reset(token)
-            now = time.perf_counter()
-            for request in core.admitted:
-                entry: _Entry = request.payload[0][0].state
-                if entry.queued is None:
-                    entry.queued = now - entry.added
-            for job in jobs:
-                self._report(job, outputs)
-        return list(outputs)
+            self._note_admitted(core.admitted)
+        while self._unreported:
+            self._report(self._unreported[0], outputs)
+            self._unreported.popleft()
+
+    def _note_admitted(self, requests: list[Request]) -> None:
+        now = time.perf_counter()
+        for request in requests:
+            name: Any = request.request_id
+            entry = self._entries.get(name)
+            if entry is not None and entry.request is request and entry.queued is None:
+                entry.queued = now - entry.added
+                if entry.limits:
+                    self._unstarted.remove(entry)
 
     def generate(
         self,
         prompts: Iterable[Prompt],
         generation_config: Any = None,
         *,
+        attention_mask: Any = None,
         progress: bool = False,
         **options: Any,
     ) -> list[RequestResult]:
@@ -236,59 +233,38 @@ class PagedEngine:
         finish.
 
         Args:
-            prompts (iterable of `list[int]`, `torch.Tensor` or `str`): As in `add_request`.
+            prompts (iterable of `list[int]`, `torch.Tensor` or `str`): As in `add_request`. Rows of a 2-D tensor are
+                taken as they are, padding included, unless a mask is given.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for all, or one each.
+            attention_mask (`torch.Tensor`, *optional*): Of the shape of `prompts`, a 2-D tensor; zero where these are
+                padding, on the left or right, which is dropped.
             progress (`bool`): Show a progress bar (tqdm).
             options: Other arguments of `add_request`, for all.
+
+        Raises:
+            TypeError: for options that `add_request` does not have.
+            ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, and `request_id` or
+                `streamer` with several prompts.
         """
-        outbox: deque[RequestOutput] = deque()
-        results: list[RequestResult | None] = []
-        places: dict[str, int] = {}
-        with _progress(progress) as bar:
-            try:
-                self._add_all(prompts, generation_config, options, outbox, results, places)
-                bar.reset(len(results))
-                bar.update(len(results) - len(places))
-                for output in self._outputs(outbox, set(places)):
-                    if output.result is not None:
-                        results[places.pop(output.request_id)] = output.result
-                        bar.update(1)
-            finally:
-                self._cancel_all(places)
-        return [result for result in results if result is not None]
+        return Reader(self, prompts, generation_config, attention_mask, options).results(progress)
 
     def stream(
-        self, prompts: Iterable[Prompt], generation_config: Any = None, **options: Any
+        self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> Generator[RequestOutput, None, None]:
         """
         Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
-        iterator cancels what is left. Arguments are those of `generate`.
+        iterator cancels what is left. Arguments and errors are those of `generate`.
         """
-        outbox: deque[RequestOutput] = deque()
-        results: list[RequestResult | None] = []
-        places: dict[str, int] = {}
-        try:
-            self._add_all(prompts, generation_config, options, outbox, results, places)
-            yield from (RequestOutput(result.request_id, result=result) for result in results if result is not None)
-            for output in self._outputs(outbox, set(places)):
-                if output.finished:
-                    places.pop(output.request_id)
-                yield output
-        finally:
-            self._cancel_all(places)
+        return Reader(self, prompts, generation_config, attention_mask, options).stream()
 
-    async def astream(
-        self, prompts: Iterable[Prompt], generation_config: Any = None, **options: Any
+    def astream(
+        self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`stream` for `async for`: steps run in a worker thread, and several streams share them."""
-        stream = self.stream(prompts, generation_config, **options)
-        nothing = object()
-        try:
-            while (output := await asyncio.to_thread(next, stream, nothing)) is not nothing:
-                assert isinstance(output, RequestOutput)
-                yield output
-        finally:
-            stream.close()
+        """
+        `stream` for `async for`: steps run in a worker thread, and several streams share them. A reader that is
+        cancelled goes at once; its requests do after the step in progress.
+        """
+        return read_in_thread(self.stream(prompts, generation_config, attention_mask=attention_mask, **options))
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -339,9 +315,10 @@ class PagedEngine:
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools, block tables and reference counts agree."""
-        self.memory.check_integrity()
-        if self._core is not None:
-            self._core.blocks.check_integrity()
+        with self._lock, self.memory.lock:
+            self.memory.check_integrity()
+            if self._core is not None:
+                self._core.blocks.check_integrity()
 
     def free(self) -> None:
         """Cancels every request and gives every byte back. The engine can be used again."""
@@ -371,8 +348,7 @@ class PagedEngine:
         """The core; while nothing is in flight, another one if the model is no longer what it was made for."""
         if self._core is not None and self._entries:
             return self._core
-        kind = self.model.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = autocast_dtype(self.model.device)
         obstacle = packable(self.model, empty_cache(self.model, self.memory))
         made_for = (obstacle, self.model.dtype, self.model.device, autocast)
         if self._core is None or made_for != self._made_for:
@@ -387,173 +363,78 @@ class PagedEngine:
         """Gives the core and its memory up; what it counted stays."""
         self._past = {name: self._count(name) for name in _COUNTS}
         self._core, self.memory = None, PagedMemory(self.config)
+        self._unreported.clear()
 
     def _count(self, name: str) -> Any:
         return self._past.get(name, 0) + getattr(self._core, name, 0)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the prompt is text: make the engine with `tokenizer=`, or pass token ids")
-            prompt = self.tokenizer(prompt)["input_ids"]
-        if isinstance(prompt, torch.Tensor):
-            if prompt.dim() == 2 and len(prompt) == 1:
-                prompt = prompt[0]
-            if prompt.dim() != 1 or prompt.is_floating_point():
-                raise ValueError(
-                    f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: pass whole numbers of "
-                    "shape (length,) or (1, length), one request for each prompt"
-                )
-            prompt = prompt.tolist()
-        try:
-            token_ids = [None if isinstance(token, bool) else operator.index(token) for token in prompt]
-        except TypeError:  # not a sequence, or not of whole numbers
-            token_ids = [None]
-        if None in token_ids:
-            shown = reprlib.repr(prompt)
-            raise ValueError(f"the prompt is {shown}: pass token ids, one list of whole numbers for each request")
-        return cast(list[int], token_ids)
+    def _make_id(self) -> str:
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._entries)
 
-    def _add_all(
-        self,
-        prompts: Iterable[Prompt],
-        generation_config: Any,
-        options: dict[str, Any],
-        outbox: deque[RequestOutput],
-        results: list[RequestResult | None],
-        places: dict[str, int],
-    ) -> None:
-        """Queues requests that report to `outbox`; what cannot be queued has its result at once."""
-        if isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.dim() < 2):
-            raise ValueError("pass a list of prompts, or one prompt to `add_request`")
-        prompts = list(prompts)
-        configs = generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
-        if len(configs) == 1:
-            configs = list(configs) * len(prompts)
-        if len(configs) != len(prompts):
-            raise ValueError(f"{len(configs)} generation configs were passed for {len(prompts)} prompts")
-        for place, (prompt, config) in enumerate(zip(prompts, configs)):
-            results.append(None)
-            try:
-                with self._lock:
-                    request_id = self.add_request(prompt, config, **options)
-                    self._entries[request_id].outbox = outbox
-                places[request_id] = place
-            except Exception as error:
-                results[place] = RequestResult(f"prompt-{place}", _plain_ids(prompt), error=error)
-
-    def _outputs(self, outbox: deque[RequestOutput], unfinished: set[str]) -> Iterator[RequestOutput]:
-        """Steps until the requests `unfinished`, which report to `outbox`, have ended."""
-        while unfinished or outbox:
-            while outbox:
-                output = outbox.popleft()
-                if output.finished:
-                    unfinished.discard(output.request_id)
-                yield output
-            if unfinished:
-                with self._lock:
-                    if not outbox:
-                        self._done.extend(self.step())
-
-    def _cancel_all(self, request_ids: Iterable[str]) -> None:
+    def _add_for(
+        self, outbox: deque[RequestOutput], prompt: Prompt, generation_config: Any, options: dict[str, Any]
+    ) -> str:
+        """Queues a request that reports to `outbox`."""
         with self._lock:
-            for request_id in list(request_ids):
-                entry = self._entries.get(request_id)
-                if entry is not None:
+            request_id = self.add_request(prompt, generation_config, **options)
+            self._entries[request_id].outbox = outbox
+            return request_id
+
+    def _step_for(self, outbox: deque[RequestOutput], request_ids: set[str]) -> None:
+        """A step, unless one of another thread has put something into `outbox`, where these requests report."""
+        with self._lock:
+            if outbox:
+                return
+            entries = {name: self._entries.get(name) for name in request_ids}
+            gone = [name for name, entry in entries.items() if entry is None or entry.outbox is not outbox]
+            if gone:
+                raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
+            self._done.extend(self.step())
+
+    def _cancel_for(self, outbox: deque[RequestOutput]) -> None:
+        """Ends whatever reports to `outbox`, which nobody reads any more."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                if entry.outbox is outbox:
                     self._end(entry, "cancelled")
 
     def _report(self, job: Job, outputs: deque[RequestOutput]) -> None:
         """What a job's step means for whoever waits for its request."""
-        entry: _Entry | None = job.state
-        if entry is None or entry.request_id not in self._entries:
+        entry: Entry | None = job.state
+        if entry is None or self._entries.get(entry.request_id) is not entry:
             return
-        now = time.perf_counter() - entry.added
-        if job.error is not None:
-            failed = self._end(entry, "error", job.error)
-            self._emit(RequestOutput(failed.request_id, result=failed), entry, outputs)
-            return
-        if entry.first_token is None:
-            entry.first_token = now
-        tokens = job.new_tokens
-        text = None
-        if entry.text is not None and 0 in tokens:
-            text = entry.text.add([tokens[0]], last=job.is_done)
-        result = self._end(entry) if job.is_done else None
+        tokens, text, error = job.new_tokens, None, job.error
+        if error is not None:
+            tokens = {}  # of an earlier step
+        else:
+            if entry.first_token is None:
+                entry.first_token = time.perf_counter() - entry.added
+            if entry.text is not None and 0 in tokens:
+                try:
+                    text = entry.text.add([tokens[0]], last=job.is_done)
+                except Exception as failure:  # the tokenizer's
+                    error = failure
+        result = None
+        if error is not None or job.is_done:
+            result = self._end(entry, None if error is None else "error", error)
         self._emit(RequestOutput(entry.request_id, tokens, text, result), entry, outputs)
 
-    def _emit(self, output: RequestOutput, entry: _Entry, default: deque[RequestOutput]) -> None:
+    def _emit(self, output: RequestOutput, entry: Entry, default: deque[RequestOutput]) -> None:
         (default if entry.outbox is None else entry.outbox).append(output)
 
-    def _end(self, entry: _Entry, reason: str | None = None, error: Exception | None = None) -> RequestResult:
+    def _end(self, entry: Entry, reason: str | None = None, error: Exception | None = None) -> RequestResult:
         """Takes a request out and says how it ended; its blocks go back."""
-        request, job = entry.request, entry.job
-        if self._core is not None:
-            self._core.drop(job)
-        del self._entries[entry.request_id]
+        result = entry.result(reason, error)
         self._num_finished += 1
-        self._num_hit_tokens += request.num_hit_tokens
-        return RequestResult(
-            request_id=entry.request_id,
-            prompt_ids=entry.prompt_ids,
-            sequences=self._sequences(entry, reason),
-            error=error,
-            timings=Timings(entry.queued, entry.first_token, time.perf_counter() - entry.added),
-            num_prefix_hit_tokens=request.num_hit_tokens,
-            num_preemptions=request.num_preemptions,
-        )
+        self._num_hit_tokens += result.num_prefix_hit_tokens
+        self._remove(entry, reason)
+        return result
 
-    def _sequences(self, entry: _Entry, reason: str | None) -> list[SequenceResult]:
-        decoding, first = entry.job.decoding, len(entry.prompt_ids)
-        scores: list[float] | None = None
-        if isinstance(decoding, BeamDecoding):
-            if not decoding.is_done:  # nothing is settled
-                return [SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons]
-            scores = decoding.sequences_scores
-            ids = decoding.sequences[:, : decoding.config.num_return_sequences].flatten(0, 1)
-        else:
-            ids = decoding.input_ids
-        results = []
-        for i, (length, ended) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
-            token_ids = ids[i, first:length].tolist()
-            text = None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=True)
-            logprobs = decoding.logprobs[i] if entry.record_logprobs else None
-            score = None if scores is None else scores[i]
-            results.append(SequenceResult(token_ids, ended or reason or "cancelled", text, logprobs, score))
-        return results
-
-
-def _as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationConfig | None:
-    if value is None or isinstance(value, GenerationConfig):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"the generation config is {value!r}: pass a `GenerationConfig` or a dict of its options")
-    known = vars(GenerationConfig())
-    unknown = sorted(str(name) for name in value if name not in known)
-    if unknown:  # transformers would keep them as attributes that nobody reads
-        raise ValueError(f"`GenerationConfig` has no options {', '.join(unknown)}")
-    return GenerationConfig(**value)
-
-
-def _plain_ids(prompt: Prompt) -> list[int]:
-    with contextlib.suppress(TypeError, ValueError):
-        return [int(token) for token in prompt]
-    return []
-
-
-@contextlib.contextmanager
-def _progress(shown: bool) -> Iterator[Any]:
-    if not shown:
-        yield _NoBar()
-        return
-    from tqdm.auto import tqdm  # transformers depends on it
-
-    with tqdm(unit="request") as bar:
-        yield bar
-
-
-class _NoBar:
-    def reset(self, total: int) -> None:
-        pass
-
-    def update(self, count: int) -> None:
-        pass
+    def _remove(self, entry: Entry, reason: str | None) -> None:
+        if self._core is not None:
+            self._core.drop(entry.job)
+        del self._entries[entry.request_id]
+        if entry in self._unstarted:
+            self._unstarted.remove(entry)
+        entry.close(reason)

@@ -10,15 +10,19 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..attention.masks import mask_observer
+from ..cache.block_manager import UNCACHED
 from ..cache.paged_cache import PagedCache
 from .assembly import packed_core
 from .beam import BeamDecoding
 from .capability import packable
-from .core import Core, Job
+from .core import Core
+from .job import Job
 from .request import Request, Sequence
 from .sampling import SampleDecoding
 from .streaming import RowStreamers
 
+# Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
+MIN_CACHED_TOKENS = 128
 # What transformers passes beside the inputs and the engine has no use for.
 _PASSIVE = {"past_key_values", "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
@@ -100,7 +104,7 @@ class GenerateCall:
         job = self._job()
         token = mask_observer.set(None)
         try:
-            core.check_weights()
+            core.begin(check_weights=self._is_worth_keeping)
             core.add(job)
             while not job.is_done:
                 for ended in core.step():
@@ -110,6 +114,16 @@ class GenerateCall:
         finally:
             mask_observer.reset(token)
             core.drop(job)
+
+    @property
+    def _is_worth_keeping(self) -> bool:
+        """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
+        return len(self.input_ids) * self._max_length >= MIN_CACHED_TOKENS
+
+    @property
+    def _max_length(self) -> int:
+        length: int = self.stopping_criteria.max_length or self.generation_config.max_length
+        return length
 
     def _job(self) -> Job:
         config = self.generation_config
@@ -134,7 +148,6 @@ class GenerateCall:
                 streamer=None if by_row else self.streamer,
                 row_streamers=self.streamer.streamers if by_row else None,
             )
-        longest = self.stopping_criteria.max_length or config.max_length
         paddings = self._paddings()
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.input_ids), self.repeats):
@@ -142,8 +155,9 @@ class GenerateCall:
             request = Request(
                 request_id=f"row {row}",
                 sequences=[Sequence(prompt)],
-                max_num_tokens=longest - paddings[row],
+                max_num_tokens=self._max_length - paddings[row],
                 num_rows=self.repeats,
+                namespace=None if self._is_worth_keeping else UNCACHED,
             )
             rows += [(request, index) for index in range(self.repeats)]
         return Job(decoding, rows, keep_blocks)

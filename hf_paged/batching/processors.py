@@ -187,7 +187,7 @@ def together(scores: torch.Tensor, members: Sequence[Shareable]) -> torch.Tensor
         if column_wise is None or values.count(values[0]) == len(values):
             scores = first(None, scores)
         else:
-            dtype = torch.long if isinstance(values[0], int) else torch.double
+            dtype = torch.long if isinstance(first, known.TopKLogitsWarper) else torch.double
             column = torch.tensor(values, dtype=dtype, device=scores.device)[:, None]  # [rows, 1]
             scores = column_wise(first, scores, column)
     return scores

@@ -93,7 +93,8 @@ class Residency:
             more = manager.num_spanned(first, sequence.num_tokens, chunk, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
         if manager.has_room(needs, reserve):
-            request.num_hit_tokens += sum(sequence.num_computed_tokens for sequence in request.sequences)
+            if not request.num_preemptions and request.sequences[0].num_tokens == request.num_prompt_tokens:
+                request.num_hit_tokens = sum(sequence.num_computed_tokens for sequence in request.sequences)
             return True
         self.forget(request)
         return False

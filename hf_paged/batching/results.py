@@ -30,7 +30,7 @@ class SequenceResult:
     Args:
         token_ids (`list[int]`): The new tokens, up to and including the one that ended it.
         finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`.
-        text (`str`, *optional*): The new tokens decoded, when the engine has a tokenizer.
+        text (`str`, *optional*): The new tokens decoded, when the engine has a tokenizer (that can decode them).
         logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability under the model (full
             vocabulary, no processors) and under the distribution it was chosen from.
         score (`float`, *optional*): The score of a beam, length penalty included.
@@ -52,9 +52,9 @@ class RequestResult:
         request_id (`str`): As given to, or by, `add_request`.
         prompt_ids (`list[int]`): The prompt.
         sequences (`list[SequenceResult]`): One, or `num_return_sequences`, best beam first.
-        error (`Exception`, *optional*): What ended the request early.
+        error (`Exception`, *optional*): What ended the request early, or what the tokenizer raised over its tokens.
         timings ([`Timings`]): When what happened.
-        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache.
+        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when it was first admitted.
         num_preemptions (`int`): How often the request had to give its blocks up.
     """
 
@@ -159,10 +159,11 @@ class TextTracker:
         self._start = self._shown = 0  # tokens decoded for context; tokens whose text was given out
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
-        """What `token_ids` add to the text so far."""
-        self.token_ids += token_ids
-        before = self._decode(self.token_ids[self._start : self._shown])
-        now = self._decode(self.token_ids[self._start :])
+        """What `token_ids` add to the text so far. If the tokenizer raises, they have not been added."""
+        token_ids = self.token_ids + token_ids
+        before = self._decode(token_ids[self._start : self._shown])
+        now = self._decode(token_ids[self._start :])
+        self.token_ids = token_ids
         # half a character decodes to the replacement character until its other bytes come
         if not last and (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")):
             return ""

@@ -270,9 +270,7 @@ class Scheduler:
                 if not sequence.is_finished and sequence.num_to_compute:
                     left -= self._advance(request, sequence, left, chunks, may_preempt=False)
             if left == before:  # one group is short of blocks, though not all together
-                self._stop(request)
-                self._residency.send_out(request)
-                self._waiting.push(request)
+                self._suspend(request)
                 return
             batch.admitted.append(request)
 
@@ -289,9 +287,19 @@ class Scheduler:
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
                 sequence.num_answered_tokens = sequence.num_tokens
+        self._suspend(request)
+
+    def _suspend(self, request: Request) -> None:
+        """Takes a running request's blocks and puts it back in the queue."""
         self._stop(request)
-        self._residency.send_out(request)
-        self._waiting.push(request)
+        try:
+            self._residency.send_out(request)
+        except BaseException:  # no memory to swap to, or interrupted: compute it anew
+            self._residency.forget_swapped(request)
+            self._residency.forget(request)
+            raise
+        finally:
+            self._waiting.push(request)
 
     def _stop(self, request: Request) -> None:
         """Takes a running request out; its blocks are the caller's to see to."""

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerationMixin
 from ..attention.switch import use_paged_attention
 from ..cache.block_table import BlockTable
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
-from ..cache.memory import PagedMemory
+from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
@@ -110,7 +110,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     plain = torch.stack([expected[row, end - 1] for row, end in positions]).float()
     gap = _gap(plain, found.float())
-    half = HALF_TOLERANCE.get(model.dtype)  # not the logits' own, which some models widen
+    half = HALF_TOLERANCE.get(autocast_dtype(model.device) or model.dtype)  # some models widen their logits
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):  # NaN too
         return f"packed, its logits are {worst:.1e} standard deviations from those of a sequence alone"

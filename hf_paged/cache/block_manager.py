@@ -10,6 +10,8 @@ from .block_table import BlockTable
 from .prefix_index import Node, PrefixIndex
 
 ALL_NAMESPACES = object()
+UNCACHED = object()
+"""The namespace of sequences that the prefix cache neither serves nor keeps."""
 
 
 @dataclass
@@ -246,7 +248,7 @@ class BlockManager:
         Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
         last token, whose logits somebody wants. Returns the number of its tokens.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.block_size
         path = self.index.find(token_ids, namespace, (len(token_ids) - 1) // size)
@@ -264,7 +266,7 @@ class BlockManager:
         """Names the full blocks below `num_tokens` that have no name yet. Costs nothing where none got full."""
         size = self.block_size
         full, number = num_tokens // size, blocks.num_registered
-        if full <= number or not self.prefix_caching:
+        if full <= number or not self.prefix_caching or namespace is UNCACHED:
             return
         if blocks.epoch < max(self._dropped.get(namespace, 0), self._dropped.get(ALL_NAMESPACES, 0)):
             return

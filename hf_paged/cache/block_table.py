@@ -39,11 +39,14 @@ class BlockTable:
 
     @property
     def shared_tail(self) -> int | None:
-        """The partly filled tail block, if other tables hold it too."""
+        """
+        The partly filled tail block, if it must not be written to: other tables hold it too, or the prefix cache knows
+        its content (it was full before it was cut).
+        """
         if self.num_tokens % self.block_size == 0 or not self.block_ids:
             return None
         tail = self.block_ids[-1]
-        return tail if self.pool.refcount(tail) > 1 else None
+        return tail if self.pool.refcount(tail) > 1 or self.pool.is_kept(tail) else None
 
     def num_needed(self, num_tokens: int) -> int:
         """Blocks that `append(num_tokens)` takes, copy-on-write included."""
@@ -138,5 +141,8 @@ def num_blocks_needed(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -
         needed += table.num_new_blocks(count)
         if count and (tail := table.shared_tail) is not None:
             writers[tail] += 1
-    # the last holder of a block writes to it in place
-    return needed + sum(min(count, tables[0].pool.refcount(tail) - 1) for tail, count in writers.items())
+    pool = tables[0].pool if tables else BlockPool()
+    # the last holder of a block writes to it in place, unless its content is to be kept
+    return needed + sum(
+        count if pool.is_kept(tail) else min(count, pool.refcount(tail) - 1) for tail, count in writers.items()
+    )

@@ -135,7 +135,9 @@ class _State:
         if isinstance(value, types.MethodType):
             return "method", value.__func__.__qualname__, self._value(value.__self__, depth + 1)
         if isinstance(value, types.FunctionType):
-            return "function", value.__qualname__, id(value.__code__), [*map(self._cell, value.__closure__ or ())]
+            code = hashlib.sha256(marshal.dumps(value.__code__)).hexdigest()
+            defaults = self._value((value.__defaults__, value.__kwdefaults__), depth + 1)
+            return "function", value.__qualname__, code, defaults, [*map(self._cell, value.__closure__ or ())]
         return "object", kind.__qualname__
 
     def _cell(self, cell: types.CellType) -> Any:

@@ -166,7 +166,6 @@ class PagedMemory:
     def __init__(self, config: PagedConfig) -> None:
         self.config = config
         self.lock = threading.RLock()
-        self.step_lock = threading.RLock()  # held from scheduling to the end of the forward: one step at a time
         self.groups: dict[Hashable, GroupMemory] = {}
         self.manager: BlockManager | None = None  # tables of the engine's sequences, and the prefix cache
         self.manager_keys: tuple[Hashable, ...] = ()
@@ -313,6 +312,11 @@ class PagedMemory:
             total = self.config.num_blocks
             if total is not None and self.num_used + self.num_cached > total:
                 raise AssertionError(f"{self.num_used} blocks in use, {self.num_cached} cached, the budget is {total}")
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on `device`, in this thread now; `None` if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def free_bytes(device: torch.device) -> int:

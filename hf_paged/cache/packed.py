@@ -108,6 +108,7 @@ class PackedLayer(cache_utils.DynamicLayer):
     def _init_packed(self, group: LayerGroup, index: int) -> None:
         self.group, self.index = group, index
         self.step: PackedStep | None = None
+        self._handles: list[PackedTensor | None] = [None, None]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -128,7 +129,21 @@ class PackedLayer(cache_utils.DynamicLayer):
         with group.memory.lock:
             blocks = group.blocks.layer(group, self.index, key_states, value_states, is_empty=False)
             storage.store(key_states, value_states, blocks.keys, blocks.values, step.slots)
-        return PackedTensor(step, blocks.keys, key_states), PackedTensor(step, blocks.values, value_states)
+        return self._handle(0, step, blocks.keys, key_states), self._handle(1, step, blocks.values, value_states)
+
+    def _handle(self, which: int, step: PackedStep, blocks: torch.Tensor, fresh: torch.Tensor) -> PackedTensor:
+        """A handle of the last step again where shapes allow: making one costs as much as a small kernel."""
+        handle = self._handles[which]
+        if handle is None or (handle.shape, handle.stride(), handle.dtype) != (fresh.shape, fresh.stride(), fresh.dtype):
+            handle = self._handles[which] = PackedTensor(step, blocks, fresh)
+        handle.step, handle.blocks, handle.fresh = step, blocks, fresh
+        return handle
+
+    def release(self) -> None:
+        """The step is over: its states need not be kept."""
+        for handle in self._handles:
+            if handle is not None:
+                del handle.step, handle.blocks, handle.fresh
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: blocks exist before the step."""
@@ -197,3 +212,5 @@ class PackedCache(cache_utils.DynamicCache):
         for number, layers in enumerate(self._members):
             for layer in layers:
                 layer.step = None if steps is None else steps[number]
+                if steps is None:
+                    layer.release()

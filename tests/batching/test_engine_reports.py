@@ -1,0 +1,319 @@
+"""Whatever goes wrong on the way from a step to its reader, every request ends once, told to whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, MaxTimeCriteria
+
+from hf_paged import PagedConfig, PagedEngine
+from tests import models
+from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.batching.test_engine import Recorder, engine_of
+from tests.test_faults import Countdown, FailingProcessor, OnPurpose
+
+GREEDY = MODES["greedy"]
+LONG = {"do_sample": False, "max_new_tokens": 400}
+
+
+class Force(LogitsProcessor):
+    """Leaves one token to choose."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.token] = 0
+        return forced
+
+
+class Fussy:
+    """A tokenizer that cannot decode the token 77, piece by piece or at the end of a text of `length` tokens."""
+
+    def __init__(self, length: int | None = None, error: type[BaseException] = OnPurpose) -> None:
+        self.length, self.error = length, error
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        if 77 in token_ids and self.length in (None, len(token_ids)):
+            raise self.error("no such token")
+        return "".join(f" {token}" for token in token_ids)
+
+
+# ------------------------------------------------------------------------------------------------- text that fails
+
+
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
+@pytest.mark.parametrize("when", ["first piece", "end"])
+def test_a_tokenizer_that_raises_fails_that_request_alone(mode: str, when: str) -> None:
+    texts = prompts(9, 12, 7)
+    count = MODES[mode]["max_new_tokens"]
+    tokenizer = Fussy(None if when == "first piece" else count)
+    with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=tokenizer) as engine:
+        engine.add_request(texts[0], GREEDY, request_id="first", logits_processor=[Force(50)])
+        engine.add_request(texts[1], MODES[mode], request_id="bad", logits_processor=[Force(77)], seed=1)
+        engine.add_request(texts[2], GREEDY, request_id="last", logits_processor=[Force(51)])
+        told: dict[str, list[int]] = {}
+        results: dict[str, Any] = {}
+        while engine.has_unfinished:
+            for output in engine.step():
+                if 0 in output.new_tokens:
+                    told.setdefault(output.request_id, []).append(output.new_tokens[0])
+                if output.result is not None:
+                    results[output.request_id] = output.result
+        assert_drained(engine)
+    bad = results.pop("bad")
+    assert isinstance(bad.error, OnPurpose) and bad.text is None
+    streamed = when == "first piece" and mode != "beams"
+    assert len(bad.token_ids) == (1 if streamed else count) and set(bad.token_ids) == {77}
+    assert bad.finish_reason == ("error" if streamed else "length")
+    assert mode == "beams" or told["bad"] == bad.token_ids
+    for name, token in (("first", 50), ("last", 51)):
+        assert told[name] == results[name].token_ids == [token] * 20
+        assert results[name].text == f" {token}" * 20 and results[name].error is None
+
+
+def test_an_interrupted_report_is_made_in_the_next_step() -> None:
+    """Nothing of the step is lost: neither what was told already nor what was still to be told."""
+    texts = prompts(9, 12, 7)
+    tokenizer = Fussy(error=KeyboardInterrupt)
+    with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=tokenizer) as engine:
+        for i, token in enumerate((50, 77, 51)):
+            options = {**GREEDY, "max_new_tokens": 3}
+            engine.add_request(texts[i], options, request_id=str(i), logits_processor=[Force(token)])
+        engine.add_request(texts[0], GREEDY, request_id="cancelled")
+        engine.cancel("cancelled")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        tokenizer.error = OnPurpose
+        outputs = [output for _ in range(10) for output in engine.step()]
+        assert_drained(engine)
+    tokens = {name: [o.new_tokens[0] for o in outputs if o.request_id == name and o.new_tokens] for name in "012"}
+    assert tokens == {"0": [50] * 3, "1": [77], "2": [51] * 3}
+    assert [o.text for o in outputs if o.request_id == "0"] == [" 50"] * 3
+    ends = sorted(o.request_id for o in outputs if o.finished)
+    assert ends == ["0", "1", "2", "cancelled"]
+
+
+def test_results_already_there_survive_a_step_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises() -> None:
+        raise OnPurpose
+
+    with engine_of() as engine:
+        for name in "abc":
+            engine.add_request([5, 6, 7], GREEDY, request_id=name)
+        engine.step()
+        engine.cancel("a")
+        engine.cancel("b")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core, "step", raises)
+            for _ in range(2):
+                with pytest.raises(OnPurpose):
+                    engine.step()
+        assert [o.request_id for o in engine.step()] == ["a", "b", "c"]
+
+
+def test_a_reader_whose_request_is_gone_does_not_wait_for_ever() -> None:
+    with engine_of() as engine:
+        for other in (None, "mine"):  # the id may be somebody else's by then
+            stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
+            next(stream)
+            engine._remove(engine._entries["mine"], "error")
+            if other is not None:
+                engine.add_request([5, 6], GREEDY, request_id=other)
+            with pytest.raises(RuntimeError, match=r"'mine'.*gone"):
+                for _ in stream:
+                    pass
+        assert list(engine._entries) == ["mine"], "the other's request was cancelled"
+
+
+def test_an_interrupted_step_says_nothing_of_the_next_request_of_that_id() -> None:
+    class Interrupts(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            if value.dim() == 1:
+                raise KeyboardInterrupt
+
+    with engine_of() as engine:
+        engine.add_request([5, 6, 7], GREEDY, request_id="a", streamer=Interrupts())
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine.cancel("a")
+        engine.add_request([8, 9, 10], GREEDY, request_id="a")
+        outputs = [output for _ in range(30) for output in engine.step()]
+        assert_drained(engine)
+    cancelled, result = [o.result for o in outputs if o.result is not None]
+    assert (cancelled.prompt_ids, cancelled.finish_reason) == ([5, 6, 7], "cancelled")
+    assert_same_as_lone(lone_run(models.get("llama"), [8, 9, 10], GREEDY), result, GREEDY, "same id")
+
+
+# ------------------------------------------------------------------------------------------------- asynchronous readers
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancelled"])
+def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, go_on = threading.Event(), threading.Event()
+    errors: list[Any] = []
+
+    async def read(engine: PagedEngine) -> None:
+        async for _ in engine.astream([[5, 6, 7]], LONG):
+            pass
+
+    async def main(engine: PagedEngine) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        if how == "timeout":
+            with pytest.raises((TimeoutError, asyncio.TimeoutError)):
+                await asyncio.wait_for(read(engine), 0.3)
+        else:
+            task = asyncio.ensure_future(read(engine))
+            await asyncio.to_thread(running.wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert running.is_set() and engine._entries, "the step was meant to be in progress"
+        go_on.set()
+
+    with engine_of() as engine:
+        engine.generate([[5, 6]], GREEDY)
+        step = engine._core.step
+
+        def slow() -> Any:
+            running.set()
+            assert go_on.wait(60)
+            return step()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._core, "step", slow)
+            asyncio.run(main(engine))  # ends with the worker threads
+        assert_drained(engine)
+        assert not errors
+        assert engine.generate([[5, 6]], GREEDY)[0].error is None
+
+
+# ------------------------------------------------------------------------------------------------------- streamers
+
+
+@pytest.mark.parametrize("how", ["cancelled", "freed", "failed", "closed", "raises"])
+def test_streamers_are_ended_however_the_request_ends(how: str) -> None:
+    class Streamer(Recorder):
+        def end(self) -> None:
+            super().end()
+            if how == "raises":
+                raise OnPurpose
+
+    streamer = Streamer()
+    with engine_of() as engine:
+        if how == "closed":
+            stream = engine.stream([[5, 6, 7]], LONG, streamer=streamer)
+            next(stream)
+            stream.close()
+        else:
+            own = {"logits_processor": [FailingProcessor(Countdown(2, OnPurpose))]} if how == "failed" else {}
+            engine.add_request([5, 6, 7], LONG, request_id="a", streamer=streamer, **own)
+            engine.step()
+            if how == "freed":
+                engine.free()
+            elif how != "failed":
+                engine.cancel("a")
+            assert run_all(engine)["a"].finish_reason == ("error" if how == "failed" else "cancelled")
+        assert_drained(engine)
+    assert streamer.ended == 1 and len(streamer.values) >= 2
+
+
+def test_a_request_that_is_refused_puts_nothing_to_its_streamer() -> None:
+    streamer = Recorder()
+    with engine_of(num_blocks=4) as engine:
+        with pytest.raises(RuntimeError, match="blocks"):
+            engine.add_request([5, 6, 7], LONG, streamer=streamer)
+        with pytest.raises(ValueError, match="priority"):
+            engine.add_request([5, 6, 7], GREEDY, streamer=streamer, priority="high")  # type: ignore[arg-type]
+        assert streamer.values == [] and not engine.has_unfinished
+
+
+# ------------------------------------------------------------------------------------------------- what else is told
+
+
+class Clock(LogitsProcessor):
+    """A second passes with every token."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.now += 1
+        return scores
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}])
+def test_max_time_counts_from_the_first_step_of_the_request(mode: dict[str, Any]) -> None:
+    clock = Clock()
+    own = MaxTimeCriteria(max_time=5.5, initial_timestamp=clock.now)
+    with pytest.MonkeyPatch.context() as patch, engine_of(max_num_seqs=1) as engine:
+        patch.setattr(time, "time", lambda: clock.now)
+        options = {**GREEDY, "eos_token_id": None, **mode}
+        engine.add_request([5, 6, 7], {**options, "num_beams": 1}, request_id="before", logits_processor=[clock])
+        engine.add_request([5, 6, 8], {**options, "max_time": 5.5}, request_id="limited", logits_processor=[clock])
+        engine.add_request([5, 6, 9], options, request_id="own", stopping_criteria=[own])
+        results = run_all(engine)
+    assert len(results["before"].token_ids) == 20
+    assert len(results["limited"].token_ids) == 6 and results["limited"].finish_reason == "criteria"
+    assert len(results["own"].token_ids) == 1, "a criterion of the caller's own keeps its time"
+
+
+def test_hit_tokens_are_those_of_the_prompt_when_it_was_first_admitted() -> None:
+    texts = prompts(20, 20, 20, 20)
+    with engine_of(num_blocks=14, preemption="recompute") as engine:
+        options = {"do_sample": False, "max_new_tokens": 40}
+        results = engine.generate(texts, options)
+        assert sum(result.num_preemptions for result in results) > 0, "nobody was computed anew"
+        assert [result.num_prefix_hit_tokens for result in results] == [0] * 4
+        assert engine.stats().num_prefix_hit_tokens == 0
+
+
+def test_integrity_is_checked_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of() as engine:
+        engine.generate([[5, 6]], GREEDY)
+        free: list[bool] = []
+
+        def check() -> None:
+            for lock in (engine._lock, engine.memory.lock):
+                thread = threading.Thread(target=lambda lock=lock: free.append(lock.acquire(blocking=False)))
+                thread.start()
+                thread.join()
+
+        assert engine._core is not None
+        for part in (engine.memory, engine._core.blocks):
+            monkeypatch.setattr(part, "check_integrity", check)
+        engine.check_integrity()
+    assert free == [False] * 4
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
+@pytest.mark.parametrize("how", ["ends", "cancelled"])
+def test_an_ended_requests_tensors_go_at_once(how: str, mode: str) -> None:
+    with PagedEngine(models.get("llama"), PagedConfig(block_size=8)) as engine, no_collection():
+        engine.add_request([5, 6, 7], MODES[mode], request_id="a")
+        decoding = weakref.ref(engine._entries["a"].job.decoding)
+        engine.step()
+        if how == "cancelled":
+            engine.cancel("a")
+        assert sorted(run_all(engine)) == ["a"]
+        assert decoding() is None, "what it holds waits for the next collection"

@@ -1,0 +1,116 @@
+"""Several callers on one model: threads, adapters, autocast, caches that are written to after they were returned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import hf_paged
+from hf_paged import PagedEngine
+from tests import models
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
+
+
+def in_threads(*functions: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
+    """The active adapter is the model's, so one forward runs at a time, whoever asks."""
+    base, ids = models.build("llama"), models.token_ids(1, 40)
+    lora = dict(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(base, LoraConfig(**lora), adapter_name="x").eval()
+    model.add_adapter("y", LoraConfig(**lora))
+    plain = {}
+    for name in ("y", "x"):
+        model.set_adapter(name)
+        plain[name] = model.generate(input_ids=ids, **GREEDY)[0, 40:].tolist()
+    assert plain["x"] != plain["y"]
+
+    def engine(name: str) -> None:
+        with PagedEngine(model, {"block_size": 8}) as engine:
+            for _ in range(6):
+                result = engine.generate([ids[0].tolist()], GREEDY, adapter=name)[0]
+                assert result.token_ids == plain[name], name
+
+    def generate() -> None:
+        for _ in range(6):
+            output = model.generate(input_ids=ids, **GREEDY, **models.PAGED)
+            assert output[0, 40:].tolist() == plain["x"]
+
+    in_threads(lambda: engine("y"), lambda: engine("x"), generate)
+    assert model.active_adapter == "x"
+    generate()
+
+
+def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
+    """A full block that is cut and filled anew is copied first: others find it by its old tokens."""
+    model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
+    expected = model.generate(**inputs, **GREEDY)
+    for _ in range(2):
+        output = model.generate(**inputs, **GREEDY, **models.PAGED, return_dict_in_generate=True)
+        assert torch.equal(expected, output.sequences)
+        cache = output.past_key_values
+        cache.crop(-(cache.get_seq_length() - 12))  # into the middle of the second block
+        with torch.no_grad():
+            model(models.token_ids(2, 9, seed=7), past_key_values=cache)
+        hf_paged.check_integrity(model)
+        del output, cache
+        assert torch.equal(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
+
+
+def test_forwards_compute_as_when_the_request_was_added() -> None:
+    """Autocast belongs to a thread: another thread's steps must not mix precisions in one prefix cache."""
+    model, prompt = models.build("llama"), models.token_ids(1, 40)[0].tolist()
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine.add_request(prompt, GREEDY)
+        while engine.has_unfinished:
+            engine.step()
+        assert engine.memory.groups[("self", None)].storage.layers[0].values.dtype == torch.bfloat16
+        assert engine.generate([prompt], GREEDY)[0].num_prefix_hit_tokens == 0
+        expected = model.generate(torch.tensor([prompt]), **GREEDY)[0, 40:].tolist()
+        assert engine.generate([prompt], GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_verdict_under_autocast_is_not_one_outside(first: bool) -> None:
+    model, inputs = models.build("llama"), models.prompt("llama")
+    for enabled in (first, not first):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            model.generate(**inputs, **GREEDY, **models.PAGED)
+        route = hf_paged.last_route(model)
+        assert route is not None and route.road == "engine", (enabled, route)
+
+
+def test_a_value_of_one_request_does_not_round_another_s() -> None:
+    """`min_p=1` is a whole number, 0.5 is not: run together they keep their own."""
+    model, prompts = models.get("llama"), models.token_ids(2, 9).tolist()
+    configs = [{"do_sample": True, "min_p": value, "max_new_tokens": 30} for value in (1, 0.5)]
+    alone = []
+    for prompt, config in zip(prompts, configs):
+        torch.manual_seed(3)
+        alone.append(model.generate(torch.tensor([prompt]), **config)[0, 9:].tolist())
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        results = engine.generate(prompts, configs, seed=3)
+    assert [result.token_ids for result in results] == alone

@@ -134,7 +134,8 @@ class PackedLayer(cache_utils.DynamicLayer):
     def _handle(self, which: int, step: PackedStep, blocks: torch.Tensor, fresh: torch.Tensor) -> PackedTensor:
         """A handle of the last step again where shapes allow: making one costs as much as a small kernel."""
         handle = self._handles[which]
-        if handle is None or (handle.shape, handle.stride(), handle.dtype) != (fresh.shape, fresh.stride(), fresh.dtype):
+        same = handle is not None and handle.shape == fresh.shape and handle.stride() == fresh.stride()
+        if handle is None or not same or handle.dtype != fresh.dtype:
             handle = self._handles[which] = PackedTensor(step, blocks, fresh)
         handle.step, handle.blocks, handle.fresh = step, blocks, fresh
         return handle
@@ -143,7 +144,7 @@ class PackedLayer(cache_utils.DynamicLayer):
         """The step is over: its states need not be kept."""
         for handle in self._handles:
             if handle is not None:
-                del handle.step, handle.blocks, handle.fresh
+                handle.__dict__.clear()
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: blocks exist before the step."""

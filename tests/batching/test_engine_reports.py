@@ -40,11 +40,11 @@ class Force(LogitsProcessor):
 class Fussy:
     """A tokenizer that cannot decode the token 77, piece by piece or at the end of a text of `length` tokens."""
 
-    def __init__(self, length: int | None = None, error: type[BaseException] = OnPurpose) -> None:
+    def __init__(self, length: int | None = None, error: type[BaseException] | None = OnPurpose) -> None:
         self.length, self.error = length, error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        if 77 in token_ids and self.length in (None, len(token_ids)):
+        if self.error is not None and 77 in token_ids and self.length in (None, len(token_ids)):
             raise self.error("no such token")
         return "".join(f" {token}" for token in token_ids)
 
@@ -82,24 +82,26 @@ def test_a_tokenizer_that_raises_fails_that_request_alone(mode: str, when: str) 
         assert results[name].text == f" {token}" * 20 and results[name].error is None
 
 
-def test_an_interrupted_report_is_made_in_the_next_step() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupted_report_is_made_in_the_next_step(count: int) -> None:
     """Nothing of the step is lost: neither what was told already nor what was still to be told."""
     texts = prompts(9, 12, 7)
     tokenizer = Fussy(error=KeyboardInterrupt)
     with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=tokenizer) as engine:
         for i, token in enumerate((50, 77, 51)):
-            options = {**GREEDY, "max_new_tokens": 3}
+            options = {**GREEDY, "max_new_tokens": count}
             engine.add_request(texts[i], options, request_id=str(i), logits_processor=[Force(token)])
         engine.add_request(texts[0], GREEDY, request_id="cancelled")
         engine.cancel("cancelled")
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        tokenizer.error = OnPurpose
+        tokenizer.error = None
         outputs = [output for _ in range(10) for output in engine.step()]
         assert_drained(engine)
     tokens = {name: [o.new_tokens[0] for o in outputs if o.request_id == name and o.new_tokens] for name in "012"}
-    assert tokens == {"0": [50] * 3, "1": [77], "2": [51] * 3}
-    assert [o.text for o in outputs if o.request_id == "0"] == [" 50"] * 3
+    assert tokens == {"0": [50] * count, "1": [77] * count, "2": [51] * count}
+    for name, token in (("0", 50), ("1", 77)):
+        assert [o.text for o in outputs if o.request_id == name] == [f" {token}"] * count
     ends = sorted(o.request_id for o in outputs if o.finished)
     assert ends == ["0", "1", "2", "cancelled"]
 
@@ -122,7 +124,14 @@ def test_results_already_there_survive_a_step_that_raises(monkeypatch: pytest.Mo
         assert [o.request_id for o in engine.step()] == ["a", "b", "c"]
 
 
-def test_a_reader_whose_request_is_gone_does_not_wait_for_ever() -> None:
+def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    countdown, step = Countdown(60, OnPurpose), PagedEngine.step
+
+    def counted(self: PagedEngine) -> Any:
+        countdown()
+        return step(self)
+
+    monkeypatch.setattr(PagedEngine, "step", counted)
     with engine_of() as engine:
         for other in (None, "mine"):  # the id may be somebody else's by then
             stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
@@ -187,7 +196,7 @@ def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatc
 
         def slow() -> Any:
             running.set()
-            assert go_on.wait(60)
+            assert go_on.wait(20)
             return step()
 
         with monkeypatch.context() as patch:
@@ -283,9 +292,14 @@ def test_integrity_is_checked_between_steps(monkeypatch: pytest.MonkeyPatch) -> 
         engine.generate([[5, 6]], GREEDY)
         free: list[bool] = []
 
+        def ask(lock: Any) -> None:
+            free.append(lock.acquire(blocking=False))
+            if free[-1]:
+                lock.release()
+
         def check() -> None:
             for lock in (engine._lock, engine.memory.lock):
-                thread = threading.Thread(target=lambda lock=lock: free.append(lock.acquire(blocking=False)))
+                thread = threading.Thread(target=ask, args=(lock,))
                 thread.start()
                 thread.join()
 

@@ -114,6 +114,8 @@ class GenerateCall:
         finally:
             mask_observer.reset(token)
             core.drop(job)
+            for request, _ in job.rows:  # no cycle: what the decoding holds goes with it
+                request.payload = None
 
     @property
     def _is_worth_keeping(self) -> bool:

@@ -32,7 +32,7 @@ struct AttentionCall {
 
 namespace {
 
-constexpr int64_t kAlone = 1 << 17;  // elements of K and V up to which one thread does it all
+constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread does it all
 
 struct Span { int64_t row, head, low, high, partial; };  // partial: slot of an unmerged part, -1 if it is the whole row
 

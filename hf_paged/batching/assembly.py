@@ -17,7 +17,6 @@ from ..cache.block_pool import BlockPool
 from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.swap import BlockSwapper
-from .capability import packable
 from .core import Core
 from .cost import CostModel
 from .request import Request
@@ -33,14 +32,11 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
 
 
-def make_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) -> Core:
-    """A packed core if the model allows it, else one that runs row by row; `Core.obstacle` says why."""
-    obstacle = packable(model, cache)
+def make_core(model: PreTrainedModel, cache: PagedCache, obstacle: str | None, *, max_num_seqs: int) -> Core:
+    """A packed core, or one that runs row by row if `obstacle` (`capability.packable`) says why it cannot be packed."""
     if obstacle is None:
         return packed_core(model, cache, max_num_seqs=max_num_seqs)
-    core = row_core(model, cache, max_num_seqs=max_num_seqs)
-    core.obstacle = obstacle
-    return core
+    return row_core(model, cache, obstacle, max_num_seqs=max_num_seqs)
 
 
 def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) -> Core:
@@ -73,10 +69,9 @@ def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int)
         preempt=choose if cost is not None else config.preemption,
         swapper=swapper,
     )
-    configs = switchable_configs(model)
-    core = Core(model, memory, blocks, PackedRunner(model, cache), scheduler, cost, lambda: use_configs(configs))
-    core.swapper = swapper
-    return core
+    runner = PackedRunner(model, cache)
+    attention = functools.partial(use_configs, switchable_configs(model))
+    return Core(model, memory, blocks, runner, scheduler, cost, attention, swapper=swapper)
 
 
 class MeasuredSwapper(BlockSwapper):
@@ -124,7 +119,7 @@ def _manager(cache: PagedCache) -> BlockManager:
     return memory.manager
 
 
-def row_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) -> Core:
+def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_num_seqs: int) -> Core:
     """
     A core that runs each sequence by itself. Blocks are accounted for in pools that only count, under the same budget;
     the sequences' caches take the real ones, of which there are never more.
@@ -152,9 +147,9 @@ def row_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) ->
     scheduler = Scheduler(
         blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, preempt="recompute", swapper=None
     )
-    configs = switchable_configs(model)
     runner = RowRunner(model, memory)
-    return Core(model, memory, blocks, runner, scheduler, None, lambda: use_configs(configs), states=runner)
+    attention = functools.partial(use_configs, switchable_configs(model))
+    return Core(model, memory, blocks, runner, scheduler, None, attention, states=runner, obstacle=obstacle)
 
 
 @functools.lru_cache

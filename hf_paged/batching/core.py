@@ -65,6 +65,8 @@ class Core:
         cost ([`CostModel`], *optional*): Is told how long prefills take.
         attention (`Callable`): A context in which the model's attention is `"hf_paged"`.
         states ([`States`], *optional*): What the runner holds of sequences beside their blocks.
+        swapper ([`BlockSwapper`], *optional*): Counts in `num_swaps` the requests whose blocks went to host memory.
+        obstacle (`str`, *optional*): Why the model does not run packed.
     """
 
     def __init__(
@@ -77,14 +79,15 @@ class Core:
         cost: CostModel | None,
         attention: Callable[[], AbstractContextManager[Any]],
         states: States | None = None,
+        swapper: Any = None,
+        obstacle: str | None = None,
     ) -> None:
         self.model, self.memory, self.blocks = model, memory, blocks
         self.runner, self.scheduler, self.cost = runner, scheduler, cost
         self.attention, self.states = attention, states
         self.step_lock = step_lock(model)
         self.autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
-        self.swapper: Any = None
-        self.obstacle: str | None = None  # why the model does not run packed
+        self.swapper, self.obstacle = swapper, obstacle
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
         self.seconds = 0.0
         self.admitted: list[Request] = []  # in the last step

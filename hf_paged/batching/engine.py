@@ -355,7 +355,7 @@ class PagedEngine:
             self._retire()
             cache = empty_cache(self.model, self.memory)
             cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
-            self._core = make_core(self.model, cache, max_num_seqs=self.config.max_num_seqs)
+            self._core = make_core(self.model, cache, obstacle, max_num_seqs=self.config.max_num_seqs)
             self._made_for, self.memory = made_for, self._core.memory
         return self._core
 

@@ -65,7 +65,6 @@ def paged_mask(
     return mask
 
 
-@torch.compiler.disable
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -92,10 +91,23 @@ def paged_attention(
         `(batch, query_len, heads, value_dim)` in the query's dtype, and attention weights where the own implementation
         gives them.
     """
+    if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer its time
+        return _untraced(module, query, key, value, attention_mask, **kwargs)
+    return _paged_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     implementation = native_implementation(getattr(module, "config", None), module)
-    output = None
     if isinstance(key, PackedTensor) or isinstance(value, PackedTensor):
         return _packed(module, query, key, value, attention_mask, implementation, kwargs), None
+    output = None
     if isinstance(key, LatentTensor):
         absorbed = key.absorb(module, query)
         if absorbed is not None:
@@ -112,6 +124,9 @@ def paged_attention(
     if isinstance(attention_mask, PagedMask):
         attention_mask = attention_mask.resolve(implementation)
     return native_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
+
+
+_untraced = torch.compiler.disable(_paged_attention)
 
 
 def _packed(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .. import native
 from ..cache.packed import Chunk, NotPackable, PackedStep, PackedTensor
 from . import backends
 from .masks import PagedMask
@@ -25,6 +26,7 @@ class Stretch(NamedTuple):
     rows: int
     metadata: AttentionMetadata
     fresh: bool
+    fields: native.DecodeFields | None = None  # of decodes on the CPU
 
 
 def packed_attention(
@@ -57,10 +59,15 @@ def packed_attention(
     step = key.step
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
+    plan = plan_packed(step, attention_mask, query.device)
+    if plan[0].fields is not None and len(plan) == 1:
+        output = _decode(query, key, value, plan[0], sinks, scale, softcap)
+        if output is not None:
+            return output
     features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
     is_plain = softcap is None and sinks is None and query.dtype == key.dtype
     parts = []
-    for stretch in plan_packed(step, attention_mask, query.device):
+    for stretch in plan:
         part = _rows(query, stretch)  # [rows, heads, query_len, head_dim]
         if stretch.fresh and is_plain:
             output = scaled_dot_product_attention(
@@ -75,6 +82,32 @@ def packed_attention(
             output = backends.paged_attention(part, key.blocks, value.blocks, stretch.metadata, **features)
         parts.append(output.flatten(0, 1))  # [rows * query_len, heads, value_dim]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+
+def _decode(
+    query: torch.Tensor,
+    key: PackedTensor,
+    value: PackedTensor,
+    stretch: Stretch,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor | None:
+    """
+    Attention of a step that has nothing but decodes, by the call that the layer's last step prepared; `None` where the
+    C++ kernel does not serve it.
+    """
+    layer = key.layer
+    if key is not layer.key or value is not layer.value:  # a model that mixes keys and values of layers
+        return None
+    signature = native.DecodeCall.sign(query, sinks, scale, softcap)
+    call = layer.decode
+    if call is None or call.signature != signature:
+        rows, metadata = _rows(query, stretch), stretch.metadata
+        if backends.select(rows, key.blocks, value.blocks, metadata, sinks) is not native:
+            return None
+        call = layer.decode = native.DecodeCall(query, key.blocks, value.blocks, sinks, scale, softcap)
+    return call(query, stretch.fields, sinks)
 
 
 def _rows(states: torch.Tensor, stretch: Stretch) -> torch.Tensor:
@@ -117,7 +150,8 @@ def _build_plan(step: PackedStep, window: int | None, device: torch.device) -> t
     stretches = []
     if step.num_decodes:
         metadata = _metadata(step.tables, step.seq_lens, 1, step.block_size, window, device)
-        stretches.append(Stretch(0, step.num_decodes, metadata, fresh=False))
+        fields = native.DecodeFields.of(metadata) if device.type == "cpu" else None
+        stretches.append(Stretch(0, step.num_decodes, metadata, fresh=False, fields=fields))
 
     def kind(chunk: Chunk) -> tuple[int, bool]:
         sees_all = window is None or window >= chunk.query_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -268,6 +268,8 @@ class Core:
         return logits, []
 
     def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None and autocast_dtype(self.model.device) is None:
+            return nullcontext()  # entering one clears its cache of weights: not for nothing in every step
         return torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:

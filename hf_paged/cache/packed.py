@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +29,15 @@ class Chunk(NamedTuple):
     query_len: int
     seq_len: int  # tokens that the table holds, the `query_len` new ones included
     block_ids: list[int]
+
+
+class LayerStates(NamedTuple):
+    """New states `(1, heads, num_tokens, dim)` of a layer, and its blocks `(num_blocks, heads, block_size, dim)`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_blocks: torch.Tensor
+    value_blocks: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -58,35 +68,52 @@ class PackedStep:
     seq_lens: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     memo: dict[Any, Any] = field(default_factory=dict)
+    states: dict[int, LayerStates] = field(default_factory=dict)
+    """What each layer has stored so far, by its index. It goes with the step, so that nothing outlives it."""
 
 
 class PackedTensor(torch.Tensor):
     """
     A layer's keys or values in a packed step, `(1, heads, num_tokens, dim)` as the model sees them.
 
-    Our attention function reads `blocks` through `step`. There is no dense tensor that means the same, so any other
+    Our attention function reads the blocks through `states`. There is no dense tensor that means the same, so any other
     operation raises [`NotPackable`].
     """
 
-    step: PackedStep
-    blocks: torch.Tensor
-    fresh: torch.Tensor
+    layer: PackedStates
+    is_value: bool
 
     @staticmethod
-    def __new__(cls, step: PackedStep, blocks: torch.Tensor, fresh: torch.Tensor) -> PackedTensor:
-        """
-        Args:
-            blocks (`torch.Tensor` of shape `(num_blocks, heads, block_size, dim)`): The layer's keys or values.
-            fresh (`torch.Tensor` of shape `(1, heads, num_tokens, dim)`): Those of this step.
-        """
+    def __new__(cls, layer: PackedStates, like: torch.Tensor, is_value: bool) -> PackedTensor:
+        """`like`: the new states, whose shape, strides, dtype and device it shows."""
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, fresh.shape, strides=fresh.stride(), dtype=fresh.dtype, device=fresh.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        handle.step, handle.blocks, handle.fresh = step, blocks, fresh
+        handle.layer, handle.is_value = layer, is_value
         return handle
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def step(self) -> PackedStep:
+        """The step that is computed now."""
+        step = self.layer.share.step
+        if step is None:
+            raise NotPackable("packed keys or values are read after their step")
+        return step
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """`(num_blocks, heads, block_size, dim)`: the layer's keys or values."""
+        states = self.step.states[self.layer.index]
+        return states.value_blocks if self.is_value else states.key_blocks
+
+    @property
+    def fresh(self) -> torch.Tensor:
+        """`(1, heads, num_tokens, dim)`: those of this step."""
+        states = self.step.states[self.layer.index]
+        return states.values if self.is_value else states.keys
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PackedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -98,17 +125,63 @@ class PackedTensor(torch.Tensor):
         raise NotPackable(f"{func} reads packed keys or values: only the attention interface may")
 
 
+class Share:
+    """The step that is computed now, for all layers of a group."""
+
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step: PackedStep | None = None
+
+
+class PackedStates:
+    """
+    What a layer keeps for steps whose states look the same: handles, and how states are stored and attended to. Finding
+    these out takes longer than a small kernel. It keeps no tensor alive.
+
+    Args:
+        share ([`Share`]): Where the layer finds its step.
+        index (`int`): The layer's.
+        blocks ([`LayerBlocks`]): Of the layer.
+        keys, values (`torch.Tensor` of shape `(1, heads, num_tokens, dim)`): New states.
+        slots (`torch.Tensor` of shape `(1, num_tokens)`, int64): Where they go.
+    """
+
+    __slots__ = ("blocks", "decode", "index", "key", "share", "signature", "store", "value")
+
+    def __init__(
+        self,
+        share: Share,
+        index: int,
+        blocks: storage.LayerBlocks,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        self.share, self.index = share, index
+        self.signature = self.sign(keys, values)
+        self.blocks = weakref.ref(blocks)
+        self.store = storage.prepare_store(blocks, keys, values, slots)
+        self.key, self.value = PackedTensor(self, keys, False), PackedTensor(self, values, True)
+        self.decode: Any = None
+        """What the attention function keeps."""
+
+    @staticmethod
+    def sign(keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
+        """Equal for states that one object serves."""
+        return keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride(), values.dtype
+
+
 class PackedLayer(cache_utils.DynamicLayer):
     """One layer of a [`PackedCache`]; stands for `DynamicLayer`. It holds nothing between steps."""
 
-    def __init__(self, group: LayerGroup, index: int) -> None:
+    def __init__(self, group: LayerGroup, share: Share, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
-        self._init_packed(group, index)
+        self._init_packed(group, share, index)
 
-    def _init_packed(self, group: LayerGroup, index: int) -> None:
-        self.group, self.index = group, index
-        self.step: PackedStep | None = None
-        self._handles: list[PackedTensor | None] = [None, None]
+    def _init_packed(self, group: LayerGroup, share: Share, index: int) -> None:
+        self.group, self.share, self.index = group, share, index
+        self._states: PackedStates | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -122,29 +195,25 @@ class PackedLayer(cache_utils.DynamicLayer):
         Raises:
             NotPackable: for states of another shape than the step's.
         """
-        step, group = self.step, self.group
+        step, group = self.share.step, self.group
         if step is None or key_states.shape[0] != 1 or key_states.shape[2] != step.num_tokens:
             expected = "no step" if step is None else f"a packed step of {step.num_tokens} tokens"
             raise NotPackable(f"layer {self.index} got states of shape {tuple(key_states.shape)} in {expected}")
         with group.memory.lock:
-            blocks = group.blocks.layer(group, self.index, key_states, value_states, is_empty=False)
-            storage.store(key_states, value_states, blocks.keys, blocks.values, step.slots)
-        return self._handle(0, step, blocks.keys, key_states), self._handle(1, step, blocks.values, value_states)
-
-    def _handle(self, which: int, step: PackedStep, blocks: torch.Tensor, fresh: torch.Tensor) -> PackedTensor:
-        """A handle of the last step again where shapes allow: making one costs as much as a small kernel."""
-        handle = self._handles[which]
-        same = handle is not None and handle.shape == fresh.shape and handle.stride() == fresh.stride()
-        if handle is None or not same or handle.dtype != fresh.dtype:
-            handle = self._handles[which] = PackedTensor(step, blocks, fresh)
-        handle.step, handle.blocks, handle.fresh = step, blocks, fresh
-        return handle
-
-    def release(self) -> None:
-        """The step is over: its states need not be kept."""
-        for handle in self._handles:
-            if handle is not None:
-                handle.__dict__.clear()
+            states, blocks = self._states, group.blocks.storage.layers.get(self.index)
+            if (
+                states is None
+                or blocks is None
+                or states.blocks() is not blocks
+                or states.signature != states.sign(key_states, value_states)
+            ):
+                blocks = group.blocks.layer(group, self.index, key_states, value_states, is_empty=False)
+                states = self._states = PackedStates(
+                    self.share, self.index, blocks, key_states, value_states, step.slots
+                )
+            states.store(key_states, value_states, step.slots)
+        step.states[self.index] = LayerStates(key_states, value_states, blocks.keys, blocks.values)
+        return states.key, states.value
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: blocks exist before the step."""
@@ -172,8 +241,8 @@ class PackedSlidingWindowLayer(PackedLayer, cache_utils.DynamicSlidingWindowLaye
 
     is_sliding = True
 
-    def _init_packed(self, group: LayerGroup, index: int) -> None:
-        super()._init_packed(group, index)
+    def _init_packed(self, group: LayerGroup, share: Share, index: int) -> None:
+        super()._init_packed(group, share, index)
         assert group.window is not None
         self.sliding_window, self.cumulative_length, self.record_past = group.window, 0, False
         self._sliding_window_tensor = torch.tensor(group.window, dtype=torch.long)
@@ -192,16 +261,17 @@ class PackedCache(cache_utils.DynamicCache):
 
     def __init__(self, cache: PagedCache) -> None:
         self.windows = list(cache.groups)
+        shares = {window: Share() for window in cache.groups}
         layers: list[Any] = []
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, EMPTY_LAYERS):
                 layers.append(layer)
             else:
                 sliding = isinstance(layer, PagedSlidingWindowLayer)
-                layers.append((PackedSlidingWindowLayer if sliding else PackedLayer)(layer.group, index))
+                kind = PackedSlidingWindowLayer if sliding else PackedLayer
+                layers.append(kind(layer.group, shares[layer.group.window], index))
         cache_utils.Cache.__init__(self, layers=layers)
-        packed = [layer for layer in layers if isinstance(layer, PackedLayer)]
-        self._members = [[layer for layer in packed if layer.group is group] for group in cache.groups.values()]
+        self._shares = list(shares.values())
 
     @property
     def is_compileable(self) -> bool:
@@ -210,8 +280,5 @@ class PackedCache(cache_utils.DynamicCache):
 
     def begin(self, steps: list[PackedStep] | None) -> None:
         """The next forward is this step, one share a group in the order of `windows`; `None`: there is none."""
-        for number, layers in enumerate(self._members):
-            for layer in layers:
-                layer.step = None if steps is None else steps[number]
-                if steps is None:
-                    layer.release()
+        for number, share in enumerate(self._shares):
+            share.step = None if steps is None else steps[number]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -196,6 +197,25 @@ def store(
         native.store(keys, values, key_blocks, value_blocks, slots)
     else:
         store_portable(keys, values, key_blocks, value_blocks, slots)
+
+
+def prepare_store(
+    blocks: LayerBlocks, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """
+    `store` into `blocks` as a function of keys, values and slots, for states and slots of one row that look like these
+    (shape, strides, dtype, device) as long as the blocks are alive. It keeps no tensor.
+    """
+    if native.supports_store(keys, values, blocks.keys, blocks.values, slots) and native.is_available():
+        return native.StoreCall(keys, values, blocks.keys, blocks.values)
+    known = weakref.ref(blocks)
+
+    def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        alive = known()
+        assert alive is not None
+        store(keys, values, alive.keys, alive.values, slots)
+
+    return store_again
 
 
 def store_portable(

@@ -72,7 +72,7 @@ def test_absent_with_a_reason_in_the_log(
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv(variable, value)
     with caplog.at_level("INFO", logger=native.__name__):
-        assert native._library.__wrapped__() is None
+        assert native.build.library.__wrapped__() is None
     (record,) = caplog.records
     assert record.levelname == "INFO"
     assert re.search(reason, record.getMessage())
@@ -86,9 +86,9 @@ def test_portable_path_serves_where_the_build_fails(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(backends.VARIABLE, raising=False)
-    library = native._library.__wrapped__()
+    library = native.build.library.__wrapped__()
     assert library is None
-    monkeypatch.setattr(native, "_library", lambda: library)
+    monkeypatch.setattr(native.build, "library", lambda: library)
     call = build(Case())
     out = backends.paged_attention(call.query, call.key_blocks, call.value_blocks, call.metadata, **call.options)
     torch.testing.assert_close(out.double(), call.expected, atol=2e-5, rtol=2e-5)
@@ -115,5 +115,5 @@ def test_processes_build_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert [process.communicate(timeout=300)[0].strip() for process in processes] == ["True", "True"]
     (library,) = cache.iterdir()
     library.write_bytes(b"damaged")
-    assert native._library.__wrapped__() is not None
+    assert native.build.library.__wrapped__() is not None
     assert list(cache.iterdir()) == [library]

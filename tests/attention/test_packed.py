@@ -18,8 +18,8 @@ from hf_paged.attention.masks import PagedMask
 from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.packed import packed_attention
 from hf_paged.attention.switch import NAME
-from hf_paged.cache.packed import Chunk, NotPackable, PackedStep, PackedTensor
-from hf_paged.cache.storage import store
+from hf_paged.cache.packed import Chunk, LayerStates, NotPackable, PackedStates, PackedStep, Share
+from hf_paged.cache.storage import LayerBlocks, store
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -124,8 +124,12 @@ class Built:
             seq_lens=tuple(context + query for context, query in case.rows[:num_decodes]),
             chunks=tuple(chunks),
         )
-        self.key = PackedTensor(self.step, self.key_blocks, keys)
-        self.value = PackedTensor(self.step, self.value_blocks, values)
+        self.blocks = LayerBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
+        share = Share()
+        share.step = self.step
+        layer = PackedStates(share, 0, self.blocks, keys, values, self.step.slots)
+        self.step.states[0] = LayerStates(keys, values, self.key_blocks, self.value_blocks)
+        self.key, self.value = layer.key, layer.value
 
     def attend(self, mask: Any) -> torch.Tensor:
         case = self.case

@@ -1,0 +1,213 @@
+"""One call of a C++ kernel (`kernels.cpp`, `hash.cpp`): which arguments it takes, how they are laid out for it."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .build import library
+
+if TYPE_CHECKING:
+    from hf_paged.attention.metadata import AttentionMetadata
+
+MAX_QUERIES = 16
+"""Queries per row up to which reading the blocks in place beats gathering them once."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ATTENTION = struct.Struct("9Q3q10q3q3q3q4q1q3q2d")  # struct AttentionCall
+STORE = struct.Struct("5Q6q6q6q2q")  # struct StoreCall
+HASH = struct.Struct("3Q2q")  # struct HashCall
+NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
+
+
+def supports(
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    metadata: AttentionMetadata,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> bool:
+    """Whether `paged_attention` takes these arguments: float32, bfloat16 or float16 on the CPU, at most
+    `MAX_QUERIES` queries a row, contiguous head dimensions, as many heads of V as of K, no gradient wanted."""
+    dtype = query.dtype
+    if not (
+        query.is_cpu
+        and metadata.query_len <= MAX_QUERIES
+        and dtype in DTYPES
+        and key_blocks.dtype is dtype
+        and value_blocks.dtype is dtype
+    ):
+        return False
+    if not (
+        query.stride(3) == 1
+        and key_blocks.stride(3) == 1
+        and value_blocks.stride(3) == 1
+        and key_blocks.size(1) == value_blocks.size(1)
+    ):
+        return False
+    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_cpu or sinks.stride(0) != 1):
+        return False
+    if bias is not None and (bias.dtype not in DTYPES or not bias.is_cpu):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    tensors = (query, key_blocks, value_blocks, sinks, bias)
+    return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def paged_attention(
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`reference.paged_attention` for the arguments that `supports` accepts; float32 arithmetic for every dtype."""
+    batch, heads, query_len, key_dim = query.shape
+    num_blocks, kv_heads, block_size, value_dim = value_blocks.shape
+    out = query.new_empty(batch, query_len, heads, value_dim)
+    tables = metadata.block_tables
+    bias_strides, bias_len = NO_STRIDES, 0
+    if bias is not None:
+        keys = max(bias.shape[-1], max(metadata.seq_lens_host) if bias.shape[-1] == 1 else 0)
+        bias = bias.expand(batch, heads, query_len, keys)
+        bias_strides, bias_len = bias.stride(), keys
+    query_strides, key_strides, value_strides = query.stride(), key_blocks.stride(), value_blocks.stride()
+    call = ATTENTION.pack(
+        query.data_ptr(),
+        key_blocks.data_ptr(),
+        value_blocks.data_ptr(),
+        out.data_ptr(),
+        tables.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        metadata.starts.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        DTYPES[query.dtype],
+        0 if sinks is None else DTYPES[sinks.dtype],
+        0 if bias is None else DTYPES[bias.dtype],
+        batch,
+        heads,
+        kv_heads,
+        query_len,
+        key_dim,
+        value_dim,
+        block_size,
+        num_blocks,
+        tables.stride(0),
+        tables.size(1),
+        query_strides[0],
+        query_strides[1],
+        query_strides[2],
+        key_strides[0],
+        key_strides[1],
+        key_strides[2],
+        value_strides[0],
+        value_strides[1],
+        value_strides[2],
+        *bias_strides,
+        bias_len,
+        metadata.causal,
+        -1 if metadata.window is None else metadata.window,
+        torch.get_num_threads(),
+        scale,
+        softcap or 0.0,
+    )
+    kernels = library()
+    assert kernels is not None
+    error = kernels.hf_paged_attention(call)
+    if error:
+        raise attention_error(error, metadata, num_blocks, bias_len)
+    return out
+
+
+def attention_error(error: int, metadata: AttentionMetadata, num_blocks: int, bias_len: int) -> IndexError:
+    """What the kernel found that would have read outside of a tensor; it then has computed nothing."""
+    if error == 1:
+        return IndexError(
+            f"block tables of shape {tuple(metadata.block_tables.shape)} and {metadata.block_size} tokens a block do "
+            f"not fit seq_lens {metadata.seq_lens.tolist()}"
+        )
+    if error == 2:
+        return IndexError(f"a block id in block_tables is outside the pool of {num_blocks} blocks")
+    return IndexError(f"the bias covers {bias_len} positions, seq_lens are {metadata.seq_lens.tolist()}")
+
+
+def supports_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
+    """Whether `store` takes these arguments: plain copies within the CPU, contiguous head dimension."""
+    return (
+        keys.is_cpu
+        and key_blocks.is_cpu
+        and keys.dtype is key_blocks.dtype
+        and values.dtype is value_blocks.dtype
+        and keys.stride(3) == 1
+        and values.stride(3) == 1
+        and key_blocks.stride(3) == 1
+        and value_blocks.stride(3) == 1
+        and keys.size(1) == values.size(1)
+        and slots.dtype is torch.int64
+        and slots.stride(1) == 1
+        and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
+    )
+
+
+def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+    """`cache.storage.store` for the arguments that `supports_store` accepts."""
+    batch, kv_heads, tokens, key_dim = keys.shape
+    num_blocks, _, block_size, value_dim = value_blocks.shape
+    key_size, value_size = keys.element_size(), values.element_size()
+    key_strides, value_strides = keys.stride(), values.stride()
+    key_block_strides, value_block_strides = key_blocks.stride(), value_blocks.stride()
+    call = STORE.pack(
+        keys.data_ptr(),
+        values.data_ptr(),
+        key_blocks.data_ptr(),
+        value_blocks.data_ptr(),
+        slots.data_ptr(),
+        batch,
+        kv_heads,
+        tokens,
+        block_size,
+        num_blocks * block_size,
+        slots.stride(0),
+        key_strides[0] * key_size,
+        key_strides[1] * key_size,
+        key_strides[2] * key_size,
+        value_strides[0] * value_size,
+        value_strides[1] * value_size,
+        value_strides[2] * value_size,
+        key_block_strides[0] * key_size,
+        key_block_strides[1] * key_size,
+        key_block_strides[2] * key_size,
+        value_block_strides[0] * value_size,
+        value_block_strides[1] * value_size,
+        value_block_strides[2] * value_size,
+        key_dim * key_size,
+        value_dim * value_size,
+    )
+    kernels = library()
+    assert kernels is not None
+    if kernels.hf_paged_store(call):
+        raise IndexError(f"a slot is outside the pool of {num_blocks} blocks of {block_size} tokens")
+
+
+def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
+    """16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content."""
+    count = len(starts)
+    addresses, num_bytes = (ctypes.c_uint64 * count)(*starts), (ctypes.c_int64 * count)(*sizes)
+    out = (ctypes.c_uint64 * 2)()
+    pointers = (ctypes.addressof(array) for array in (addresses, num_bytes, out))
+    kernels = library()
+    assert kernels is not None
+    kernels.hf_paged_hash(HASH.pack(*pointers, count, torch.get_num_threads()))
+    return bytes(out)

@@ -1,0 +1,125 @@
+"""The kernels' calls of packed steps, packed once: between the products of a model every Python object that is touched
+costs several times what it costs in a loop of its own, so a layer's call keeps what the last step's call found out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .build import library
+from .calls import ATTENTION, DTYPES, NO_STRIDES, STORE, attention_error
+
+if TYPE_CHECKING:
+    from hf_paged.attention.metadata import AttentionMetadata
+
+
+class StoreCall:
+    """
+    `cache.storage.store` for states of the same shapes and strides in every step. It keeps addresses, not tensors: the
+    caller sees to it that blocks and states are what they were.
+    """
+
+    __slots__ = ("_address", "_blocks", "_num_blocks", "_rest")
+
+    def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> None:
+        """Arguments as of `cache.storage.store`, those that `supports_store` accepts, with one row."""
+        _, kv_heads, tokens, key_dim = keys.shape
+        self._num_blocks, _, block_size, value_dim = value_blocks.shape
+        self._blocks = key_blocks.data_ptr(), value_blocks.data_ptr()
+        strides = [
+            stride * tensor.element_size()
+            for tensor in (keys, values, key_blocks, value_blocks)
+            for stride in tensor.stride()[:3]
+        ]
+        sizes = key_dim * keys.element_size(), value_dim * values.element_size()
+        self._rest = (1, kv_heads, tokens, block_size, self._num_blocks * block_size, 0, *strides, *sizes)
+
+    def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Stores `(1, kv_heads, tokens, dim)` states at `slots`, `(1, tokens)` int64."""
+        kernels = library()
+        assert kernels is not None
+        call = STORE.pack(keys.data_ptr(), values.data_ptr(), *self._blocks, slots.data_ptr(), *self._rest)
+        if kernels.hf_paged_store(call):
+            raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks")
+
+
+class DecodeFields(NamedTuple):
+    """What the kernel is told of a step's block tables: the same for all layers of a group."""
+
+    metadata: AttentionMetadata  # keeps the tensors
+    pointers: tuple[int, int, int]
+    widths: tuple[int, int]
+    causal_window_threads: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata) -> DecodeFields:
+        tables = metadata.block_tables
+        return cls(
+            metadata,
+            (tables.data_ptr(), metadata.seq_lens.data_ptr(), metadata.starts.data_ptr()),
+            (tables.stride(0), tables.size(1)),
+            (1, -1 if metadata.window is None else metadata.window, torch.get_num_threads()),
+        )
+
+
+class DecodeCall:
+    """
+    `paged_attention` of `(1, heads, rows, head_dim)` queries, one token of each sequence side by side, for queries of
+    the same shape and strides in every step. It keeps addresses of blocks, not tensors.
+    """
+
+    __slots__ = ("_blocks", "_out_shape", "_rest", "_sinks_dtype", "_strides", "signature")
+
+    def __init__(
+        self,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        _, heads, rows, key_dim = query.shape
+        num_blocks, kv_heads, block_size, value_dim = value_blocks.shape
+        sinks_dtype = 0 if sinks is None else DTYPES[sinks.dtype]
+        _, head_stride, row_stride, _ = query.stride()
+        self._blocks = key_blocks.data_ptr(), value_blocks.data_ptr()
+        self._out_shape = 1, rows, heads, value_dim
+        dtype = DTYPES[query.dtype]
+        self._rest = (dtype, sinks_dtype, 0, rows, heads, kv_heads, 1, key_dim, value_dim, block_size, num_blocks)
+        self._strides = (row_stride, head_stride, 0, *key_blocks.stride()[:3], *value_blocks.stride()[:3])
+        self._strides += (*NO_STRIDES, 0)
+        self.signature = self.sign(query, sinks, scale, softcap)
+
+    @staticmethod
+    def sign(query: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> tuple[object, ...]:
+        """Equal for calls that one `DecodeCall` serves."""
+        dtype = None if sinks is None else sinks.dtype
+        return query.shape, query.stride(), query.dtype, dtype, scale, softcap
+
+    def __call__(self, query: Tensor, fields: DecodeFields, sinks: Tensor | None) -> Tensor:
+        """`(1, rows, heads, value_dim)` in the query's dtype, contiguous."""
+        out = query.new_empty(self._out_shape)
+        *_, scale, softcap = self.signature
+        call = ATTENTION.pack(
+            query.data_ptr(),
+            *self._blocks,
+            out.data_ptr(),
+            *fields.pointers,
+            0 if sinks is None else sinks.data_ptr(),
+            0,
+            *self._rest,
+            *fields.widths,
+            *self._strides,
+            *fields.causal_window_threads,
+            scale,
+            softcap or 0.0,
+        )
+        kernels = library()
+        assert kernels is not None
+        error = kernels.hf_paged_attention(call)
+        if error:
+            raise attention_error(error, fields.metadata, self._rest[-1], 0)
+        return out

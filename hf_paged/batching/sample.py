@@ -11,6 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .. import native
 from .decoding import Advance, Decoding, Endings, Logprobs, argmax
 from .processors import Shareable, are_row_wise, for_rows
 
@@ -217,7 +218,7 @@ class SampleDecoding(Decoding):
             probs = every
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        drawn = torch.multinomial(probs, num_samples=1, generator=self.generator).squeeze(1)
+        drawn = native.multinomial(probs, self.generator)
         return drawn[self.open_rows].to(scores.device)
 
     def _record(self, rows: list[int], chosen: torch.Tensor, raw: torch.Tensor, scores: torch.Tensor) -> None:

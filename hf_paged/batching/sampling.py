@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .. import native
 from .beam import BeamDecoding
 from .decoding import CHUNK, Advance, Decoding, argmax, hits
 from .processors import together
@@ -241,18 +242,10 @@ def _draw(members: list[SampleDecoding], scores: Tensor) -> list[int | Exception
             drawn[i] = RuntimeError("the scores of the next token contain nan, or no token has a finite one")
         else:
             (shared if members[i].generator is None else own).append(i)
-    if own:
-        # torch.multinomial of one number a row, spelled out
-        noise = torch.empty((len(own), probs.shape[1]), device=probs.device)
-        for row, i in zip(noise, own):
-            generator = members[i].generator
-            assert generator is not None
-            if generator.device == row.device:
-                row.exponential_(generator=generator)
-            else:
-                row.copy_(torch.empty(row.shape, device=generator.device).exponential_(generator=generator))
-        for i, token in zip(own, argmax(probs[own] / noise).tolist()):
-            drawn[i] = token
+    for i in own:
+        generator = members[i].generator
+        assert generator is not None
+        drawn[i] = int(native.multinomial(probs[i : i + 1].to(generator.device), generator))
     if shared:
         for i, token in zip(shared, _invert(probs[shared]).tolist()):
             drawn[i] = token

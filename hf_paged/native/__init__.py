@@ -8,6 +8,7 @@ path of `attention/cpu.py` serves.
 
 from .build import is_available
 from .calls import MAX_QUERIES, hash_memory, paged_attention, store, supports, supports_store
+from .draws import multinomial
 from .prepared import DecodeCall, DecodeFields, StoreCall
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "StoreCall",
     "hash_memory",
     "is_available",
+    "multinomial",
     "paged_attention",
     "store",
     "supports",

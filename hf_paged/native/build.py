@@ -19,7 +19,7 @@ import torch  # noqa: F401  before dlopen: the library then shares the OpenMP ru
 logger = logging.getLogger(__package__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("lanes.cpp", "hash.cpp")))
+_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp")))
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
@@ -45,6 +45,14 @@ def library() -> ctypes.CDLL | None:
         for function in (loaded.hf_paged_attention, loaded.hf_paged_store, loaded.hf_paged_hash):
             function.argtypes = [ctypes.c_char_p]
             function.restype = ctypes.c_int
+        loaded.hf_paged_draw.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+        loaded.hf_paged_draw.restype = ctypes.c_int
         return loaded
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         logger.info("hf_paged runs without its C++ kernels, on the portable path: %s", error)

@@ -6,6 +6,7 @@
 // of a row's visible ranges are read. No intrinsics.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "draw.cpp"
 #include "hash.cpp"
 #include "lanes.cpp"
 

@@ -1,254 +1,232 @@
-"""Decode attention alone: the paged backends against attention over contiguous, padded K/V.
+"""
+Attention alone: the paged backends against contiguous keys and values, and against the other kernels at hand.
 
-    python -m benchmarks.attention --device cpu [--quick] [--json PATH]
+    python -m benchmarks.attention --device cpu [--phase decode] [--only REGEX] [--quick] [--results DIRECTORY]
 
-A is the best a padded `[batch, kv_heads, longest, head_dim]` cache allows: SDPA with the query heads of a group packed
-beside the query, a bool mask only where rows differ. `hf` is what transformers' sdpa path calls (`enable_gqa`), for
-information. As in a model, every call reads the K/V of the next layer, so that no cache of the processor holds it.
+Decode, chunks (queries over a cached context) and prefill. As in a model, every call reads the keys and values of the
+next layer, so that no cache of the processor holds them. Each contender's output is compared with the reference before
+it is timed; the contenders take turns. A peer that is missing, does not apply or fails is listed with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from benchmarks import machine
-from hf_paged.attention import backends, cpu, reference
-from hf_paged.attention.metadata import AttentionMetadata
+from benchmarks import attention_data, ceilings, machine, report
+from benchmarks.attention_data import DTYPES, Data, Setting
+from benchmarks.attention_peers import CONTIGUOUS, Attention, Peer, Skipped, peers
+from benchmarks.ceilings import Ceilings
+from benchmarks.systems import quiet
+from hf_paged.attention import reference
 
-BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Attention heads of a model."""
-
-    name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """One batch: tokens in the cache of each row."""
-
-    name: str
-    lengths: tuple[int, ...]
+TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}
+COLUMNS = {
+    "heads": "heads of",
+    "phase": "phase",
+    "case": "rows x tokens",
+    "block_size": "block",
+    "dtype": "dtype",
+    "contender": "contender",
+    "time": "µs a layer, median (min..max)",
+    "over_contiguous": "it / contiguous",
+    "ours_over": "ours / it",
+    "gb_per_s": "GB/s",
+    "bandwidth_share": "of bandwidth",
+    "tflop_per_s": "TFLOP/s",
+    "matmul_share": "of matmul",
+}
 
 
-@dataclass(frozen=True)
-class Result:
-    """Milliseconds of one layer; ratios are to A of the same run."""
-
-    shape: str
-    case: str
-    dtype: str
-    contender: str
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    ratio: float
-    gb_per_s: float
+def check(function: Attention, expected: torch.Tensor, dtype: str) -> None:
+    """Raises `ArithmeticError` unless layer 0 is the reference's within the tolerance of the dtype."""
+    actual = function(0)
+    if actual.shape != expected.shape:
+        raise ArithmeticError(f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+    difference = (actual.float() - expected.float()).abs().max().item()
+    if not difference <= TOLERANCES[dtype]:
+        raise ArithmeticError(f"differs from the reference by {difference:.3g}")
 
 
-SHAPES = (Shape("Qwen2.5-0.5B", 14, 2, 64, 24), Shape("Llama-3.2-1B", 32, 8, 64, 16))
-_RAGGED = torch.linspace(64, 1024, 32).long()[torch.randperm(32, generator=torch.Generator().manual_seed(0))]
-CASES = (Case("32 x 64..1024", tuple(_RAGGED.tolist())), Case("8 x 512", (512,) * 8), Case("1 x 512", (512,)))
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Data:
-    """The same K and V, per layer, in blocks and padded."""
-
-    query: Tensor  # [batch, heads, 1, head_dim]
-    pools: list[Tensor]  # each [num_blocks, 2 * kv_heads, BLOCK_SIZE, head_dim]
-    padded: list[tuple[Tensor, Tensor]]  # K and V, each [batch, kv_heads, longest, head_dim]
-    mask: Tensor | None  # [batch, 1, 1, longest] bool
-    metadata: AttentionMetadata
-
-
-def make_data(shape: Shape, case: Case, dtype: torch.dtype, device: torch.device, layers: int) -> Data:
-    """Random K/V in randomly placed blocks, as a pool that has been in use for a while."""
-    generator = torch.Generator().manual_seed(0)
-    longest, batch = max(case.lengths), len(case.lengths)
-    counts = [-(-length // BLOCK_SIZE) for length in case.lengths]
-    order = torch.randperm(sum(counts), generator=generator)
-    tables = torch.zeros(batch, max(counts), dtype=torch.int32)
-    taken = 0
-    for row, count in enumerate(counts):
-        tables[row, :count] = order[taken : taken + count]
-        taken += count
-    pools, padded = [], []
-    dims = (2 * shape.kv_heads, BLOCK_SIZE, shape.head_dim)
-    values = torch.randn(len(order), *dims, generator=generator).to(device, dtype)
-    for layer in range(layers):
-        pool = values.roll(layer, dims=0)
-        both = torch.zeros(batch, 2 * shape.kv_heads, longest, shape.head_dim, dtype=dtype, device=device)
-        for row, (count, length) in enumerate(zip(counts, case.lengths)):
-            blocks = pool[tables[row, :count].long().to(device)]
-            both[row, :, :length] = blocks.transpose(0, 1).flatten(1, 2)[:, :length]
-        pools.append(pool)
-        padded.append((both[:, : shape.kv_heads].contiguous(), both[:, shape.kv_heads :].contiguous()))
-    ragged = len(set(case.lengths)) > 1
-    lengths = torch.tensor(case.lengths, device=device)
-    metadata = AttentionMetadata(
-        tables.to(device),
-        lengths.int(),
-        torch.zeros_like(lengths).int(),
-        case.lengths,
-        (0,) * batch,
-        query_len=1,
-        block_size=BLOCK_SIZE,
-    )
-    return Data(
-        query=torch.randn(batch, 1, shape.heads, shape.head_dim, generator=generator).to(device, dtype).transpose(1, 2),
-        pools=pools,
-        padded=padded,
-        mask=(torch.arange(longest, device=device) < lengths[:, None])[:, None, None] if ragged else None,
-        metadata=metadata,
-    )
-
-
-def contenders(shape: Shape, data: Data) -> dict[str, Callable[[int], Tensor]]:
-    """Functions of the layer; each returns `[batch, 1, heads, head_dim]`."""
-    batch, heads, _, head_dim = data.query.shape
-    scale = head_dim**-0.5
-
-    def padded_packed(layer: int) -> Tensor:
-        key, value = data.padded[layer]
-        packed = data.query.reshape(batch, shape.kv_heads, -1, head_dim)
-        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=data.mask, scale=scale)
-        return out.reshape(batch, heads, 1, head_dim).transpose(1, 2)
-
-    def padded_hf(layer: int) -> Tensor:
-        key, value = data.padded[layer]
-        out = F.scaled_dot_product_attention(
-            data.query, key, value, attn_mask=data.mask, scale=scale, enable_gqa=heads != shape.kv_heads
-        )
-        return out.transpose(1, 2)
-
-    def paged(function: Callable[..., Tensor]) -> Callable[[int], Tensor]:
-        def call(layer: int) -> Tensor:
-            pool = data.pools[layer]
-            key, value = pool[:, : shape.kv_heads], pool[:, shape.kv_heads :]
-            return function(data.query, key, value, data.metadata, scale=scale)
-
-        return call
-
-    return {
-        "A": padded_packed,
-        "ours": paged(backends.paged_attention),
-        "portable": paged(cpu.paged_attention),
-        "hf": padded_hf,
-    }
-
-
-def check(shape: Shape, data: Data, functions: dict[str, Callable[[int], Tensor]]) -> None:
-    """Every contender gives the reference's numbers."""
-    pool = data.pools[0]
-    key, value = pool[:, : shape.kv_heads], pool[:, shape.kv_heads :]
-    expected = reference.paged_attention(data.query, key, value, data.metadata, scale=shape.head_dim**-0.5)
-    tolerance = 1e-4 if data.query.dtype == torch.float32 else 2e-2
-    for name, function in functions.items():
-        try:
-            torch.testing.assert_close(function(0), expected, atol=tolerance, rtol=tolerance)
-        except AssertionError as error:
-            raise AssertionError(f"{name} differs from the reference: {error}") from None
-
-
-def measure(functions: dict[str, Callable[[int], Tensor]], layers: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds per call. Contenders take turns, a pass over all layers each, so that a busy machine slows all alike."""
-    accelerator = torch.cuda.is_available()
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            if name == "hf" and repeat > 2:  # up to ten times slower than the others, and only for information
+def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Functions that gave the reference's numbers, and why the others did not."""
+    setting = data.setting
+    expected = reference.paged_attention(data.query, *data.blocks[0], data.metadata, scale=data.scale)
+    functions, problems = {}, {}
+    for peer in contenders:
+        problem = peer.missing(setting)
+        if not problem:
+            try:
+                function = peer.prepare(data)
+                check(function, expected, setting.dtype)
+                functions[peer.name] = function
                 continue
-            if accelerator:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for layer in range(layers):
-                function(layer)
-            if accelerator:
-                torch.cuda.synchronize()
-            if repeat:  # the first pass warms up
-                times[name].append((time.perf_counter() - start) / layers)
+            except Skipped as error:
+                problem = f"skipped: {error}"
+            except Exception as error:  # a peer that fails is a result
+                problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        problems[peer.name] = problem
+    return functions, problems
+
+
+def measure(functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float) -> dict[str, Any]:
+    """
+    Seconds per call, in turns whose order rotates; each turn walks over the layers until `seconds` are over, as far as
+    the warm-up told.
+    """
+    names = list(functions)
+    calls: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in names}
+
+    def spend(name: str, count: int) -> float:
+        function = functions[name]
+        ceilings.synchronize(device)
+        start = time.perf_counter()
+        for call in range(count):
+            function(call % layers)
+        ceilings.synchronize(device)
+        return (time.perf_counter() - start) / count
+
+    for name in names:
+        calls[name] = max(1, min(layers, round(seconds / spend(name, 2))))
+    for repeat in range(repeats):
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            times[name].append(spend(name, calls[name]))
     return times
 
 
-def run(shape: Shape, case: Case, dtype: str, device: torch.device, repeats: int) -> list[Result]:
-    data = make_data(shape, case, DTYPES[dtype], device, shape.layers)
-    functions = contenders(shape, data)
-    with torch.no_grad():
-        check(shape, data, functions)
-        times = measure(functions, shape.layers, repeats)
-    tokens = sum(case.lengths)
-    read = 2 * tokens * shape.kv_heads * shape.head_dim * DTYPES[dtype].itemsize
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    return [
-        Result(
-            shape.name,
-            case.name,
-            dtype,
-            name,
-            round(medians[name] * 1e3, 4),
-            round(min(seconds) * 1e3, 4),
-            round(max(seconds) * 1e3, 4),
-            round(medians[name] / medians["A"], 3),
-            round(read / medians[name] / 1e9, 2),
+def rows_of(
+    setting: Setting, times: dict[str, list[float]], problems: dict[str, str], limits: Ceilings
+) -> list[dict[str, Any]]:
+    """Rows of the table, in the order of the contenders; shares are of the rates measured in this run."""
+    common = {
+        "heads": setting.shape.name,
+        "phase": setting.case.phase,
+        "case": setting.case.name,
+        "block_size": setting.block_size,
+        "dtype": setting.dtype,
+    }
+    flops = limits.flops[str(DTYPES[setting.dtype])[6:]]
+    found = []
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        row = {
+            "contender": name,
+            "us": [1e6 * value for value in seconds],
+            "time": f"{1e6 * median:.0f} ({1e6 * min(seconds):.0f}..{1e6 * max(seconds):.0f})",
+            "gb_per_s": setting.num_bytes / median / 1e9,
+            "tflop_per_s": setting.flops / median / 1e12,
+            "bandwidth_share": f"{setting.num_bytes / median / limits.bandwidth:.0%}",
+            "matmul_share": f"{setting.flops / median / flops:.0%}",
+        }
+        if CONTIGUOUS in times:
+            row["over_contiguous"] = statistics.median(a / b for a, b in zip(seconds, times[CONTIGUOUS]))
+        if "ours" in times:
+            row["ours_over"] = statistics.median(a / b for a, b in zip(times["ours"], seconds))
+        found.append({**common, **row})
+    return found + [{**common, "contender": name, "time": problem} for name, problem in problems.items()]
+
+
+def run(
+    settings: Sequence[Setting], contenders: Sequence[Peer], limits: Ceilings, args: Any, facts: dict[str, Any]
+) -> None:
+    """Prints and writes each setting's rows as soon as they are there."""
+    rows: list[dict[str, Any]] = []
+    part = args.phase or (["part"] if args.only else [])
+    name = "-".join(["attention", args.device, *part])
+    for setting in settings:
+        with torch.no_grad():
+            data = attention_data.make(setting, args.quick)
+            functions, problems = admit(contenders, data)
+            seconds = 0.002 if args.quick else 0.1
+            times = measure(functions, data.layers, setting.device, args.repeats, seconds)
+        found = rows_of(setting, times, problems, limits)
+        table = report.markdown(found, COLUMNS).split("\n")
+        print("\n".join(table if not rows else table[2:]), flush=True)
+        rows += found
+        if args.results:
+            report.write(name, facts, rows, directory=args.results, columns=COLUMNS, notes=str(limits))
+    if args.results:
+        report.plot(lambda: draw(rows, args.results / f"{name}.png"))
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Time over contiguous SDPA's, a line for each case in bfloat16, a mark for each contender."""
+    chosen = [row for row in rows if row["dtype"] == "bf16" and "over_contiguous" in row]
+    cases: dict[str, list[str]] = {}
+    for row in chosen:
+        title = f"{row['heads']}, {row['case']}" + (
+            f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
         )
-        for name, seconds in times.items()
-    ]
+        row["title"] = title
+        if title not in cases.setdefault(row["phase"], []):
+            cases[row["phase"]].append(title)
+    if not cases:
+        return None
+    heights = [len(titles) + 1 for titles in cases.values()]
+    options = dict(nrows=len(cases), squeeze=False, sharex=True, height_ratios=heights)
+    figure, axes = report.figure(110 + 21 * sum(heights), **options)
+    left_out = (CONTIGUOUS, "ours: reference")  # the line at 1, and one that is not meant to be fast
+    names = [name for name in dict.fromkeys(row["contender"] for row in chosen) if name not in left_out]
+    for axis, (phase, titles) in zip(axes[:, 0], cases.items()):
+        for name, color, marker in zip(names, report.PALETTE, report.MARKERS):
+            found = [row for row in chosen if row["contender"] == name and row["phase"] == phase]
+            ratios = [row["over_contiguous"] for row in found]
+            places = [titles.index(row["title"]) for row in found]
+            axis.scatter(ratios, places, s=34, c=color, marker=marker, label=name, zorder=3)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(xscale="log", ylim=(len(titles) - 0.5, -0.5))
+        axis.set_yticks(range(len(titles)), titles, fontsize=8)
+        axis.set_title(phase, fontsize=9, loc="left")
+    report.log_ticks(axes[-1, 0].xaxis)
+    axes[-1, 0].set_xlabel("time over contiguous SDPA's (1: equal; to the left: faster)", fontsize=9)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    return report.save(figure, path)
 
 
-def table(results: list[Result]) -> str:
-    lines = [
-        "| heads | rows x tokens | dtype | contender | ms a layer, median (min..max) | ratio to A | GB/s of real K/V |",
-        "|---|---|---|---|--:|--:|--:|",
-    ]
-    for r in results:
-        spread = f"{r.median_ms:.3f} ({r.min_ms:.3f}..{r.max_ms:.3f})"
-        lines.append(
-            f"| {r.shape} | {r.case} | {r.dtype} | {r.contender} | {spread} | {r.ratio:.2f} | {r.gb_per_s:.1f} |"
-        )
-    return "\n".join(lines)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=machine.devices(), default="cpu")
+    parser.add_argument("--phase", choices=["decode", "chunk", "prefill"], nargs="+")
+    parser.add_argument("--only", default="", help='regular expression on "heads phase case block dtype"')
+    parser.add_argument("--repeats", type=int, help="turns of each contender (9; 2 with --quick)")
+    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
+    parser.add_argument(
+        "--flex-seconds", type=float, default=30.0, help="for compiling flex_attention; 0: leave it out"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny shape and two turns: only to see that it runs")
+    parser.add_argument("--results", type=Path, help="directory for the files (benchmarks/results; none with --quick)")
+    args = parser.parse_args(argv)
+    args.repeats = args.repeats or (2 if args.quick else 9)
+    args.results = args.results or (None if args.quick else report.RESULTS)
+    return args
 
 
-def main() -> None:
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    parser = argparse.ArgumentParser(description="Decode attention: paged backends against padded contiguous K/V.")
-    parser.add_argument("--device", choices=devices, default="cpu")
-    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=list(DTYPES))
-    parser.add_argument("--repeats", type=int, default=15, help="timed passes over all layers")
-    parser.add_argument("--quick", action="store_true", help="bf16, 2 layers, 2 passes: only to see that it runs")
-    parser.add_argument("--json", type=Path, help="write machine facts and results there")
-    arguments = parser.parse_args()
-    dtypes, repeats = arguments.dtype, arguments.repeats
-    shapes: tuple[Shape, ...] = SHAPES
-    if arguments.quick:
-        dtypes, repeats, shapes = ["bf16"], 2, tuple(replace(shape, layers=2) for shape in SHAPES)
-    facts = machine.facts(arguments.device)
-    print("; ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
-    results = []
-    for dtype in dtypes:
-        for shape in shapes:
-            for case in CASES:
-                results += run(shape, case, dtype, torch.device(arguments.device), repeats)
-    print(table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": facts, "results": [asdict(r) for r in results]}, indent=1))
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    def chosen(setting: Setting) -> bool:
+        title = f"{setting.shape.name} {setting.case.phase} {setting.case.name} {setting.block_size} {setting.dtype}"
+        return (not args.phase or setting.case.phase in args.phase) and re.search(args.only, title) is not None
+
+    settings = [setting for setting in attention_data.settings(args.device, args.quick) if chosen(setting)]
+    facts = machine.facts(args.device)
+    limits = ceilings.measure(args.device, args.quick)
+    print("; ".join(f"{name} {value}" for name, value in facts.items()))
+    print(f"{limits}\n", flush=True)
+    with quiet():
+        run(settings, peers(args.quick, args.flex_seconds), limits, args, facts)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
-from benchmarks.machine import facts
+from benchmarks.machine import devices, facts
 
 QWEN2_5_0_5B = dict(
     vocab_size=151936,
@@ -31,7 +32,7 @@ QWEN2_5_0_5B = dict(
     tie_word_embeddings=True,
     max_position_embeddings=32768,
 )
-QUICK = QWEN2_5_0_5B | dict(vocab_size=4096, num_hidden_layers=4)
+QUICK = QWEN2_5_0_5B | dict(vocab_size=4096, hidden_size=224, intermediate_size=512, num_hidden_layers=2)
 
 
 @dataclass(frozen=True)
@@ -139,20 +140,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a small model, under 60 s")
+    parser.add_argument("--device", choices=devices(), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a small model: only to see that it runs")
     parser.add_argument("--only", default="", help="regular expression on the case's name")
-    parser.add_argument("--new-tokens", type=int, default=24, help="steps timed in each turn")
+    parser.add_argument("--new-tokens", type=int, help="steps timed in each turn (24; 4 with --quick)")
     parser.add_argument("--json", help="also write the results here")
-    args = parser.parse_args()
-    rows = run(args.device, args.quick, args.new_tokens, args.only)
+    args = parser.parse_args(argv)
+    rows = run(args.device, args.quick, args.new_tokens or (4 if args.quick else 24), args.only)
     print(table(rows))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"machine": facts(), "rows": rows}, file, indent=1)
+            json.dump({"machine": facts(args.device), "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

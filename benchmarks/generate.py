@@ -1,273 +1,281 @@
 """
-Whole calls: plain `generate`, `cache_implementation="paged"`, `PagedEngine` and transformers' `generate_batch`.
+Whole calls: plain `generate`, `cache_implementation="paged"`, `PagedEngine` and other engines; requests that arrive.
 
-    python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,W3] [--quick] [--json FILE]
+    python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,arrivals] [--quick] [--results DIRECTORY]
 
 Random weights in bfloat16; every system runs in this process, in turns whose order rotates, on fresh prompts in every
-repeat. Targets are printed beside the ratios and never asserted. What fails is listed with its reason.
+repeat. Targets are printed beside the ratios and never asserted. What is missing or fails is listed with its reason.
+The results are written after each workload.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import logging
-import statistics
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_paged
-from benchmarks import kv_memory, machine
-from benchmarks.systems import Engine, Generate, GenerateBatch, NotAvailable, tuned
-from benchmarks.workloads import SHAPES, WORKLOADS, Shape, Workload, build, equal_share
+from benchmarks import arrivals, ceilings, generate_tables, kv_memory, latency, machine, report
+from benchmarks.continuous import GenerateBatch, tuned
+from benchmarks.external import VLLM, OpenVINO
+from benchmarks.generate_tables import COLUMNS, Result
+from benchmarks.models import SHAPES, Shape, build
+from benchmarks.roofline import Cost, call_seconds
+from benchmarks.systems import Answer, Engine, Generate, NotAvailable, System, quiet
+from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
-PEER_REPEATS = 2  # of transformers' continuous batching, several times slower than the others
-PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}  # its time over ours, on W1 to W3
-OURS = ("ours", "engine")
-
-
-@dataclass
-class Result:
-    """
-    Seconds of each repeat and what the tokens were like.
-
-    Args:
-        cpu_seconds (`list[float]`): Of all threads; well below `seconds` times threads, the cores were shared.
-        problem (`str`): Why there are no figures: "not available" or "failed: ..."; empty if there are.
-        tokens (`int`): New tokens of one repeat, checked against what was asked for.
-        equal (`list[float]`): Share of tokens equal to plain's, of each repeat.
-    """
-
-    workload: str
-    system: str
-    problem: str = ""
-    tokens: int = 0
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    equal: list[float] = field(default_factory=list)
+PEERED = ("W1", "W2", "W3")  # with generate_batch
 
 
-def systems_for(workload: Workload, peer: GenerateBatch | None) -> dict[str, Callable[..., list[list[int]]]]:
-    """By name; plain comes first, once for each batch size."""
+def systems_for(workload: Workload, tuned_peer: GenerateBatch | None, quick: bool) -> dict[str, System]:
+    """By name; plain comes first, once for each batch size. Without `tuned_peer` only plain and ours."""
     sizes = workload.batch_sizes or (0,)
-    found: dict[str, Any] = {f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes}
-    found |= {"ours": Generate(paged=True), "engine": Engine()}
-    if peer is not None and workload.name in ("W1", "W2", "W3"):
-        found |= {"generate_batch": GenerateBatch(), "generate_batch, tuned": peer}
-    return found
+    found: dict[str, System] = {f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes}
+    found |= {"ours": Generate(cache="paged"), "engine": Engine()}
+    if tuned_peer is None:
+        return found
+    found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
+    if workload.name in PEERED:
+        found |= {"generate_batch": GenerateBatch(fills_memory=not quick), "generate_batch, tuned": tuned_peer}
+    return found | {"vLLM": VLLM(), "OpenVINO GenAI": OpenVINO()}
 
 
 def timed(
-    system: Callable[..., list[list[int]]], model: Any, shape: Shape, workload: Workload, repeat: int
-) -> tuple[tuple[float, float], list[list[int]]]:
-    """Seconds, CPU seconds and tokens of one call. Raises if a row has another number of tokens than asked for."""
+    system: System, model: Any, shape: Shape, workload: Workload, repeat: int
+) -> tuple[tuple[float, float], Answer, dict[str, float]]:
+    """
+    Seconds, CPU seconds, tokens and latencies of one call. Raises if a row has another number of tokens than asked for.
+    """
     batch = workload.batch(repeat, shape.vocab)
     torch.manual_seed(repeat)
     gc.collect()
-    _synchronize()
+    ceilings.synchronize(model.device)
     start = time.perf_counter(), time.process_time()
-    rows = system(model, shape, workload, batch)
-    _synchronize()
+    answer = system(model, shape, workload, batch)
+    ceilings.synchronize(model.device)
     seconds = time.perf_counter() - start[0], time.process_time() - start[1]
     asked = [length for length in batch.new_tokens for _ in range(workload.rows_per_prompt)]
-    if [len(row) for row in rows] != asked:
-        raise RuntimeError(f"gave {sum(map(len, rows))} tokens in {len(rows)} rows, not {sum(asked)} in {len(asked)}")
-    return seconds, rows
+    if [len(row) for row in answer.rows] != asked:
+        given = sum(map(len, answer.rows))
+        raise RuntimeError(f"gave {given} tokens in {len(answer.rows)} rows, not {sum(asked)} in {len(asked)}")
+    return seconds, answer, latency.summary(answer.times, [start[0]] * len(answer.times))
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def turn(
+    system: System, result: Result, model: Any, shape: Shape, workload: Workload, repeat: int
+) -> list[list[int]] | None:
+    """One turn of a system, written to `result`, or the reason why there is none; its tokens. -1 warms up."""
+    cuda = model.device.type == "cuda"
+    whole = repeat >= 0 or (isinstance(system, Generate) and system.cache == "static")  # compiles for these lengths
+    try:
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        run_now = workload if whole else workload.scaled(prompts=0.1, tokens=0.1)
+        seconds, answer, latencies = timed(system, model, shape, run_now, repeat)
+    except NotAvailable as error:
+        result.problem = str(error)
+        return None
+    except Exception as error:  # a peer that fails is a result
+        result.problem = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return None
+    bytes_now = system.kv_bytes(model, shape, workload, workload.batch(repeat, shape.vocab))
+    if repeat < 0:
+        return None
+    result.seconds.append(seconds[0])
+    result.cpu_seconds.append(seconds[1])
+    result.tokens = sum(map(len, answer.rows))
+    result.latencies += [latencies] if latencies else []
+    result.kv_bytes = None if bytes_now is None else max(bytes_now, result.kv_bytes or 0)
+    if cuda:
+        result.device_bytes = max(torch.cuda.max_memory_allocated(), result.device_bytes or 0)
+    return answer.rows
 
 
 def run(
-    model: Any,
-    shape: Shape,
-    workload: Workload,
-    peer: GenerateBatch | None,
-    repeats: int,
-    peer_repeats: int = PEER_REPEATS,
+    model: Any, shape: Shape, workload: Workload, systems: dict[str, System], repeats: int, floor: float
 ) -> list[Result]:
-    """`repeats` turns of every system after a short warm-up of each; `tuned` has warmed the peers up."""
-    systems = systems_for(workload, peer)
-    results = {name: Result(workload.name, name) for name in systems}
-    warm_up = workload.scaled(prompts=0.1, tokens=0.1)
+    """
+    `repeats` turns of every system after a short warm-up of each (`tuned` has warmed `generate_batch` up); on a CPU one
+    turn of the slow peers. Batch sizes of plain that are not the fastest in the first turn have no other.
+    """
+    results = {name: Result(workload.name, name, workload.target, floor=floor) for name in systems}
+    names = list(systems)
     for repeat in range(-1, repeats):
         tokens: dict[str, list[list[int]]] = {}
-        names = list(systems)
-        turn = max(0, repeat) % len(names)
-        for name in names[turn:] + names[:turn]:
-            result = results[name]
-            if result.problem or (isinstance(systems[name], GenerateBatch) and not 0 <= repeat < peer_repeats):
+        first = max(0, repeat) % len(names)
+        best = generate_tables.best_plain(list(results.values()))
+        for name in names[first:] + names[:first]:
+            system, result = systems[name], results[name]
+            slower_plain = repeat > 0 and name.startswith("plain") and result is not best
+            enough = system.is_peer and repeat > 0 and model.device.type == "cpu"
+            warm = isinstance(system, GenerateBatch) and repeat < 0
+            if result.problem or slower_plain or enough or warm:
                 continue
-            try:
-                seconds, rows = timed(systems[name], model, shape, workload if repeat >= 0 else warm_up, repeat)
-            except NotAvailable as error:
-                result.problem = f"not available: {error}"
-            except Exception as error:  # a peer that fails is a result
-                result.problem = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            else:
-                if repeat >= 0:
-                    tokens[name] = rows
-                    result.seconds.append(seconds[0])
-                    result.cpu_seconds.append(seconds[1])
-                    result.tokens = sum(map(len, rows))
+            rows = turn(system, result, model, shape, workload, repeat)
+            if rows is not None:
+                tokens[name] = rows
         plain = next((tokens[name] for name in reversed(names) if name.startswith("plain") and name in tokens), None)
         for name, rows in tokens.items():
             if plain is not None and (not workload.sampled or name == "ours"):  # other draws are other samples
                 results[name].equal.append(equal_share(plain, rows))
     for system in systems.values():
-        if isinstance(system, Engine):
-            system.free()
+        system.free()
     hf_paged.free(model)
     return list(results.values())
 
 
-def best_plain(results: Sequence[Result]) -> Result | None:
-    """The fastest batch size of plain `generate`."""
-    plain = [result for result in results if result.system.startswith("plain") and result.seconds]
-    return min(plain, key=lambda result: statistics.median(result.seconds), default=None)
+def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
+    """Seconds that the roofline gives one call."""
+    batch = workload.batch(0, cost.shape.vocab)
+    rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
+    lengths = [len(prompt) for prompt in batch.prompts]
+    return call_seconds(cost, limits, limits.flops["bfloat16"], lengths, batch.new_tokens, rows, workload.prefix)
 
 
-def ratio(slower: Result, faster: Result) -> float:
-    """Median over the repeats that both ran of one's time over the other's."""
-    return statistics.median(a / b for a, b in zip(slower.seconds, faster.seconds))
-
-
-def verdict(value: float, target: float | None) -> str:
-    return "" if target is None else f"at least {target:g}: {'met' if value >= target else 'not met'}"
-
-
-HEADER = (
-    "| workload | system | seconds, median (min..max) | CPU s | turns | tokens/s | plain / it | target | equal |\n"
-    "|---|---|--:|--:|--:|--:|--:|---|--:|"
-)
-
-
-def lines(results: Sequence[Result], target: float | None) -> str:
-    """Markdown below `HEADER`, one row for each system of one workload."""
-    rows = []
-    plain = best_plain(results)
-    for result in results:
-        if result.problem:
-            rows.append(f"| {result.workload} | {result.system} | {result.problem} | | | | | | |")
-            continue
-        seconds, median, cpu = result.seconds, *map(statistics.median, (result.seconds, result.cpu_seconds))
-        speed = ratio(plain, result) if plain else 0.0
-        rows.append(
-            f"| {result.workload} | {result.system} | {median:.2f} ({min(seconds):.2f}..{max(seconds):.2f}) "
-            f"| {cpu:.2f} | {len(seconds)} | {result.tokens / median:.0f} | {speed:.2f} "
-            f"| {verdict(speed, target) if result.system in OURS else ''} "
-            f"| {f'{statistics.mean(result.equal):.0%}' if result.equal else ''} |"
-        )
-    return "\n".join(rows)
-
-
-def peer_table(results: Sequence[Result]) -> str:
-    """How much longer transformers' continuous batching takes than each of ours."""
-    found = {(result.workload, result.system): result for result in results if result.seconds}
-    rows = ["| workload | | time over | | target |", "|---|---|---|--:|---|"]
-    for (workload, system), peer in found.items():
-        for ours in OURS:
-            if system in PEER_TARGETS and (workload, ours) in found:
-                value = ratio(peer, found[workload, ours])
-                rows.append(
-                    f"| {workload} | {system} | {ours} | {value:.2f} | {verdict(value, PEER_TARGETS[system])} |"
-                )
-    return "\n".join(rows) if len(rows) > 2 else ""
-
-
-def check(shape: Shape, device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, str]]:
+def check(device: str, workloads: Sequence[Workload]) -> list[tuple[str, str, str]]:
     """Tokens in float32, where they must be plain's: workload, system, and "equal" or what is wrong. Small."""
-    model = build(SHAPES["llama-tiny"], device, torch.float32)
+    tiny = SHAPES["llama-tiny"]
+    model = build(tiny, device, torch.float32)
     found = []
     for workload in workloads:
         small = workload.scaled(prompts=0.25, tokens=0.125)
-        systems: dict[str, Any] = {"ours": Generate(paged=True)}
+        systems: dict[str, System] = {"ours": Generate(cache="paged")}
         if not workload.sampled:  # each request of an engine has a random state of its own
             systems["engine"] = Engine()
-        _, expected = timed(Generate(), model, SHAPES["llama-tiny"], small, 0)
         for name, system in systems.items():
             try:
-                _, actual = timed(system, model, SHAPES["llama-tiny"], small, 0)
+                expected = timed(Generate(), model, tiny, small, 0)[1].rows
+                actual = timed(system, model, tiny, small, 0)[1].rows
                 share = equal_share(expected, actual)
                 found.append((workload.name, name, "equal" if expected == actual else f"{share:.1%} equal"))
-            except NotAvailable:
-                found.append((workload.name, name, "not available"))
             except Exception as error:
                 found.append((workload.name, name, f"failed: {type(error).__name__}: {error}"))
     return found
 
 
-def main() -> None:
-    """The command line."""
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=devices, default="cpu")
-    parser.add_argument("--model", choices=list(SHAPES), default="llama-100m")
-    parser.add_argument("--only", default="", help="workloads, for example W1,W3; without it all, and the memory")
-    parser.add_argument("--no-peers", action="store_true", help="leave out generate_batch")
+    parser.add_argument("--device", choices=machine.devices(), default="cpu")
+    parser.add_argument("--model", choices=list(SHAPES), help="(llama-100m; llama-tiny with --quick)")
+    parser.add_argument("--only", default="", help="workloads, for example W1,arrivals; without it all, and the memory")
+    parser.add_argument("--no-peers", action="store_true", help="only plain and ours")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory measurements")
     parser.add_argument("--repeats", type=int, help="turns of each system; each workload has its own number without it")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and short texts: only to see that it runs")
-    parser.add_argument("--json", type=Path, help="write the machine's facts and all figures there")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    logging.disable(logging.ERROR)
-    warnings.simplefilter("ignore")
+    parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
+    parser.add_argument("--quick", action="store_true", help="short texts and one turn: only to see that it runs")
+    parser.add_argument("--results", type=Path, help="directory for the files (benchmarks/results; none with --quick)")
+    args = parser.parse_args(argv)
+    names = [*WORKLOADS, "arrivals"]
+    args.only = [name for name in args.only.split(",") if name]
+    unknown = [name for name in args.only if name not in names]
+    if unknown:
+        parser.error(f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})")
+    args.model = args.model or ("llama-tiny" if args.quick else "llama-100m")
+    args.results = args.results or (None if args.quick else report.RESULTS)
+    return args
 
-    shape = SHAPES["llama-tiny" if args.quick else args.model]
-    workloads = [WORKLOADS[name] for name in args.only.split(",") if name] or list(WORKLOADS.values())
+
+class Run:
+    """What a run has found so far, and its files."""
+
+    def __init__(self, args: argparse.Namespace, facts: dict[str, Any], limits: ceilings.Ceilings) -> None:
+        self.args, self.facts, self.limits = args, facts, limits
+        self.name = "-".join(["generate", args.device, args.model, *map(str.lower, args.only)])
+        self.rows: list[dict[str, Any]] = []
+        self.columns = {k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"}
+        self.extra: dict[str, Any] = {"ceilings": asdict(limits), "model": asdict(SHAPES[args.model])}
+
+    def write(self) -> None:
+        """All files anew."""
+        directory, notes = self.args.results, [str(self.limits)]
+        if directory is None:
+            return
+        for title, columns in (("peers", None), ("arrivals", arrivals.COLUMNS), ("memory", None)):
+            if self.extra.get(title):
+                notes.append(report.markdown(self.extra[title], columns))
+        options = dict(directory=directory, columns=self.columns, notes="\n\n".join(notes), extra=self.extra)
+        report.write(self.name, self.facts, self.rows, **options)
+
+    def draw(self) -> None:
+        """The pictures."""
+        if self.args.results is not None:
+            stem, found = self.args.results / self.name, self.extra.get("arrivals", [])
+            report.plot(lambda: generate_tables.draw(self.rows, stem.with_name(f"{stem.name}.png")))
+            report.plot(lambda: arrivals.draw(found, stem.with_name(f"{stem.name}-latency.png")))
+
+
+def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
+    """The settings of `generate_batch` that run as "tuned"."""
+    trial = WORKLOADS["W1"].scaled(*((0.1, 0.05) if quick else (0.5, 0.5)))
+    peer, tried = tuned(model, shape, replace(trial, new_tokens=(4, 4) if quick else (16, 16)), quick)
+    run.extra["generate_batch"] = {"runs": str(peer), "tried": tried}
+    print("generate_batch, tuned on a part of W1's prompts, 16 new tokens:")
+    for settings, seconds in tried:
+        print(f"  {seconds:8.2f} s  {settings}{'  <- runs below' if settings == str(peer) else ''}")
+    print(flush=True)
+    return peer
+
+
+def benchmark(args: argparse.Namespace) -> None:
+    """Everything that the arguments ask for."""
+    shape = SHAPES[args.model]
+    workloads = [workload for name, workload in WORKLOADS.items() if name in args.only or not args.only]
     if args.quick:
-        workloads = [replace(workload.scaled(0.25, 0.125), repeats=2) for workload in workloads]
-    model: Any = build(shape, args.device, torch.bfloat16)
-    facts = machine.facts(args.device)
+        workloads = [replace(workload.scaled(0.125, 0.06), repeats=1, target=None) for workload in workloads]
+    facts, limits = machine.facts(args.device), ceilings.measure(args.device, args.quick)
+    model = build(shape, args.device, torch.bfloat16)
+    cost, state = Cost.of(model, shape), Run(args, facts, limits)
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
-    print(f"{shape.name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, bfloat16\n", flush=True)
-
-    peer: GenerateBatch | None = None
-    tried: list[tuple[str, float]] = []
-    if not args.no_peers and any(workload.name in ("W1", "W2", "W3") for workload in workloads):
-        trial = WORKLOADS["W1"].scaled(*((0.25, 0.125) if args.quick else (0.5, 0.5)))
-        peer, tried = tuned(model, shape, replace(trial, new_tokens=(16, 16)), args.quick)
-        print("generate_batch, tuned on half of W1's prompts and lengths, 16 new tokens:")
-        for settings, seconds in tried:
-            print(f"  {seconds:8.2f} s  {settings}{'  <- runs below' if settings == str(peer) else ''}")
-        print(flush=True)
-    print("\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + f"\n\n{HEADER}", flush=True)
+    print(f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token, bfloat16\n", flush=True)
+    if args.quick:
+        print("A quick run shows that everything runs; its figures and targets say nothing.\n")
+    peer = None if args.no_peers else tune(state, model, shape, args.quick)
+    print("\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + "\n", flush=True)
     results: list[Result] = []
     for workload in workloads:
-        found = run(model, shape, workload, peer, args.repeats or workload.repeats, 1 if args.quick else PEER_REPEATS)
-        print(lines(found, workload.target), flush=True)
+        systems, floor = systems_for(workload, peer, args.quick), floor_of(cost, limits, workload)
+        found = run(model, shape, workload, systems, args.repeats or workload.repeats, floor)
+        rows = generate_tables.rows_of(found)
+        table = report.markdown(rows, state.columns).split("\n")
+        print("\n".join(table if not state.rows else table[2:]), flush=True)
         results += found
-    print(f"\n{peer_table(results)}\n", flush=True)
-    checked = check(shape, args.device, workloads)
-    print("float32, tiny: " + "; ".join(f"{workload} {system} {how}" for workload, system, how in checked) + "\n")
-    memory = [] if args.no_memory else kv_memory.measure(model, shape, workloads, args.quick)
-    for line in memory:
-        print(line)
-    if args.json:
-        args.json.write_text(
-            json.dumps(
-                {
-                    "machine": facts,
-                    "model": asdict(shape),
-                    "generate_batch": {"runs": str(peer), "tried": tried},
-                    "results": [asdict(result) for result in results],
-                    "float32": checked,
-                    "memory": [asdict(line) for line in memory],
-                },
-                indent=1,
-            )
-        )
+        state.rows += rows
+        state.extra["peers"] = generate_tables.peer_rows(results)
+        state.write()
+    print(f"\n{report.markdown(state.extra.get('peers', []))}\n", flush=True)
+    if "arrivals" in args.only or not args.only:
+        peers = {} if peer is None else {"generate_batch, tuned": peer}
+        state.extra["arrivals"] = arrivals.run(model, shape, peers, args.quick)
+        state.write()
+    state.extra["float32"] = check(args.device, workloads)
+    checked = "; ".join(" ".join(line) for line in state.extra["float32"])
+    print(f"\nfloat32, tiny: {checked}\n", flush=True)
+    if not args.no_memory:
+        found_memory = kv_memory.measure(model, shape, workloads, args.quick)
+        print("\n".join(map(str, found_memory)))
+        state.extra["memory"] = [asdict(line) for line in found_memory]
+    state.write()
+    state.draw()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    gc.collect()
+    gc.freeze()  # what is there now need not be looked through before every turn
+    try:
+        with quiet():
+            benchmark(args)
+    finally:
+        gc.unfreeze()
 
 
 if __name__ == "__main__":

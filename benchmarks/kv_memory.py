@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 
 import hf_paged
+from benchmarks.models import SHAPES, Shape, build
 from benchmarks.systems import Engine, Generate, NotAvailable
-from benchmarks.workloads import SHAPES, Batch, Shape, Workload, build, equal_share, sharegpt_like
+from benchmarks.workloads import Batch, Workload, contiguous_bytes, equal_share, sharegpt_like
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,13 @@ def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measu
     try:
         return measure()
     except NotAvailable as error:
-        return Measurement(what, system, problem=f"not available: {error}")
+        return Measurement(what, system, problem=str(error))
     except Exception as error:
         return Measurement(what, system, problem=f"failed: {type(error).__name__}: {error}")
 
 
 def at_most(value: float, limit: float) -> str:
     return f"(at most {limit:g}: {'met' if value <= limit else 'not met'})"
-
-
-def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:
-    """
-    Of the `DynamicCache` of plain `generate` with all prompts in one batch: every row as wide as the widest prompt and
-    the longest answer. The last token's keys and values are never computed.
-    """
-    rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
-    width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
-    return shape.kv_bytes(rows * width, itemsize)
 
 
 @dataclass(frozen=True)
@@ -108,7 +98,7 @@ def waste(model: Any, shape: Shape, quick: bool) -> Callable[[], Measurement]:
 
 
 def a_third(
-    model: Any, shape: Shape, workload: Workload, name: str, make: Callable[..., Any], repeats: int
+    model: Any, shape: Shape, workload: Workload, name: str, make: Callable[..., Any]
 ) -> list[Callable[[], Measurement]]:
     """W2 with a third of the blocks it needs: the time, and the tokens of a tiny model in float32."""
 
@@ -116,19 +106,15 @@ def a_third(
         blocks = peak(make(None), model, shape, workload, workload.batch(0, shape.vocab)).num_blocks // 3
         return make(hf_paged.PagedConfig(num_blocks=blocks)), blocks
 
-    def seconds(system: Any, repeat: int) -> float:
-        batch = workload.batch(repeat, shape.vocab)
+    def seconds(system: Any) -> float:
+        batch = workload.batch(0, shape.vocab)
         start = time.perf_counter()
         system(model, shape, workload, batch)
         return time.perf_counter() - start
 
     def time_ratio() -> Measurement:
         system, blocks = limited(model, shape, workload)
-        ratios = []
-        for repeat in range(repeats):
-            free, full = seconds(make(None), repeat), seconds(system, repeat)
-            ratios.append(full / free)
-        value = statistics.median(ratios)
+        value = seconds(system) / seconds(make(None))
         unit = f"x the time with all blocks (num_blocks={blocks})"
         return Measurement(f"{workload.name} in a third", name, value, unit, at_most(value, 1.6))
 
@@ -137,9 +123,9 @@ def a_third(
         small = workload if shape == tiny else workload.scaled(prompts=0.25, tokens=0.25)
         reference = build(tiny, model.device.type, torch.float32)
         batch = small.batch(0, tiny.vocab)
-        expected = Generate()(reference, tiny, small, batch)
+        expected = Generate()(reference, tiny, small, batch).rows
         system, _ = limited(reference, tiny, small)
-        share = 100 * equal_share(expected, system(reference, tiny, small, batch))
+        share = 100 * equal_share(expected, system(reference, tiny, small, batch).rows)
         return Measurement(
             f"{workload.name} in a third, float32", name, share, "% of tokens equal", f"({_equal(share)})"
         )
@@ -155,7 +141,7 @@ def measure(model: Any, shape: Shape, workloads: Sequence[Workload], quick: bool
     """Every measurement that the chosen workloads allow."""
     named = {workload.name: workload for workload in workloads}
     makers: dict[str, Callable[..., Any]] = {
-        "ours": lambda config: Generate(paged=True, cache_config=config),
+        "ours": lambda config: Generate(cache="paged", cache_config=config),
         "engine": lambda config: Engine(config),
     }
     found = []
@@ -167,7 +153,7 @@ def measure(model: Any, shape: Shape, workloads: Sequence[Workload], quick: bool
         # rows under a caller's own criterion advance together: without room for all, every step moves blocks
         if "W2" in named and name == "engine":
             workload = replace(named["W2"], batch_sizes=())
-            for function in a_third(model, shape, workload, name, make, 1 if quick else 2):
+            for function in a_third(model, shape, workload, name, make):
                 found.append(guarded("W2 in a third", name, function))
     if not found:
         return []

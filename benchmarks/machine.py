@@ -12,6 +12,11 @@ import torch
 import transformers
 
 
+def devices() -> list[str]:
+    """The devices that this machine has, for `--device`."""
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
 def facts(device: str = "cpu") -> dict[str, str | int | float]:
     """What a reader needs in order to compare two tables; RAM in GiB, the date in UTC."""
     cpu = next(

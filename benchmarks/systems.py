@@ -3,87 +3,169 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
-from benchmarks.workloads import PAD, Batch, Shape, Workload, left_padded
-
-
-class StopsAt(StoppingCriteria):
-    """Row `i` is done after `new_tokens[i]` tokens."""
-
-    def __init__(self, width: int, new_tokens: list[int], device: str) -> None:
-        self.lengths = width + torch.tensor(new_tokens, device=device)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids.shape[1] >= self.lengths
+from benchmarks.models import PAD, Shape
+from benchmarks.workloads import Batch, Workload, contiguous_bytes, left_padded
 
 
 class NotAvailable(Exception):
-    """The system is not part of this version."""
+    """The system does not run here; the message is what the table says."""
+
+
+class Answer(NamedTuple):
+    """
+    Args:
+        rows (`list[list[int]]`): New tokens of every row.
+        times (`list[list[float]]`): When each of them was there, by `time.perf_counter`; empty where nobody can tell.
+    """
+
+    rows: list[list[int]]
+    times: list[list[float]]
+
+
+class StopsAt(StoppingCriteria):
+    """Row `i` is done after `new_tokens[i]` tokens; notes when each step's tokens are there."""
+
+    def __init__(self, width: int, new_tokens: Sequence[int], device: Any) -> None:
+        self.lengths = width + torch.tensor(new_tokens, device=device)
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return input_ids.shape[1] >= self.lengths
+
+
+class System:
+    """
+    One way to generate.
+
+    Args:
+        is_peer (`bool`): Several times slower than the others: gets fewer turns.
+    """
+
+    is_peer = False
+
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        raise NotImplementedError
+
+    def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
+        """Most bytes of keys and values at once, in the call before; `None`: not told."""
+        return None
+
+    def free(self) -> None:
+        """Gives memory back."""
 
 
 @dataclass(frozen=True)
-class Generate:
-    """`model.generate`, `batch_size` prompts at a time (0: all); on the paged cache with `paged`."""
+class Generate(System):
+    """
+    `model.generate`.
+
+    Args:
+        batch_size (`int`): Prompts at a time; 0: all.
+        cache (`str`, *optional*): `cache_implementation`.
+    """
 
     batch_size: int = 0
-    paged: bool = False
+    cache: str | None = None
     cache_config: hf_paged.PagedConfig | None = None
 
-    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> list[list[int]]:
-        rows: list[list[int]] = []
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        if self.cache == "static":
+            if model.device.type != "cuda":
+                raise NotAvailable("skipped: transformers compiles the static cache's forward on an accelerator only")
+            if workload.options.get("num_beams", 1) > 1:
+                raise NotAvailable("skipped: beams move the rows of a cache, which a compiled one does not")
+        answer = Answer([], [])
+        for part in self._parts(batch):
+            rows, times = self._part(model, shape, workload, part)
+            answer.rows.extend(rows)
+            answer.times.extend(times)
+        return answer
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
         size = self.batch_size or len(batch.prompts)
         for start in range(0, len(batch.prompts), size):
-            part = Batch(batch.prompts[start : start + size], batch.new_tokens[start : start + size])
-            rows += self._part(model, shape, workload, part)
-        return rows
+            yield Batch(batch.prompts[start : start + size], batch.new_tokens[start : start + size])
 
-    def _part(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> list[list[int]]:
+    def _part(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         inputs = left_padded(batch.prompts, model.device)
         width = inputs["input_ids"].shape[1]
-        options: dict[str, Any] = {**workload.options, "max_new_tokens": max(batch.new_tokens)}
-        if batch.ragged:
-            stops = StopsAt(width, batch.new_tokens, model.device)
-            options |= {"stopping_criteria": StoppingCriteriaList([stops]), "eos_token_id": shape.never}
-        if self.paged:
-            options |= {"cache_implementation": "paged", "cache_config": self.cache_config}
-        new = model.generate(**inputs, **options)[:, width:].tolist()
+        has_beams = workload.options.get("num_beams", 1) > 1
+        if has_beams and batch.ragged:
+            raise NotAvailable("skipped: beams of one call get the same number of tokens")
         lengths = [length for length in batch.new_tokens for _ in range(workload.rows_per_prompt)]
+        stops = StopsAt(width, lengths, model.device)
+        options: dict[str, Any] = {**workload.options, "max_new_tokens": max(batch.new_tokens)}
+        if not has_beams:  # whose tokens are settled at the end only
+            options["stopping_criteria"] = StoppingCriteriaList([stops])
+        if batch.ragged:
+            options["eos_token_id"] = shape.never
+        if self.cache is not None:
+            options["cache_implementation"] = self.cache
+        if self.cache == "paged":
+            options["cache_config"] = self.cache_config
+        new = model.generate(**inputs, **options)[:, width:].tolist()
         for row, length in zip(new, lengths):
             if any(token != PAD for token in row[length:]):
                 raise RuntimeError(f"a row went on after its {length} tokens")
-        return [row[:length] for row, length in zip(new, lengths)]
+        times = [] if has_beams else [stops.times[:length] for length in lengths]
+        return Answer([row[:length] for row, length in zip(new, lengths)], times)
+
+    def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
+        if self.cache == "paged":
+            return hf_paged.memory_stats(model, reset=True).peak_bytes
+        return max(contiguous_bytes(shape, workload, part, model.dtype.itemsize) for part in self._parts(batch))
 
 
 @dataclass
-class Engine:
+class Engine(System):
     """`hf_paged.PagedEngine`, one for all repeats, as a user would keep it."""
 
     cache_config: hf_paged.PagedConfig | None = None
     engine: Any = None
 
-    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> list[list[int]]:
-        if not hasattr(hf_paged, "PagedEngine"):
-            raise NotAvailable("this version has no `hf_paged.PagedEngine`")
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.engine is None:
             self.engine = hf_paged.PagedEngine(model, self.cache_config or hf_paged.PagedConfig())
-        configs = [
-            GenerationConfig(**workload.options, max_new_tokens=length, pad_token_id=PAD, eos_token_id=None)
-            for length in batch.new_tokens
-        ]
-        results = self.engine.generate(batch.prompts, generation_config=configs)
-        for result in results:
+        prompts = zip(batch.prompts, batch.new_tokens)
+        names = [self.add(prompt, length, workload.options) for prompt, length in prompts]
+        results: dict[str, Any] = {}
+        times: dict[str, list[list[float]]] = {name: [[] for _ in range(workload.rows_per_prompt)] for name in names}
+        while self.engine.has_unfinished:
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                for sequence in output.new_tokens:
+                    times[output.request_id][sequence].append(now)
+                if output.finished:
+                    results[output.request_id] = output.result
+        for result in results.values():
             if result.error is not None:
                 raise result.error
-        return [sequence.token_ids for result in results for sequence in result.sequences]
+        rows = [sequence.token_ids for name in names for sequence in results[name].sequences]
+        told = workload.options.get("num_beams", 1) == 1
+        return Answer(rows, [row for name in names for row in times[name]] if told else [])
+
+    def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
+        """Queues a request of exactly `new_tokens` tokens."""
+        config = GenerationConfig(**options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None)
+        return self.engine.add_request(prompt, config)
+
+    def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
+        return self.engine.stats().peak_bytes
 
     def free(self) -> None:
         if self.engine is not None:
@@ -91,110 +173,25 @@ class Engine:
             self.engine = None
 
 
-@dataclass(frozen=True)
-class GenerateBatch:
-    """
-    transformers' continuous batching. Prompts that get as many tokens each go through `generate_batch`, others through
-    the manager that it makes, since only that takes a length for each request.
-
-    Args:
-        attention (`str`): "sdpa" or "eager" (which it makes "paged|eager").
-        settings (`tuple`): Pairs of `ContinuousBatchingConfig`; none: its defaults.
-        sized (`bool`): `num_blocks` as the batch needs, and a fifth more; else as much memory as it finds.
-    """
-
-    attention: str = "sdpa"
-    settings: tuple[tuple[str, Any], ...] = ()
-    sized: bool = False
-
-    def __str__(self) -> str:
-        options = [self.attention, *(f"{name}={value}" for name, value in self.settings)]
-        return ", ".join(options + ["num_blocks as needed"] * self.sized)
-
-    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> list[list[int]]:
-        settings = dict(self.settings)
-        if self.sized:
-            page = settings.get("page_size", 256)
-            pairs = zip(batch.prompts, batch.new_tokens)
-            needed = sum(-(-(len(prompt) + new) // page) for prompt, new in pairs)
-            settings["num_blocks"] = needed + needed // 5 + 1
-        options = {
-            "generation_config": GenerationConfig(
-                **workload.options, max_new_tokens=max(batch.new_tokens), pad_token_id=PAD, eos_token_id=None
-            ),
-            "continuous_batching_config": ContinuousBatchingConfig(**settings) if settings else None,
-        }
-        with _attention(model, self.attention):
-            if batch.ragged:
-                results = self._by_manager(model, batch, options)
-            else:
-                results = list(model.generate_batch(batch.prompts, **options).values())
-        failed = next((result.error for result in results if result.error is not None), None)
-        if failed is not None or len(results) != len(batch.prompts):
-            raise RuntimeError(failed or f"{len(results)} of {len(batch.prompts)} results came back")
-        return [list(result.generated_tokens) for result in results]
-
-    @staticmethod
-    @torch.no_grad()
-    def _by_manager(model: Any, batch: Batch, options: dict[str, Any]) -> list[Any]:
-        hints = WorkloadHints(
-            max_prompt_length=max(map(len, batch.prompts)),
-            max_generated_length=max(batch.new_tokens),
-            num_requests=len(batch.prompts),
-        )
-        names = [f"request {index}" for index in range(len(batch.prompts))]
-        results: dict[str, Any] = {}
-        with model.continuous_batching_context_manager(**options, workload_hints=hints, timeout=5) as manager:
-            for name, prompt, length in zip(names, batch.prompts, batch.new_tokens):
-                manager.add_request(prompt, name, max_new_tokens=length, eos_token_id=-1)
-            while len(results) < len(names):
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    results[result.request_id] = result
-                elif result is None and not manager.is_running():
-                    break
-        return [results[name] for name in names if name in results]
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings and logs that the libraries would put between the lines of a table."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
+def attention(model: Any, name: str) -> Iterator[None]:
+    """The model with another attention implementation."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[GenerateBatch, list[tuple[str, float]]]:
-    """
-    The settings of `generate_batch` that are fastest on `workload`, one knob after the other, and the seconds of
-    every candidate (infinite where it failed).
-    """
-    batch = workload.batch(-1, shape.vocab)
-    seconds: dict[GenerateBatch, float] = {}
-
-    def fastest(candidates: list[GenerateBatch]) -> GenerateBatch:
-        for candidate in candidates:
-            if candidate in seconds:
-                continue
-            start = time.perf_counter()
-            try:
-                candidate(model, shape, workload, batch)
-                seconds[candidate] = time.perf_counter() - start
-            except Exception:
-                seconds[candidate] = float("inf")
-        return min(candidates, key=seconds.__getitem__)
-
-    def with_setting(base: GenerateBatch, name: str, value: Any) -> GenerateBatch:
-        return GenerateBatch(base.attention, tuple(sorted({**dict(base.settings), name: value}.items())), base.sized)
-
-    base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), ("page_size", 32)))
-    fastest([base])  # warm-up
-    del seconds[base]
-    best = fastest([base, GenerateBatch("eager", base.settings, True)])
-    for name, values in (("max_batch_tokens", (256, 1024, 4096)), ("page_size", (16, 64, 256))):
-        best = fastest([best, *(with_setting(best, name, value) for value in values[: 1 if quick else None])])
-    if not quick:
-        best = fastest([best, with_setting(best, "allow_block_sharing", False)])
-    return best, [(str(candidate), taken) for candidate, taken in seconds.items()]

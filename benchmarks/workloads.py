@@ -1,4 +1,4 @@
-"""What `benchmarks.generate` runs: a random Llama, the workloads W1 to W6, and the prompts of each repeat."""
+"""What `benchmarks.generate` runs: the workloads W1 to W6, the trace of arrivals, and the prompts of each repeat."""
 
 from __future__ import annotations
 
@@ -7,76 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-PAD = 0
-FIRST_WORD = 3  # ids below are special
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama with tied embeddings."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int
-
-    @property
-    def never(self) -> int:
-        """An id that no row says: an end-of-sequence set of it alone makes `generate` pad rows that are done."""
-        return self.vocab - 1
-
-    def kv_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of the keys and values of `tokens` tokens over all layers."""
-        return 2 * tokens * self.layers * self.kv_heads * (self.hidden // self.heads) * itemsize
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("llama-100m", 768, 12, 12, 4, 2048, 32000),
-        Shape("llama-1b", 2048, 16, 32, 8, 8192, 128256),
-        Shape("llama-tiny", 128, 2, 4, 2, 256, 2048),
-    )
-}
-
-
-@torch.no_grad()
-def build(shape: Shape, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """
-    Random weights, drawn so that activations keep their size, attention is peaked and logits have a standard deviation
-    of about 3: greedy text does not fall into a loop. The embedding is small beside what the layers add, since a tied
-    model would repeat its last token otherwise.
-    """
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        pad_token_id=PAD,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            continue  # norms
-        gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.2
-        std = 3.0 / shape.hidden**0.5 if "embed_tokens" in name else gain / parameter.shape[1] ** 0.5
-        parameter.normal_(0.0, std, generator=generator)
-    model.get_input_embeddings().weight[shape.never] = 0.0  # logit 0, far below the likeliest
-    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=1, eos_token_id=None)
-    return model.to(dtype).eval()
+from benchmarks.models import FIRST_WORD, PAD, Shape
 
 
 @dataclass(frozen=True)
@@ -154,9 +86,11 @@ GREEDY = {"do_sample": False}
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", "32 ragged prompts of 32..256, 64 new", 32, (32, 256), (64, 64), 0, GREEDY, 1.3),
-        Workload("W2", "64 such prompts, 8..256 new", 64, (32, 256), (8, 256), 0, GREEDY, 2.0, (16, 32, 64), repeats=3),
-        Workload("W3", "64 prompts, 512 tokens shared + 8..64, 32 new", 64, (8, 64), (32, 32), 512, GREEDY, 3.0),
+        Workload("W1", "32 ragged prompts of 32..256, 64 new", 32, (32, 256), (64, 64), 0, GREEDY, 1.3, repeats=4),
+        Workload("W2", "64 such prompts, 8..256 new", 64, (32, 256), (8, 256), 0, GREEDY, 2.0, (16, 32, 64), repeats=2),
+        Workload(
+            "W3", "64 prompts, 512 tokens shared + 8..64, 32 new", 64, (8, 64), (32, 32), 512, GREEDY, 3.0, repeats=3
+        ),
         Workload(
             "W4",
             "16 samples of one prompt of 512, 64 new",
@@ -175,12 +109,12 @@ WORKLOADS = {
 }
 
 
-def sharegpt_like(num_requests: int, scale: float, vocab: int) -> Batch:
+def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) -> Batch:
     """
     Lengths as ShareGPT's in the PagedAttention paper (arXiv 2309.06180, section 6.1): log-normal with means of 161 in
-    and 338 out, at most 2048 each, times `scale`.
+    and 338 out, at most 2048 each, times `scale`. Another `repeat` has other words of the same lengths.
     """
-    draw, words = random.Random("sharegpt"), random.Random("sharegpt words")
+    draw, words = random.Random("sharegpt"), random.Random(f"sharegpt words {repeat or ''}".rstrip())
 
     def length(mean: float, sigma: float) -> int:
         # exp(mu + sigma^2 / 2) is a log-normal's mean
@@ -192,7 +126,26 @@ def sharegpt_like(num_requests: int, scale: float, vocab: int) -> Batch:
     return Batch(prompts, [outputs for _, outputs in lengths])
 
 
-def left_padded(prompts: list[list[int]], device: str) -> dict[str, torch.Tensor]:
+def poisson_times(num_requests: int, rate: float) -> list[float]:
+    """Seconds after the start at which each request arrives, `rate` a second on average; the first at 0."""
+    draw = random.Random("arrivals")
+    times = [0.0]
+    while len(times) < num_requests:
+        times.append(times[-1] + draw.expovariate(rate))
+    return times
+
+
+def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:
+    """
+    Of the `DynamicCache` of plain `generate` with all prompts in one batch: every row as wide as the widest prompt and
+    the longest answer. The last token's keys and values are never computed.
+    """
+    rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
+    width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
+    return rows * shape.kv_bytes(width, itemsize)
+
+
+def left_padded(prompts: list[list[int]], device: Any) -> dict[str, torch.Tensor]:
     """`[rows, longest]` int64 ids and mask."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in prompts], device=device)

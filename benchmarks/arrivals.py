@@ -1,0 +1,204 @@
+"""
+Requests that arrive at random moments: a log-normal ShareGPT-like trace, Poisson arrivals (Orca, OSDI 2022, section 6;
+PagedAttention, arXiv 2309.06180, section 6.1), at shares of the rate that `PagedEngine` serves when all wait at once.
+
+Plain `generate` takes whatever has arrived, at most `MAX_BATCH` prompts, and gives it back when the last row ended; its
+times per token are those that a streamer would see. Normalized latency is a request's time from arrival to end over its
+new tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import latency, report
+from benchmarks.continuous import GenerateBatch, add
+from benchmarks.models import Shape
+from benchmarks.systems import Engine, Generate, NotAvailable
+from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegpt_like
+
+MAX_BATCH = 32
+SHARES = (0.3, 0.6, 0.9)  # of the engine's rate when all requests wait
+WORKLOAD = Workload("arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0), 0, GREEDY)
+COLUMNS = {
+    "rate": "requests/s",
+    "system": "system",
+    "tokens_per_s": "tokens/s",
+    "normalized_ms": "normalized latency, ms/token",
+    "ttft_p50_ms": "TTFT p50, ms",
+    "ttft_p99_ms": "TTFT p99, ms",
+    "tpot_p50_ms": "TPOT p50, ms",
+    "tpot_p99_ms": "TPOT p99, ms",
+    "problem": "",
+}
+
+
+@dataclass
+class Record:
+    """Moments of one request, seconds since the first arrived."""
+
+    arrived: float
+    tokens: list[float] = field(default_factory=list)
+    finished: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests with the seconds at which they arrive, in order."""
+
+    batch: Batch
+    arrivals: list[float]
+
+    @classmethod
+    def make(cls, device: str, quick: bool, vocab: int, rate: float, repeat: int) -> Trace:
+        """A CPU gets an eighth of the lengths and fewer requests, so that it ends."""
+        count, scale = (8, 0.05) if quick else (40, 0.125) if device == "cpu" else (256, 1.0)
+        times = poisson_times(count, rate) if rate != float("inf") else [0.0] * count
+        return cls(sharegpt_like(count, scale, vocab, repeat), times)
+
+    def records(self) -> list[Record]:
+        return [Record(time) for time in self.arrivals]
+
+
+Serve = Callable[[Any, Shape, Trace], list[Record]]
+
+
+def by_engine(model: Any, shape: Shape, trace: Trace) -> list[Record]:
+    """`PagedEngine.step` with requests added as they arrive."""
+    engine, records, batch = Engine(), trace.records(), trace.batch
+    engine(model, shape, WORKLOAD, Batch([[shape.never - 1] * 8], [2]))  # as a server that is up
+    running: dict[str, Record] = {}
+    start, next_one = time.perf_counter(), 0
+    try:
+        while next_one < len(records) or running:
+            while next_one < len(records) and time.perf_counter() - start >= records[next_one].arrived:
+                name = engine.add(batch.prompts[next_one], batch.new_tokens[next_one], GREEDY)
+                running[name] = records[next_one]
+                next_one += 1
+            if not running:
+                time.sleep(max(0.0, start + records[next_one].arrived - time.perf_counter()))
+                continue
+            outputs = engine.engine.step()
+            now = time.perf_counter() - start
+            for output in outputs:
+                record = running[output.request_id]
+                record.tokens.extend([now] * len(output.new_tokens))
+                if output.finished:
+                    if output.result.error is not None:
+                        raise output.result.error
+                    running.pop(output.request_id).finished = now
+    finally:
+        engine.free()
+    return records
+
+
+def by_generate(model: Any, shape: Shape, trace: Trace) -> list[Record]:
+    """Plain `generate` on what has arrived, batch after batch."""
+    records, batch, done = trace.records(), trace.batch, 0
+    start = time.perf_counter()
+    while done < len(records):
+        time.sleep(max(0.0, start + records[done].arrived - time.perf_counter()))
+        now = time.perf_counter() - start
+        end = done + 1
+        while end < min(len(records), done + MAX_BATCH) and records[end].arrived <= now:
+            end += 1
+        answer = Generate()(model, shape, WORKLOAD, Batch(batch.prompts[done:end], batch.new_tokens[done:end]))
+        now = time.perf_counter() - start
+        for record, times in zip(records[done:end], answer.times):
+            record.tokens, record.finished = [moment - start for moment in times], now
+        done = end
+    return records
+
+
+def by_generate_batch(peer: GenerateBatch) -> Serve:
+    """transformers' manager, requests added as they arrive."""
+
+    def serve(model: Any, shape: Shape, trace: Trace) -> list[Record]:
+        records, batch, finished = trace.records(), trace.batch, 0
+        with peer.manager(model, WORKLOAD, batch) as manager:
+            start, next_one = time.perf_counter(), 0
+            while finished < len(records):
+                now = time.perf_counter() - start
+                if next_one < len(records) and now >= records[next_one].arrived:
+                    add(manager, batch.prompts[next_one], str(next_one), batch.new_tokens[next_one])
+                    next_one += 1
+                    continue
+                wait = records[next_one].arrived - now if next_one < len(records) else 1.0
+                result = manager.get_result(timeout=min(1.0, wait))
+                if result is not None and result.is_finished():
+                    if result.error is not None:
+                        raise RuntimeError(result.error)
+                    record = records[int(result.request_id)]
+                    record.tokens = [moment - start for moment in result.timestamps]
+                    record.finished, finished = time.perf_counter() - start, finished + 1
+                elif result is None and not manager.is_running():
+                    raise RuntimeError(f"the manager ended with {finished} of {len(records)} requests served")
+        return records
+
+    return serve
+
+
+def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]:
+    """A row of the table. Raises if a request got another number of tokens than asked for."""
+    given = [len(record.tokens) for record in records]
+    if given != list(asked):
+        raise RuntimeError(f"gave {sum(given)} tokens, not {sum(asked)}")
+    seconds = max(record.finished for record in records)
+    normalized = statistics.mean((r.finished - r.arrived) / len(r.tokens) for r in records)
+    times, starts = [record.tokens for record in records], [record.arrived for record in records]
+    return {
+        "tokens_per_s": sum(given) / seconds,
+        "requests_per_s": len(records) / seconds,
+        "normalized_ms": 1e3 * normalized,
+        **latency.summary(times, starts),
+    }
+
+
+def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) -> list[dict[str, Any]]:
+    """Rows of the table, printed as they come."""
+    systems: dict[str, Serve] = {"engine": by_engine, "plain, static batches": by_generate}
+    systems |= {name: by_generate_batch(peer) for name, peer in peers.items()}
+    device, rows = model.device.type, []
+    everything = Trace.make(device, quick, shape.vocab, float("inf"), 0)
+    by_engine(model, shape, everything)  # warm-up
+    capacity = figures(by_engine(model, shape, everything), everything.batch.new_tokens)["requests_per_s"]
+    print(f"the engine serves {capacity:.2f} requests/s when all {len(everything.arrivals)} wait\n")
+    for turn, share in enumerate(SHARES[:2] if quick else SHARES, 1):
+        trace = Trace.make(device, quick, shape.vocab, share * capacity, turn)
+        found = []
+        for name, serve in systems.items():
+            row: dict[str, Any] = {"share": share, "rate": share * capacity, "system": name}
+            try:
+                row |= figures(serve(model, shape, trace), trace.batch.new_tokens)
+            except NotAvailable as error:
+                row["problem"] = str(error)
+            except Exception as error:  # a peer that fails is a result
+                row["problem"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            found.append(row)
+        table = report.markdown(found, COLUMNS).split("\n")
+        print("\n".join(table if not rows else table[2:]), flush=True)
+        rows += found
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Normalized latency and time to first token over the rate."""
+    told = [row for row in rows if "normalized_ms" in row]
+    if not told:
+        return None
+    figure, axes = report.figure(360, ncols=2)
+    titles = {"normalized_ms": "normalized latency, ms per token", "ttft_p50_ms": "time to first token, p50, ms"}
+    for axis, (key, title) in zip(axes, titles.items()):
+        for marker, name in zip(report.MARKERS, dict.fromkeys(row["system"] for row in told)):
+            points = [(row["rate"], row[key]) for row in told if row["system"] == name]
+            axis.plot(*zip(*points), marker=marker, label=name)
+        axis.set(title=title, xlabel="requests per second", yscale="log")
+        axis.title.set_fontsize(10)
+        report.log_ticks(axis.yaxis)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return report.save(figure, path)

@@ -1,0 +1,180 @@
+"""Cases of `benchmarks.attention`, and the same keys and values for every contender: in blocks and padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import SHAPES, Shape
+from hf_paged.attention.metadata import AttentionMetadata
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # of all layers' keys and values: more than any cache holds
+MAX_LAYERS = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    One batch.
+
+    Args:
+        phase (`str`): "decode" (one query a row), "chunk" (queries over a cached context) or "prefill" (no context).
+        seq_lens (`tuple[int, ...]`): Tokens of each row, the queries included.
+        query_len (`int`): Queries of each row.
+    """
+
+    name: str
+    phase: str
+    seq_lens: tuple[int, ...]
+    query_len: int = 1
+
+    @property
+    def longest(self) -> int:
+        return max(self.seq_lens)
+
+    @property
+    def ragged(self) -> bool:
+        return len(set(self.seq_lens)) > 1
+
+    @property
+    def pairs(self) -> int:
+        """Query and key pairs of one head that are seen."""
+        return sum(self.query_len * seq_len - self.query_len * (self.query_len - 1) // 2 for seq_len in self.seq_lens)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A case on a model's heads."""
+
+    shape: Shape
+    case: Case
+    block_size: int
+    dtype: str
+    device: str
+
+    @property
+    def flops(self) -> int:
+        """Operations of one layer: two products of two operations for each pair."""
+        return 4 * self.shape.heads * self.shape.head_dim * self.case.pairs
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one layer that must move: keys and values of every row, queries, output."""
+        tokens = 2 * sum(self.case.seq_lens) * self.shape.kv_heads
+        tokens += 2 * len(self.case.seq_lens) * self.case.query_len * self.shape.heads
+        return tokens * self.shape.head_dim * DTYPES[self.dtype].itemsize
+
+
+def _ragged(low: int, high: int, rows: int) -> tuple[int, ...]:
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    return tuple(torch.linspace(low, high, rows).long()[order].tolist())
+
+
+def settings(device: str, quick: bool) -> list[Setting]:
+    """What a run measures: heads x cases, then block sizes and float32 on one of them."""
+    if quick:
+        shape = SHAPES["llama-tiny"]
+        few = [Case("4 x 20..90", "decode", _ragged(20, 90, 4)), Case("2 x 24 of 70", "chunk", (70, 70), 24)]
+        few.append(Case("2 x 40", "prefill", (40, 40), 40))
+        return [Setting(shape, case, 16, "bf16", device) for case in few]
+    if device == "cpu":
+        names, sizes, ragged = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b"), (8, 32, 64), 1024
+        cases = [
+            Case("1 x 512", "decode", (512,)),
+            Case("8 x 512", "decode", (512,) * 8),
+            Case("32 x 64..1024", "decode", _ragged(64, 1024, 32)),
+            Case("4 x 4096", "decode", (4096,) * 4),
+            Case("4 x 64 of 576", "chunk", (576,) * 4, 64),
+            Case("1 x 256 of 2048", "chunk", (2048,), 256),
+            Case("4 x 128", "prefill", (128,) * 4, 128),
+            Case("1 x 1024", "prefill", (1024,), 1024),
+        ]
+    else:
+        names, sizes, ragged = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128), 8192
+        cases = [
+            *(Case(f"{b} x {n}", "decode", (n,) * b) for b, n in ((1, 1024), (1, 32768), (8, 4096), (64, 1024))),
+            Case("32 x 64..8192", "decode", _ragged(64, 8192, 32)),
+            Case("256 x 1024", "decode", (1024,) * 256),
+            Case("8 x 512 of 4096", "chunk", (4096,) * 8, 512),
+            Case("1 x 2048 of 16384", "chunk", (16384,), 2048),
+            Case("8 x 1024", "prefill", (1024,) * 8, 1024),
+            Case("1 x 8192", "prefill", (8192,), 8192),
+        ]
+    found = [Setting(SHAPES[name], case, 16, "bf16", device) for name in names for case in cases]
+    one = next(case for case in cases if case.ragged and case.longest == ragged)
+    found += [Setting(SHAPES[names[0]], one, size, "bf16", device) for size in sizes]
+    return [*found, *(Setting(SHAPES[names[0]], case, 16, "fp32", device) for case in cases[:3])]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Tensors of a setting; `pools` and `padded` hold the same keys and values of each layer."""
+
+    setting: Setting
+    query: Tensor  # [batch, heads, query_len, head_dim]
+    pools: Tensor  # [layers, num_blocks, 2 * kv_heads, block_size, head_dim]
+    padded: Tensor  # [layers, 2, batch, kv_heads, longest, head_dim]
+    metadata: AttentionMetadata
+
+    @property
+    def layers(self) -> int:
+        return self.pools.shape[0]
+
+    @property
+    def scale(self) -> float:
+        return self.setting.shape.head_dim**-0.5
+
+    @cached_property
+    def blocks(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer in blocks, `[num_blocks, kv_heads, block_size, head_dim]`."""
+        kv_heads = self.setting.shape.kv_heads
+        return [(pool[:, :kv_heads], pool[:, kv_heads:]) for pool in self.pools]
+
+    @cached_property
+    def contiguous(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer, padded, `[batch, kv_heads, longest, head_dim]`."""
+        return [(both[0], both[1]) for both in self.padded]
+
+    def visible(self) -> Tensor:
+        """`[batch, 1, query_len, longest]` bool: what each query sees of the padded keys."""
+        case, device = self.setting.case, self.query.device
+        lengths = self.metadata.seq_lens.long()[:, None, None]
+        queries = torch.arange(case.query_len, device=device)[None, :, None]
+        return (torch.arange(case.longest, device=device) <= lengths - case.query_len + queries)[:, None]
+
+
+def make(setting: Setting, quick: bool = False) -> Data:
+    """Random keys and values in randomly placed blocks, as in a pool that has been in use for a while."""
+    shape, case, device = setting.shape, setting.case, setting.device
+    dtype, block_size, batch = DTYPES[setting.dtype], setting.block_size, len(case.seq_lens)
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-seq_len // block_size) for seq_len in case.seq_lens]
+    order = torch.randperm(sum(counts), generator=generator).split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).int()
+    dims = sum(counts), 2 * shape.kv_heads, block_size, shape.head_dim
+    layer_bytes = batch * case.longest * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    budget = CUDA_BYTES if device == "cuda" else CPU_BYTES
+    layers = 2 if quick else min(MAX_LAYERS, max(2, budget // layer_bytes))
+    base = torch.randn(dims, generator=generator).to(device, dtype)
+    pools = torch.stack([base.roll(layer, dims=0) for layer in range(layers)])
+    padded = torch.empty(layers, 2, batch, shape.kv_heads, case.longest, shape.head_dim, dtype=dtype, device=device)
+    index = tables.long().to(device)
+    for pool, both in zip(pools, padded):
+        rows = pool[index].transpose(1, 2).flatten(2, 3)[:, :, : case.longest]  # [batch, 2 * kv_heads, longest, dim]
+        both.copy_(rows.unflatten(1, (2, -1)).transpose(0, 1))
+    metadata = AttentionMetadata(
+        tables.to(device),
+        torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        torch.zeros(batch, dtype=torch.int32, device=device),
+        case.seq_lens,
+        (0,) * batch,
+        query_len=case.query_len,
+        block_size=block_size,
+    )
+    # token-major memory, as a projection leaves it
+    query = torch.randn(batch, case.query_len, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
+    return Data(setting, query.transpose(1, 2), pools, padded, metadata)

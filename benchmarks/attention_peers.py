@@ -1,0 +1,313 @@
+"""
+What `benchmarks.attention` times beside the paged backends.
+
+A peer says with `missing` why it cannot run here, and with `prepare` gives a function of the layer that returns
+`(batch, query_len, heads, head_dim)`; what it needs once for all layers is made in `prepare`, outside the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.attention_data import Data, Setting
+from hf_paged.attention import backends
+
+Attention = Callable[[int], Tensor]
+CONTIGUOUS = "contiguous sdpa"
+
+
+class Skipped(Exception):
+    """The peer does not take part in this case, for the reason given."""
+
+
+class Peer:
+    """
+    Args:
+        name (`str`): In the table.
+        module (`str`): Must be importable.
+        cuda (`bool`): Needs a CUDA device and half precision.
+    """
+
+    name = ""
+    module = ""
+    cuda = False
+
+    def missing(self, setting: Setting) -> str:
+        """Why it cannot run, or nothing."""
+        with contextlib.suppress(ModuleNotFoundError):  # of a parent package
+            if not self.module or importlib.util.find_spec(self.module) is not None:
+                if self.cuda and setting.device != "cuda":
+                    return "skipped: needs a CUDA device"
+                return "skipped: half precision only" if self.cuda and setting.dtype == "fp32" else ""
+        return "not installed"
+
+    def prepare(self, data: Data) -> Attention:
+        raise NotImplementedError
+
+
+class Ours(Peer):
+    """One of the paged backends, or the one that a model's call would get."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"ours: {name}" if name else "ours"
+        self.backend = backends.BACKENDS[name] if name else None
+
+    def missing(self, setting: Setting) -> str:
+        available = getattr(self.backend, "is_available", lambda: True)
+        return "" if available() else "not available: the kernels could not be built"
+
+    def prepare(self, data: Data) -> Attention:
+        function = backends.paged_attention if self.backend is None else self.backend.paged_attention
+        supports = getattr(self.backend, "supports", None)
+        if supports is not None and not supports(data.query, *data.blocks[0], data.metadata):
+            raise Skipped("outside this backend's range")
+        return lambda layer: function(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
+
+
+class Contiguous(Peer):
+    """
+    The ideal without paging: SDPA over padded `[batch, kv_heads, longest, head_dim]`, the fastest of packing the query
+    heads of a group beside the queries, one head of each group after the other, `enable_gqa`, and repeated keys.
+    """
+
+    name = CONTIGUOUS
+
+    def prepare(self, data: Data) -> Attention:
+        case, shape = data.setting.case, data.setting.shape
+        batch, group = len(case.seq_lens), shape.heads // shape.kv_heads
+        grouped = data.query.unflatten(1, (shape.kv_heads, group))  # [batch, kv_heads, group, query_len, head_dim]
+        causal = case.phase == "prefill" and not case.ragged
+        mask = None if causal or (case.query_len == 1 and not case.ragged) else data.visible()
+        group_mask = mask if mask is None or case.query_len == 1 else mask.repeat(1, 1, group, 1)
+
+        def packed(layer: int) -> Tensor:
+            out = F.scaled_dot_product_attention(
+                grouped.flatten(2, 3), *data.contiguous[layer], attn_mask=group_mask, scale=data.scale
+            )
+            out = out.unflatten(2, (group, case.query_len)).permute(0, 3, 1, 2, 4)
+            return out.reshape(batch, case.query_len, shape.heads, shape.head_dim)
+
+        def by_head(layer: int) -> Tensor:
+            out = data.query.new_empty(batch, case.query_len, shape.kv_heads, group, shape.head_dim)
+            for index in range(group):
+                part = F.scaled_dot_product_attention(
+                    grouped[:, :, index], *data.contiguous[layer], attn_mask=mask, is_causal=causal, scale=data.scale
+                )
+                out[:, :, :, index] = part.transpose(1, 2)
+            return out.flatten(2, 3)
+
+        def gqa(layer: int) -> Tensor:
+            options = dict(attn_mask=mask, is_causal=causal, scale=data.scale, enable_gqa=group > 1)
+            return F.scaled_dot_product_attention(data.query, *data.contiguous[layer], **options).transpose(1, 2)
+
+        def repeated(layer: int) -> Tensor:
+            key, value = (part.repeat_interleave(group, dim=1) for part in data.contiguous[layer])
+            options = dict(attn_mask=mask, is_causal=causal, scale=data.scale)
+            return F.scaled_dot_product_attention(data.query, key, value, **options).transpose(1, 2)
+
+        candidates = [by_head, gqa, repeated] if causal else [packed, by_head, gqa]
+        return min(candidates, key=lambda function: _seconds(function, data))
+
+
+def _seconds(function: Attention, data: Data) -> float:
+    best = float("inf")
+    for layer in (0, 1, 0, 1):
+        start = time.perf_counter()
+        function(layer)
+        if data.query.is_cuda:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+class Transformers(Peer):
+    """The attention that a Llama calls with a contiguous cache, "sdpa" or "eager", with the mask that it gets."""
+
+    def __init__(self, implementation: str) -> None:
+        self.name, self.implementation = f"HF {implementation}", implementation
+
+    def prepare(self, data: Data) -> Attention:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.models.llama.modeling_llama import eager_attention_forward
+
+        case, shape = data.setting.case, data.setting.shape
+        eager = self.implementation == "eager"
+        function: Any = eager_attention_forward if eager else sdpa_attention_forward
+        module = SimpleNamespace(
+            num_key_value_groups=shape.heads // shape.kv_heads, is_causal=True, training=False, layer_idx=0
+        )
+        mask: Tensor | None = data.visible()
+        if eager:
+            lowest = torch.finfo(data.query.dtype).min
+            mask = torch.zeros(mask.shape, device=mask.device, dtype=data.query.dtype).masked_fill(~mask, lowest)
+        elif not case.ragged and case.phase != "chunk":
+            mask = None
+        return lambda layer: function(module, data.query, *data.contiguous[layer], mask, scaling=data.scale)[0]
+
+
+class Flex(Peer):
+    """`flex_attention` compiled, over the padded keys; given up for the run once compiling took too long."""
+
+    name = "flex_attention"
+
+    def __init__(self, seconds: float) -> None:
+        self.limit, self.gave_up = seconds, ""
+
+    def missing(self, setting: Setting) -> str:
+        if not self.limit:
+            return "skipped: compiles for longer than a quick run takes"
+        return self.gave_up
+
+    def prepare(self, data: Data) -> Attention:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        case, shape = data.setting.case, data.setting.shape
+        offsets = data.metadata.seq_lens.long() - case.query_len
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return key <= query + offsets[batch]
+
+        mask = create_block_mask(
+            sees, len(case.seq_lens), None, case.query_len, case.longest, device=data.setting.device
+        )
+        compiled = torch.compile(flex_attention, dynamic=False)
+        options = dict(block_mask=mask, scale=data.scale, enable_gqa=shape.heads != shape.kv_heads)
+        try:
+            with time_limit(self.limit):
+                compiled(data.query, *data.contiguous[0], **options)
+        except TimeoutError:
+            self.gave_up = f"failed: compiling took more than {self.limit:g} s"
+            raise
+        return lambda layer: compiled(data.query, *data.contiguous[layer], **options).transpose(1, 2)
+
+
+class FlashAttention(Peer):
+    """flash-attn's decode over the contiguous cache; its own paging wants blocks of 256 tokens."""
+
+    name, module, cuda = "flash-attn", "flash_attn", True
+
+    def prepare(self, data: Data) -> Attention:
+        from flash_attn import flash_attn_with_kvcache
+
+        query, options = data.query.transpose(1, 2), dict(softmax_scale=data.scale, causal=True)
+
+        def call(layer: int) -> Tensor:
+            key, value = (part.transpose(1, 2) for part in data.contiguous[layer])
+            return flash_attn_with_kvcache(query, key, value, cache_seqlens=data.metadata.seq_lens, **options)
+
+        return call
+
+
+class FlashInfer(Peer):
+    """FlashInfer over the same blocks as ours, planned once for all layers."""
+
+    name, module, cuda = "FlashInfer", "flashinfer", True
+
+    def prepare(self, data: Data) -> Attention:
+        import flashinfer
+
+        setting, case, shape = data.setting, data.setting.case, data.setting.shape
+        counts = [-(-seq_len // setting.block_size) for seq_len in case.seq_lens]
+        tables = data.metadata.block_tables
+        flat = torch.cat([row[:count] for row, count in zip(tables, counts)])
+        starts = _starts(counts, tables.device)
+        last = [seq_len - (count - 1) * setting.block_size for seq_len, count in zip(case.seq_lens, counts)]
+        pages = (starts, flat, torch.tensor(last, dtype=torch.int32, device=tables.device))
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim, setting.block_size)
+        types = dict(q_data_type=data.query.dtype, kv_data_type=data.query.dtype, sm_scale=data.scale)
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=tables.device)
+        if case.query_len == 1:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+            wrapper.plan(*pages, *sizes, **types)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+            queries = _starts([case.query_len] * len(counts), tables.device)
+            wrapper.plan(queries, *pages, *sizes, causal=True, **types)
+        query = data.query.transpose(1, 2).flatten(0, 1).contiguous()
+
+        def call(layer: int) -> Tensor:
+            return wrapper.run(query, data.pools[layer].unflatten(1, (2, -1))).view(data.query.transpose(1, 2).shape)
+
+        return call
+
+
+class Varlen(Peer):
+    """torch's `varlen_attn` with a block table, over the same blocks as ours."""
+
+    name, module, cuda = "varlen_attn", "torch.nn.attention.varlen", True
+
+    def prepare(self, data: Data) -> Attention:
+        from torch.nn.attention.varlen import varlen_attn
+
+        case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
+        starts = _starts([case.query_len] * len(case.seq_lens), query.device)
+        options: dict[str, Any] = dict(scale=data.scale, window_size=(-1, 0), enable_gqa=True)
+        options |= dict(seqused_k=data.metadata.seq_lens, block_table=data.metadata.block_tables)
+
+        def call(layer: int) -> Tensor:
+            key, value = (part.transpose(1, 2) for part in data.blocks[layer])
+            out = varlen_attn(query, key, value, starts, None, case.query_len, case.longest, **options)
+            return out.view(data.query.transpose(1, 2).shape)
+
+        return call
+
+
+class AtenFlash(Peer):
+    """torch's FlashAttention over one contiguous slot for each row, with the lengths on the device."""
+
+    name, cuda = "aten flash, contiguous", True
+
+    def prepare(self, data: Data) -> Attention:
+        case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
+        batch = len(case.seq_lens)
+        rows, slots = (_starts([size] * batch, query.device) for size in (case.query_len, case.longest))
+        options = dict(scale=data.scale, seqused_k=data.metadata.seq_lens)
+        sizes = (rows, slots, case.query_len, case.longest, 0.0, case.query_len > 1, False)
+        contiguous = data.padded.transpose(3, 4).contiguous().flatten(2, 3)  # [layers, 2, batch * longest, kv_heads, D]
+
+        def call(layer: int) -> Tensor:
+            out = torch.ops.aten._flash_attention_forward(query, *contiguous[layer], *sizes, **options)[0]
+            return out.view(data.query.transpose(1, 2).shape)
+
+        return call
+
+
+def _starts(counts: list[int], device: torch.device) -> Tensor:
+    """`[0, counts[0], counts[0] + counts[1], ...]`, int32."""
+    return F.pad(torch.tensor(counts).cumsum(0), (1, 0)).int().to(device)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in the main thread after `seconds`; without a limit where there are no alarms."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peers(quick: bool, flex_seconds: float) -> list[Peer]:
+    """All, the contiguous ideal first, then ours."""
+    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS)]
+    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen(), AtenFlash()]
+    return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

@@ -1,0 +1,71 @@
+"""What this machine can do at most, measured in the same run as the figures that are set against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+CPU_BYTES, CUDA_BYTES = 1 << 29, 1 << 32  # of the array that is read: many times any cache
+CPU_MATRIX, CUDA_MATRIX = 2048, 8192  # rows and columns
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """
+    Args:
+        bandwidth (`float`): Bytes per second: the better of reading (a sum) and copying (read and written bytes).
+        flops (`dict[str, float]`): Operations per second of a square matrix product, by dtype ("bfloat16", "float32").
+    """
+
+    bandwidth: float
+    flops: dict[str, float]
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s {dtype}" for dtype, rate in self.flops.items())
+        return f"measured ceilings: {self.bandwidth / 1e9:.1f} GB/s, {rates}"
+
+
+def synchronize(device: str | torch.device) -> None:
+    """Waits for the device."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):  # the first warms up
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:
+    """Bytes per second over an array of `num_bytes`."""
+    source = torch.ones(num_bytes // 4, device=device)
+    reading = num_bytes / _best_seconds(lambda: source.sum(), device, repeats)
+    half = source[: len(source) // 2]
+    target = source[len(source) // 2 :]
+    return max(reading, num_bytes / _best_seconds(lambda: target.copy_(half), device, repeats))
+
+
+def matmul(device: str, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
+    """Operations per second of `[size, size] @ [size, size]`."""
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty_like(left)
+    return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right, out=out), device, repeats)
+
+
+def measure(device: str, quick: bool = False) -> Ceilings:
+    """Both, in a second or two; with `quick` on arrays too small to be exact."""
+    cuda = torch.device(device).type == "cuda"
+    num_bytes = 1 << 26 if quick else CUDA_BYTES if cuda else CPU_BYTES
+    size = 512 if quick else CUDA_MATRIX if cuda else CPU_MATRIX
+    rates = {str(dtype)[6:]: matmul(device, dtype, size) for dtype in (torch.bfloat16, torch.float32)}
+    return Ceilings(bandwidth(device, num_bytes), rates)

@@ -1,0 +1,136 @@
+"""transformers' own continuous batching as a system of `benchmarks.generate`, and the search for its best settings."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
+
+from benchmarks.models import PAD, Shape
+from benchmarks.systems import Answer, NotAvailable, System, attention
+from benchmarks.workloads import Batch, Workload
+
+
+@dataclass(frozen=True)
+class GenerateBatch(System):
+    """
+    `generate_batch` for prompts that get as many tokens each, the manager that it makes for others, since only that
+    takes a length for each request.
+
+    Args:
+        attention (`str`): "sdpa" or "eager" (which it makes "paged|eager").
+        settings (`tuple`): Pairs of `ContinuousBatchingConfig`; none: its defaults.
+        sized (`bool`): `num_blocks` as the batch needs, and a fifth more; else as much memory as it finds.
+        fills_memory (`bool`): Whether that may be.
+    """
+
+    attention: str = "sdpa"
+    settings: tuple[tuple[str, Any], ...] = ()
+    sized: bool = False
+    fills_memory: bool = True
+    is_peer = True
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings) or "defaults"
+        return f"{self.attention}, {settings}" + (", num_blocks as needed" if self.sized else "")
+
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        if not self.sized and not self.fills_memory:
+            raise NotAvailable("skipped: takes most of the memory, which is too much for a quick run")
+        if batch.ragged:
+            results = self._by_manager(model, workload, batch)
+        else:
+            with attention(model, self.attention):
+                options = self._options(workload, batch)
+                found = model.generate_batch(batch.prompts, record_timestamps=True, **options)
+            results = list(found.values())
+        failed = next((result.error for result in results if result.error is not None), None)
+        if failed is not None or len(results) != len(batch.prompts) * workload.rows_per_prompt:
+            raise RuntimeError(failed or f"{len(results)} of {len(batch.prompts)} results came back")
+        return Answer([list(result.generated_tokens) for result in results], [r.timestamps or [] for r in results])
+
+    def _options(self, workload: Workload, batch: Batch) -> dict[str, Any]:
+        settings = dict(self.settings)
+        if self.sized:
+            page = settings.get("page_size", 256)
+            pairs = zip(batch.prompts, batch.new_tokens)
+            needed = sum(-(-(len(prompt) + new) // page) for prompt, new in pairs)
+            settings["num_blocks"] = needed + needed // 5 + 1
+        return {
+            "generation_config": GenerationConfig(
+                **workload.options, max_new_tokens=max(batch.new_tokens), pad_token_id=PAD, eos_token_id=None
+            ),
+            "continuous_batching_config": ContinuousBatchingConfig(**settings) if settings else None,
+        }
+
+    @contextlib.contextmanager
+    def manager(self, model: Any, workload: Workload, batch: Batch) -> Iterator[Any]:
+        """A running `ContinuousBatchingManager` with room for the batch."""
+        hints = WorkloadHints(
+            max_prompt_length=max(map(len, batch.prompts)),
+            max_generated_length=max(batch.new_tokens),
+            num_requests=len(batch.prompts),
+        )
+        options = self._options(workload, batch)
+        with torch.no_grad(), attention(model, self.attention):
+            with model.continuous_batching_context_manager(**options, workload_hints=hints, timeout=5) as manager:
+                yield manager
+
+    def _by_manager(self, model: Any, workload: Workload, batch: Batch) -> list[Any]:
+        names = [f"request {index}" for index in range(len(batch.prompts))]
+        results: dict[str, Any] = {}
+        with self.manager(model, workload, batch) as manager:
+            for name, prompt, length in zip(names, batch.prompts, batch.new_tokens):
+                add(manager, prompt, name, length)
+            while len(results) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    results[result.request_id] = result
+                elif result is None and not manager.is_running():
+                    break
+        return [results[name] for name in names if name in results]
+
+
+def add(manager: Any, prompt: list[int], name: str, new_tokens: int) -> None:
+    """Queues a request of exactly `new_tokens` tokens."""
+    manager.add_request(prompt, name, max_new_tokens=new_tokens, eos_token_id=-1, record_timestamps=True)
+
+
+def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[GenerateBatch, list[tuple[str, float]]]:
+    """
+    The settings of `generate_batch` that are fastest on `workload`, one knob after the other, and the seconds of
+    every candidate (infinite where it failed).
+    """
+    batch = workload.batch(-1, shape.vocab)
+    seconds: dict[GenerateBatch, float] = {}
+
+    def fastest(candidates: list[GenerateBatch]) -> GenerateBatch:
+        for candidate in candidates:
+            if candidate in seconds:
+                continue
+            start = time.perf_counter()
+            try:
+                candidate(model, shape, workload, batch)
+                seconds[candidate] = time.perf_counter() - start
+            except Exception:
+                seconds[candidate] = float("inf")
+        return min(candidates, key=seconds.__getitem__)
+
+    def with_setting(base: GenerateBatch, name: str, value: Any) -> GenerateBatch:
+        return GenerateBatch(base.attention, tuple(sorted({**dict(base.settings), name: value}.items())), base.sized)
+
+    base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), ("page_size", 32)))
+    if quick:
+        return fastest([base]), [(str(base), seconds[base])]
+    fastest([base])  # warm-up
+    del seconds[base]
+    best = fastest([base, GenerateBatch("eager", base.settings, True)])
+    for name, values in (("max_batch_tokens", (256, 1024)), ("page_size", (16, 64)), ("allow_block_sharing", (False,))):
+        best = fastest([best, *(with_setting(best, name, value) for value in values)])
+    return best, [(str(candidate), taken) for candidate, taken in seconds.items()]

@@ -1,0 +1,138 @@
+"""Results of `benchmarks.generate`, and what is printed and drawn of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+OURS = ("ours", "engine")
+PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}  # its time over ours, on W1 to W3
+COLUMNS = {
+    "workload": "workload",
+    "system": "system",
+    "time": "seconds, median (min..max)",
+    "cpu_s": "CPU s",
+    "turns": "turns",
+    "tokens_per_s": "tokens/s",
+    "plain_over": "plain / it",
+    "target": "target",
+    "equal": "equal",
+    "ttft_p50_ms": "TTFT p50, ms",
+    "tpot_p50_ms": "TPOT p50, ms",
+    "tpot_p99_ms": "TPOT p99, ms",
+    "kv_mib": "peak KV, MiB",
+    "device_mib": "peak device, MiB",
+    "roofline_share": "of the roofline",
+}
+
+
+@dataclass
+class Result:
+    """
+    Seconds of each repeat and what the tokens were like.
+
+    Args:
+        problem (`str`): Why there are no figures, such as "not installed" or "failed: ..."; empty if there are.
+        tokens (`int`): New tokens of one repeat, checked against what was asked for.
+        floor (`float`): Seconds that the roofline gives one repeat.
+        seconds, cpu_seconds (`list[float]`): Of each repeat; the second of all threads: well below `seconds` times
+            threads, the cores were shared.
+        equal (`list[float]`): Share of tokens equal to plain's, of each repeat.
+        latencies (`list[dict[str, float]]`): `latency.summary` of each repeat.
+        kv_bytes, device_bytes (`int`, *optional*): Most bytes of keys and values, and that PyTorch held on the device.
+    """
+
+    workload: str
+    system: str
+    target: float | None = None
+    problem: str = ""
+    tokens: int = 0
+    floor: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    equal: list[float] = field(default_factory=list)
+    latencies: list[dict[str, float]] = field(default_factory=list)
+    kv_bytes: int | None = None
+    device_bytes: int | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def best_plain(results: Sequence[Result]) -> Result | None:
+    """The fastest batch size of plain `generate`."""
+    plain = [result for result in results if result.system.startswith("plain") and result.seconds]
+    return min(plain, key=lambda result: result.median, default=None)
+
+
+def ratio(slower: Result, faster: Result) -> float:
+    """Median over the repeats that both ran of one's time over the other's."""
+    return statistics.median(a / b for a, b in zip(slower.seconds, faster.seconds))
+
+
+def verdict(value: float, target: float | None) -> str:
+    return "" if target is None else f"at least {target:g}: {'met' if value >= target else 'not met'}"
+
+
+def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """One row for each system of one workload."""
+    rows = []
+    plain = best_plain(results)
+    for result in results:
+        row: dict[str, Any] = {"workload": result.workload, "system": result.system}
+        rows.append(row)
+        if result.problem or not result.seconds:
+            row["time"] = result.problem
+            continue
+        speed = ratio(plain, result) if plain else None
+        row |= {
+            "time": f"{result.median:.2f} ({min(result.seconds):.2f}..{max(result.seconds):.2f})",
+            "seconds": result.seconds,
+            "cpu_s": statistics.median(result.cpu_seconds),
+            "turns": len(result.seconds),
+            "tokens_per_s": result.tokens / result.median,
+            "plain_over": speed,
+            "target": verdict(speed, result.target) if speed is not None and result.system in OURS else "",
+            "equal": f"{statistics.mean(result.equal):.0%}" if result.equal else "",
+            "kv_mib": None if result.kv_bytes is None else result.kv_bytes / 2**20,
+            "device_mib": None if result.device_bytes is None else result.device_bytes / 2**20,
+            "roofline_share": f"{result.floor / result.median:.0%}" if result.floor else "",
+        }
+        for key in result.latencies[0] if result.latencies else ():
+            row[key] = statistics.median(found[key] for found in result.latencies)
+    return rows
+
+
+def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """How much longer transformers' continuous batching takes than each of ours."""
+    found = {(result.workload, result.system): result for result in results if result.seconds}
+    rows = []
+    for (workload, system), peer in found.items():
+        for ours in OURS:
+            if system in PEER_TARGETS and (workload, ours) in found:
+                value = ratio(peer, found[workload, ours])
+                target = verdict(value, PEER_TARGETS[system])
+                rows.append({"workload": workload, "peer": system, "time over": ours, "ratio": value, "target": target})
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """How many times faster than the best plain `generate` each system is, by workload."""
+    told = [row for row in rows if row.get("plain_over") and not row["system"].startswith("plain")]
+    if not told:
+        return None
+    values: dict[str, dict[str, float]] = {}
+    for row in told:
+        values.setdefault(row["system"], {})[row["workload"]] = row["plain_over"]
+    figure, axis = report.figure(380)
+    report.grouped_bars(axis, values, label=lambda value: f"{value:.2g}")
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_title("plain generate's time over each system's (1 is equal, higher is better)", fontsize=10)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    return report.save(figure, path)

@@ -1,0 +1,33 @@
+"""Latency figures from the moments at which tokens were there."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest; NaN of nothing."""
+    if len(values) < 2:
+        return values[0] if values else float("nan")
+    return statistics.quantiles(values, n=1000, method="inclusive")[max(0, min(998, round(10 * percent) - 1))]
+
+
+def first_tokens(times: Sequence[Sequence[float]], starts: Sequence[float]) -> list[float]:
+    """Seconds from each row's start to its first token (TTFT)."""
+    return [row[0] - start for row, start in zip(times, starts) if row]
+
+
+def between_tokens(times: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds between neighbouring tokens of all rows (TPOT)."""
+    return [after - before for row in times for before, after in itertools.pairwise(row)]
+
+
+def summary(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
+    """Milliseconds: p50 and p99 of both; nothing without times."""
+    found = {}
+    for name, values in (("ttft", first_tokens(times, starts)), ("tpot", between_tokens(times))):
+        if values:
+            found |= {f"{name}_p50_ms": 1e3 * percentile(values, 50), f"{name}_p99_ms": 1e3 * percentile(values, 99)}
+    return found

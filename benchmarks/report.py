@@ -1,0 +1,211 @@
+"""Results as files: JSON with the machine's facts, the same as a dated Markdown table, and plots."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+Columns = Sequence[str] | Mapping[str, str]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WIDTH_PIXELS = 800
+PIXELS_PER_INCH = 100
+# Okabe and Ito's colours, which stay apart for colour-blind readers; hatches and markers say the same once more
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def command_line(argv: Sequence[str] | None = None, module: str = "") -> str:
+    """
+    The command that repeats this run.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; without them, those of this process.
+        module (`str`): Only with `argv`.
+    """
+    if argv is not None:
+        return shlex.join(["python", "-m", module, *argv])
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+def text(value: Any) -> str:
+    """A cell: four significant digits of a float, nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if 1e4 <= abs(value) < 1e6:
+            return f"{value:.0f}"
+        return f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _titles(rows: Sequence[Row], columns: Columns | None) -> dict[str, str]:
+    if columns is None:
+        return {key: key.replace("_", " ") for row in rows for key in row}
+    if isinstance(columns, Mapping):
+        return dict(columns)
+    return {key: key.replace("_", " ") for key in columns}
+
+
+def markdown(rows: Iterable[Row], columns: Columns | None = None) -> str:
+    """
+    A Markdown table, columns of numbers to the right.
+
+    Args:
+        rows (`Iterable[Mapping]`): A missing key is an empty cell.
+        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their titles; without them
+            every key of the rows in the order of its first appearance.
+    """
+    rows = list(rows)
+    titles = _titles(rows, columns)
+
+    def numeric(key: str) -> bool:
+        values = [row[key] for row in rows if row.get(key) not in (None, "")]
+        return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+    lines = ["| " + " | ".join(titles.values()) + " |", "|" + "|".join("--:" if numeric(k) else "---" for k in titles)]
+    lines[1] += "|"
+    lines += ["| " + " | ".join(text(row.get(key)) for key in titles) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def write(
+    name: str,
+    facts: Row,
+    rows: Iterable[Row],
+    *,
+    directory: str | os.PathLike[str],
+    columns: Columns | None = None,
+    command: str = "",
+    notes: str = "",
+    extra: Row | None = None,
+) -> tuple[Path, Path]:
+    """
+    Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Each replaces the former one in one
+    go, so that a run that is killed leaves whole files.
+
+    Args:
+        facts (`Mapping`): Of the machine and the software, see `machine.facts`; its `date` dates the table.
+        rows (`Iterable[Mapping]`): The table; all keys go into the JSON.
+        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Those of the Markdown, see `markdown`.
+        command (`str`): Repeats the run; that of this process without it.
+        notes (`str`): Markdown below the table.
+        extra (`Mapping`, *optional*): More for the JSON.
+    """
+    rows = [dict(row) for row in rows]
+    command = command or command_line()
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    data = {"command": command, "facts": dict(facts), "rows": rows, **(extra or {})}
+    known = "; ".join(f"{key} {value}" for key, value in facts.items() if key != "date")
+    page = [f"`{command}`, {facts.get('date', 'undated')}", known, markdown(rows, columns)]
+    page += [notes] if notes else []
+    paths = directory / f"{name}.json", directory / f"{name}.md"
+    _replace(paths[0], json.dumps(data, indent=1, default=str) + "\n")
+    _replace(paths[1], "\n\n".join(page) + "\n")
+    return paths
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `write` put into the JSON: `command`, `facts`, `rows` and the rest."""
+    return json.loads(Path(path).read_text())
+
+
+def _replace(path: Path, content: str | bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    part.replace(path)
+
+
+class NoMatplotlib(ImportError):
+    """Plots need matplotlib; tables do not."""
+
+
+def figure(height_pixels: int = 400, **subplots: Any) -> tuple[Any, Any]:
+    """
+    A figure of 800 pixels in width, and its axes, without drawing to a screen.
+
+    Args:
+        height_pixels (`int`): Of the picture.
+        subplots: For `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
+
+    Raises:
+        NoMatplotlib: If it is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise NoMatplotlib(f'no plots, matplotlib is missing: pip install "hf_paged[bench]" ({error})') from None
+    size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
+    drawing = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.subplots(**subplots)
+    for axis in getattr(axes, "flat", [axes]):
+        axis.set_prop_cycle(color=PALETTE)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return drawing, axes
+
+
+def save(drawing: Any, path: str | os.PathLike[str]) -> Path:
+    """Writes a PNG of 64 colours, a few tens of kilobytes, and returns its path."""
+    from PIL import Image  # comes with matplotlib
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn, small = io.BytesIO(), io.BytesIO()
+    drawing.savefig(drawn, format="png", facecolor="white")
+    Image.open(drawn).convert("RGB").quantize(64).save(small, format="PNG", optimize=True)
+    _replace(path, small.getvalue())
+    return path
+
+
+def plot(draw: Callable[[], Path | None]) -> Path | None:
+    """Runs `draw`, which saves a picture, and says where, or why there is none."""
+    try:
+        path = draw()
+    except NoMatplotlib as error:
+        print(error, file=sys.stderr)
+        return None
+    if path is not None:
+        print(f"wrote {path}", file=sys.stderr)
+    return path
+
+
+def log_ticks(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 times the powers of ten, as plain numbers, on an `XAxis` or `YAxis` that is logarithmic."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def grouped_bars(axis: Any, values: Mapping[str, Mapping[str, float]], label: Callable[[float], str] = text) -> None:
+    """
+    Bars side by side.
+
+    Args:
+        values (`Mapping[str, Mapping[str, float]]`): By series, then by group; a series may lack a group.
+        label (`Callable`): The text on a bar.
+    """
+    groups = list(dict.fromkeys(group for series in values.values() for group in series))
+    width = 0.8 / max(1, len(values))
+    for index, (name, series) in enumerate(values.items()):
+        places = [groups.index(group) + (index - (len(values) - 1) / 2) * width for group in series]
+        style = {"color": PALETTE[index % 8], "hatch": HATCHES[index % 8], "edgecolor": "white", "linewidth": 0.5}
+        bars = axis.bar(places, list(series.values()), width, label=name, **style)
+        axis.bar_label(bars, [label(value) for value in series.values()], fontsize=7, padding=1)
+    axis.set_xticks(range(len(groups)), groups)

@@ -1,0 +1,161 @@
+"""`python -m benchmarks.generate --quick` runs every workload and system, or says why not."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import arrivals, generate, generate_tables, report
+from benchmarks.arrivals import Record, Trace
+from benchmarks.generate_tables import Result
+from benchmarks.models import SHAPES, build
+from benchmarks.systems import Answer, Engine, Generate, System
+from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload, poisson_times, sharegpt_like
+
+TINY = SHAPES["llama-tiny"]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """What one quick run printed, and its files."""
+    directory = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
+        generate.main(["--quick", "--results", str(directory)])
+    return "\n".join(lines), directory
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(TINY, "cpu", torch.float32)
+
+
+def test_quick_prints_and_writes_every_workload_and_system(quick):
+    printed, directory = quick
+    data = report.read(directory / "generate-cpu-llama-tiny.json")
+    assert "| workload | system |" in printed and "measured ceilings" in printed
+    found = {(row["workload"], row["system"]): row for row in data["rows"]}
+    for name in WORKLOADS:
+        assert found[name, "static, compiled"]["time"].startswith("skipped: ")
+        for peer, module in (("vLLM", "vllm"), ("OpenVINO GenAI", "openvino_genai")):
+            if importlib.util.find_spec(module) is None:
+                assert found[name, peer]["time"] == "not installed"
+        for system in ("ours", "engine"):
+            row = found[name, system]
+            assert row["tokens_per_s"] > 0 and row["kv_mib"] > 0 and row["roofline_share"].endswith("%")
+            assert ("ttft_p50_ms" in row) == (name != "W5")  # a beam's tokens are settled at the end
+    assert found["W1", "generate_batch, tuned"]["tokens_per_s"] > 0
+    assert found["W1", "generate_batch"]["time"].startswith("skipped: takes most of the memory")
+    assert not [row for row in data["rows"] if str(row["time"]).startswith("failed")]
+    assert {how for _, _, how in data["float32"]} == {"equal"}
+    assert not [line for line in data["memory"] if line["problem"]]
+
+
+def test_quick_serves_arrivals_by_every_system(quick):
+    _, directory = quick
+    rows = report.read(directory / "generate-cpu-llama-tiny.json")["arrivals"]
+    assert {row["system"] for row in rows} == {"engine", "plain, static batches", "generate_batch, tuned"}
+    assert len(rows) == 6 and all(row["normalized_ms"] > 0 and row["ttft_p99_ms"] > 0 for row in rows)
+    for name in ("generate-cpu-llama-tiny.png", "generate-cpu-llama-tiny-latency.png", "generate-cpu-llama-tiny.md"):
+        assert 0 < (directory / name).stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("argument, valid", [("--model", "qwen3-0.6b"), ("--device", "cpu"), ("--only", "arrivals")])
+def test_bad_arguments_name_the_valid_ones_before_anything_is_built(argument, valid, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "build", lambda *_: pytest.fail("a model was built"))
+    with pytest.raises(SystemExit):
+        generate.main([argument, "nonsense"])
+    message = capsys.readouterr().err
+    assert "nonsense" in message and valid in message
+
+
+class Failing(System):
+    def __call__(self, model, shape, workload, batch):
+        raise RuntimeError("out of luck\nand more")
+
+
+class Short(System):
+    """Gives a token less than asked for."""
+
+    def __call__(self, model, shape, workload, batch):
+        return Answer([[5] * (length - 1) for length in batch.new_tokens], [])
+
+
+def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model):
+    workload = replace(WORKLOADS["W1"].scaled(0.1, 0.05), target=None)
+    systems = {"plain": Generate(), "failing": Failing(), "short": Short(), "engine": Engine()}
+    results = generate.run(model, TINY, workload, systems, repeats=2, floor=1e-6)
+    rows = {row["system"]: row for row in generate_tables.rows_of(results)}
+    assert rows["failing"]["time"] == "failed: RuntimeError: out of luck"
+    assert rows["short"]["time"].startswith("failed: RuntimeError: gave ")
+    assert rows["engine"]["turns"] == 2 and rows["engine"]["equal"] == "100%"
+
+
+def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
+    results = [
+        Result("W2", "plain, batch 16", 2.0, tokens=10, seconds=[9.0], cpu_seconds=[9.0]),
+        Result("W2", "plain, batch 32", 2.0, tokens=10, seconds=[4.0, 6.0], cpu_seconds=[4.0, 6.0]),
+        Result("W2", "ours", 2.0, tokens=10, floor=1.0, seconds=[2.0, 2.0], cpu_seconds=[2.0, 2.0]),
+        Result("W2", "generate_batch", 2.0, tokens=10, seconds=[20.0], cpu_seconds=[20.0], kv_bytes=1 << 21),
+        Result("W2", "vLLM", 2.0, problem="not installed"),
+    ]
+    rows = generate_tables.rows_of(results)
+    assert [row.get("plain_over") for row in rows] == [4 / 9, 1.0, 2.5, 0.2, None]
+    assert [row.get("target") for row in rows] == ["", "", "at least 2: met", "", None]
+    assert rows[2]["roofline_share"] == "50%" and rows[2]["tokens_per_s"] == 5.0
+    assert rows[3]["kv_mib"] == 2.0 and rows[4]["time"] == "not installed"
+    peers = generate_tables.peer_rows(results)
+    assert [(row["time over"], row["ratio"], row["target"]) for row in peers] == [("ours", 10.0, "at least 6: met")]
+
+
+def test_times_belong_to_tokens(model):
+    batch = Batch([[5, 6, 7], [8, 9]], [4, 2])
+    workload = Workload("times", "", 2, (0, 0), (0, 0), 0, GREEDY)
+    engine = Engine()
+    for system in (Generate(), Generate(cache="paged"), engine, Generate(batch_size=1)):
+        answer = system(model, TINY, workload, batch)
+        assert [len(row) for row in answer.rows] == [len(times) for times in answer.times] == [4, 2]
+        assert all(times == sorted(times) for times in answer.times)
+    assert answer.times[1][0] > answer.times[0][-1]  # the second call begins after the first
+    engine.free()
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama-tiny"])
+def test_every_shape_builds_and_all_systems_agree(name):
+    """Fewer and narrower layers of the same family."""
+    window = 8 if SHAPES[name].window else None
+    sizes = dict(hidden=128, layers=6, heads=4, kv_heads=2, head_dim=32, intermediate=192, vocab=500)
+    shape = replace(SHAPES[name], window=window, **sizes)
+    model = build(shape, "cpu", torch.float32)
+    workload = Workload("agree", "", 3, (12, 20), (4, 9), 0, GREEDY)
+    batch = workload.batch(0, shape.vocab)
+    expected = Generate()(model, shape, workload, batch).rows
+    paged, engine = Generate(cache="paged"), Engine()
+    assert paged(model, shape, workload, batch).rows == expected
+    assert engine(model, shape, workload, batch).rows == expected
+    engine.free()
+    assert len({token for row in expected for token in row}) > 8  # no loop of a few tokens
+
+
+def test_the_trace_is_the_papers():
+    times = poisson_times(4000, 5.0)
+    assert times[0] == 0.0 and times == sorted(times) and times[-1] == pytest.approx(4000 / 5.0, rel=0.05)
+    batch = sharegpt_like(4000, 1.0, 100)
+    assert sum(map(len, batch.prompts)) / 4000 == pytest.approx(161, rel=0.06)
+    assert sum(batch.new_tokens) / 4000 == pytest.approx(338, rel=0.06)
+    first, second = (Trace.make("cpu", True, 2048, 1.0, repeat) for repeat in (1, 2))
+    assert first.batch.new_tokens == second.batch.new_tokens and first.batch.prompts != second.batch.prompts
+
+
+def test_figures_of_arrivals_by_hand():
+    records = [Record(0.0, [1.0, 1.5], 2.0), Record(1.0, [3.0, 3.2, 3.4, 4.0], 5.0)]
+    found = arrivals.figures(records, [2, 4])
+    assert found["tokens_per_s"] == pytest.approx(6 / 5) and found["requests_per_s"] == pytest.approx(2 / 5)
+    assert found["normalized_ms"] == pytest.approx(1000 * (2.0 / 2 + 4.0 / 4) / 2)
+    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p50_ms"] == pytest.approx(350)
+    with pytest.raises(RuntimeError, match="gave 6 tokens, not 7"):
+        arrivals.figures(records, [2, 5])

@@ -1,0 +1,84 @@
+"""The roofline against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import ceilings, latency
+from benchmarks.models import SHAPES, Shape, build
+from benchmarks.roofline import Cost, call_seconds, step_seconds
+
+SHAPE = Shape("by hand", "llama", 8, 2, 2, 1, 4, 16, 32)
+LIMITS = ceilings.Ceilings(bandwidth=1000.0, flops={"bfloat16": 100_000.0})
+COST = Cost(SHAPE, body=400, head=100, itemsize=2)  # 1000 bytes of weights: one second
+KV = 2 * 2 * 1 * 4 * 2  # bytes a token: K and V, 2 layers, 1 head of 4, 2 bytes
+
+
+def test_a_small_step_is_the_reading_of_weights_and_keys():
+    # 10 tokens: 2 * 500 * 10 = 10,000 operations take 0.1 s, the weights 1 s; two rows of 50 and 75 tokens are read
+    seconds = step_seconds(COST, LIMITS, 100_000.0, 10, 10, [50, 75])
+    assert seconds == pytest.approx(1.0 + 125 * KV / 1000)
+
+
+def test_a_large_step_is_its_operations():
+    # 200 tokens through the body, 4 through the head: 2 * (80,000 + 400) operations
+    assert step_seconds(COST, LIMITS, 100_000.0, 200, 4) == pytest.approx(160_800 / 100_000)
+
+
+def test_a_call_is_one_prefill_and_the_steps_of_the_rows_that_are_open():
+    # prefill of 3 + 5 tokens: 1 s; then rows of 4 and 6 tokens, then of 5 alone: the second row stops after 2 tokens
+    seconds = call_seconds(COST, LIMITS, 100_000.0, [3, 5], [3, 2])
+    assert seconds == pytest.approx(1.0 + (1.0 + 10 * KV / 1000) + (1.0 + 5 * KV / 1000))
+
+
+def test_prompts_that_begin_alike_are_computed_once_and_read_by_every_row():
+    slow = 1000.0  # operations a second, so that the prefill's show
+    seconds = call_seconds(COST, LIMITS, slow, [30, 40], [2, 2], rows_per_prompt=3, shared=20)
+    prefill = 2 * (400 * 50 + 100 * 6) / slow
+    decode = 2 * (400 * 6 + 100 * 6) / slow + 3 * (31 + 41) * KV / 1000
+    assert seconds == pytest.approx(prefill + decode)
+
+
+def test_windows_bound_the_bytes_of_most_layers():
+    gemma = SHAPES["gemma3-1b"]
+    per_layer = 2 * gemma.kv_heads * gemma.head_dim * 2
+    assert gemma.full_layers == 4
+    assert gemma.kv_bytes(100, 2) == 26 * 100 * per_layer
+    assert gemma.kv_bytes(1000, 2) == (4 * 1000 + 22 * 512) * per_layer
+    assert gemma.config().layer_types.count("full_attention") == 4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_cost_of_a_model_leaves_out_what_is_only_looked_up(tied):
+    shape = Shape("small", "llama", 16, 1, 2, 1, 8, 32, 64, tied=tied)
+    model = build(shape, "cpu", torch.bfloat16)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    cost = Cost.of(model, shape)
+    assert cost.head == 64 * 16 and cost.itemsize == 2
+    assert cost.body + cost.head == (total if tied else total - 64 * 16)
+    assert model.dtype == torch.bfloat16
+
+
+def test_parameters_of_the_named_shapes():
+    """In billions, as the models' cards give them."""
+    sizes = {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03, "qwen2.5-0.5b": 0.49, "qwen3-0.6b": 0.60, "gemma3-1b": 1.0}
+    for name, expected in sizes.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(SHAPES[name].config())
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, abs=0.006), name
+
+
+def test_latency_figures():
+    times = [[1.0, 1.5, 2.5], [3.0]]
+    assert latency.first_tokens(times, [0.0, 1.0]) == [1.0, 2.0]
+    assert latency.between_tokens(times) == [0.5, 1.0]
+    found = latency.summary(times, [0.0, 1.0])
+    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p99_ms"] == pytest.approx(995)
+    assert latency.summary([[], []], [0.0, 0.0]) == {}
+
+
+def test_ceilings_are_positive():
+    found = ceilings.measure("cpu", quick=True)
+    assert found.bandwidth > 1e8 and set(found.flops) == {"bfloat16", "float32"} and min(found.flops.values()) > 1e8

@@ -1,0 +1,30 @@
+"""`benchmarks.scheduler` and `benchmarks.decode_step` with `--quick` print their tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import decode_step, scheduler
+
+
+def test_scheduler(tmp_path, capsys):
+    scheduler.main(["--quick", "--json", str(tmp_path / "found.json")])
+    printed = capsys.readouterr().out
+    assert printed.startswith("| waiting | tokens scheduled |") and "waste at block size 16" in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["waiting"] for row in found["rows"]] == [1_000, 10_000] and found["machine"]["torch"]
+
+
+def test_decode_step(tmp_path, capsys):
+    decode_step.main(["--quick", "--json", str(tmp_path / "found.json")])
+    assert capsys.readouterr().out.startswith("| case | plain ms | paged ms |")
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(rows) == 2 and all(row["route"]["in_place"] for row in rows)
+
+
+def test_decode_step_names_the_devices(capsys):
+    with pytest.raises(SystemExit):
+        decode_step.main(["--device", "abacus"])
+    assert "choose from" in capsys.readouterr().err

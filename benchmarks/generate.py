@@ -248,7 +248,8 @@ def benchmark(args: argparse.Namespace) -> None:
         state.rows += rows
         state.extra["peers"] = generate_tables.peer_rows(results)
         state.write()
-    print(f"\n{report.markdown(state.extra.get('peers', []))}\n", flush=True)
+    if state.extra.get("peers"):
+        print(f"\n{report.markdown(state.extra['peers'])}\n", flush=True)
     if "arrivals" in args.only or not args.only:
         peers = {} if peer is None else {"generate_batch, tuned": peer}
         state.extra["arrivals"] = arrivals.run(model, shape, peers, args.quick)

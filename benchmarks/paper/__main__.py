@@ -1,0 +1,118 @@
+"""The tables of the seed papers on our own system, each row beside the published figure.
+
+python -m benchmarks.paper [--quick] [--only NAME ...] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, report
+from benchmarks.paper.blocks import block_sizes, preemption
+from benchmarks.paper.kernel import overhead
+from benchmarks.paper.memory import batch_size, waste
+from benchmarks.paper.plots import draw_all
+from benchmarks.paper.rows import FULL, QUICK, READ, TOLD, Row, Size
+from benchmarks.paper.schedulers import schedulers
+from benchmarks.paper.sharing import beams, example, sampling
+
+TABLES: dict[str, Callable[[Size], list[Row]]] = {
+    "waste": waste,
+    "batch_size": batch_size,
+    "sampling": sampling,
+    "beams": beams,
+    "example": example,
+    "block_sizes": block_sizes,
+    "preemption": preemption,
+    "overhead": overhead,
+    "schedulers": schedulers,
+}
+COLUMNS = {"table": "table", "name": "what", "published": "published", "ours": "ours", "unit": "unit"} | {
+    "source": "published in",
+    "why": "why they differ",
+}
+NOTES = (
+    f"`{READ}`: the figure was looked up in the paper; `{TOLD}`: it is what this project was asked to reproduce, its "
+    "source was not found. What each table has in common with the paper's is in its docstring, `benchmarks/paper/`."
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(TABLES)}")
+    parser.add_argument("--quick", action="store_true", help="small traces and models, under 60 s")
+    parser.add_argument("--requests", type=int, help="of the trace that compares the schedulers")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="write PATH, a .md and plots beside it; keep what other runs put there",
+    )
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.only or [] if name not in TABLES]
+    if unknown:
+        parser.error(f"there is no table {', '.join(unknown)}: choose from {', '.join(TABLES)}")
+    if options.json is not None and options.json.suffix != ".json":
+        parser.error(f"--json {options.json}: the name must end in .json")
+    size = QUICK if options.quick else FULL
+    if options.requests is not None:
+        if options.requests < 1:
+            parser.error(f"--requests {options.requests}: it must be at least 1")
+        size = replace(size, requests=options.requests)
+    facts = machine.facts()
+    print("; ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
+    rows, runs = run([name for name in TABLES if name in (options.only or TABLES)], size)
+    if options.json is not None:
+        write(options.json, facts, rows, runs)
+
+
+def run(names: list[str], size: Size) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Prints the tables as they come; returns their rows, and how and when each was made."""
+    rows: list[dict[str, Any]] = []
+    runs: dict[str, Any] = {}
+    for name in names:
+        start = time.perf_counter()
+        found = [row.as_dict(name) for row in TABLES[name](size)]
+        seconds = time.perf_counter() - start
+        print(f"{name}, {seconds:.1f} s\n\n{report.markdown(found, list(COLUMNS)[1:])}\n", flush=True)
+        rows += found
+        runs[name] = {"command": report.command_line(), "seconds": round(seconds, 1), "facts": machine.facts()}
+    print(NOTES, file=sys.stderr)
+    return rows, runs
+
+
+def write(path: Path, facts: dict[str, Any], rows: list[dict[str, Any]], runs: dict[str, Any]) -> None:
+    """Replaces these tables in `path`, keeps the others there, and draws the plots of all."""
+    kept = report.read(path) if path.exists() else {"rows": [], "runs": {}}
+    runs = {**kept["runs"], **runs}
+    both = [row for row in kept["rows"] if row["table"] not in {row["table"] for row in rows}] + rows
+    both.sort(key=lambda row: list(TABLES).index(row["table"]))
+    dates = ["| table | command | date, UTC | seconds | threads | load | revision |", "|---|---|---|--:|--:|--:|---|"]
+    for name in sorted(runs, key=list(TABLES).index):
+        of = runs[name]["facts"]
+        dates.append(
+            f"| {name} | `{runs[name]['command']}` | {of['date']} | {runs[name]['seconds']} | {of['threads']} | "
+            f"{of['load_1min']} | {of['revision']} |"
+        )
+    report.write(
+        path.stem,
+        facts,
+        both,
+        directory=path.parent,
+        columns=COLUMNS,
+        command="python -m benchmarks.paper",
+        notes=NOTES + "\n\n" + "\n".join(dates),
+        extra={"runs": runs},
+    )
+    draw_all(both, path.with_suffix(""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Static batches, iteration-level batches with reserved memory, and ours on one trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from benchmarks.paper.measured import A100, OPT_13B_SLOTS, measured_cost
+from benchmarks.paper.reservation import POLICIES
+from benchmarks.paper.rows import PAPER, READ, Row, Size
+from benchmarks.paper.serving import Outcome, StepCost, serve_paged, serve_reserved, serve_static
+from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
+
+SYSTEMS = ("static", "Max", "Pow2", "Oracle", "ours")
+LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.2, 1.5)
+SHARE = 0.85
+"""Of the rate that ours sustains: the rate of the long trace, which all systems get."""
+BOUND = 10.0
+"""The latency bound: this many times the normalized latency of requests that do not wait for each other."""
+
+
+def serve(system: str, trace: Trace, cost: StepCost) -> Outcome:
+    """The trace in OPT-13B's number of slots."""
+    if system == "static":
+        return serve_static(trace, cost, OPT_13B_SLOTS)
+    if system == "ours":
+        return serve_paged(trace, cost, OPT_13B_SLOTS)
+    return serve_reserved(trace, cost, OPT_13B_SLOTS, POLICIES[system], system)
+
+
+def shown(system: str) -> str:
+    """A system's name in tables and plots."""
+    return f"Orca ({system})" if system in POLICIES else system
+
+
+def sustained(curve: list[tuple[float, float]], bound: float) -> float:
+    """
+    The request rate at which a curve of (rate, latency), in ascending order, crosses `bound`, interpolated: at most the
+    last rate, and 0 if the first is above the bound already.
+    """
+    for (rate, latency), (next_rate, next_latency) in pairwise(curve):
+        if latency <= bound < next_latency:
+            return rate + (next_rate - rate) * (bound - latency) / (next_latency - latency)
+    return curve[-1][0] if curve[-1][1] <= bound else 0.0
+
+
+def curves(cost: StepCost, requests: int) -> dict[str, list[tuple[float, float]]]:
+    """Of every system: (requests a second, normalized latency) at `LOADS` of what it serves when all wait."""
+    everybody = make_trace(SHAREGPT, requests)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for system in SYSTEMS:
+        most = serve(system, everybody, cost).rate
+        rates = [load * most for load in LOADS]
+        found[system] = [
+            (rate, serve(system, make_trace(SHAREGPT, requests, rate), cost).normalized_latency) for rate in rates
+        ]
+    return found
+
+
+def alone(cost: StepCost) -> float:
+    """Normalized latency of requests that come one by one."""
+    return serve_paged(make_trace(SHAREGPT, 50, rate=1e-9), cost, OPT_13B_SLOTS).normalized_latency
+
+
+def schedulers(size: Size) -> list[Row]:
+    """
+    PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22) is the iteration-level
+    scheduling that all but the static batches use.
+
+    The same: OPT-13B's 15.7K slots, mean lengths, Poisson arrivals, the metric (normalized latency: seconds from
+    arrival to end over output tokens, averaged over requests), the reservations. Different: time is simulated by what a
+    step costs, once as fitted to steps of our engine on this machine, once by a roofline of the paper's model and GPU;
+    lengths are log-normal; static batches are padded; at most 256 requests at a time and 2048 tokens a step, for all.
+    Ours is the engine's scheduler and block manager. Figure 13a's batch sizes are in the table `batch_size`.
+    """
+    rows = []
+    measured, error = measured_cost(size.shape, size.repeats < 5)
+    for cost, requests in ((measured, size.requests), (A100, min(size.requests, size.short))):
+        few = min(size.short // 4, 2_000)
+        found = curves(cost, few)
+        bound = BOUND * alone(cost)
+        rates = {system: sustained(found[system], bound) for system in SYSTEMS}
+        details = {"cost": cost.name, "bound": bound, "curves": found, "requests": few}
+        if cost is measured:
+            details |= {"fixed": cost.fixed, "per_token": cost.per_token, "per_context": cost.per_context}
+            details |= {"median_error_percent": error}
+        rows += list(_rates(rates, cost, details))
+        rate = SHARE * rates["ours"]
+        trace = make_trace(SHAREGPT, requests, rate)
+        for system in SYSTEMS:
+            outcome = serve(system, trace, cost)
+            rows.append(_at_one_rate(outcome, system, cost, rate, bound))
+    return rows
+
+
+PUBLISHED_RATIOS = {"static": (1.0, 22.0), "Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
+"""Over three models; only the largest is published for FasterTransformer's static batches."""
+
+
+def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) -> Iterator[Row]:
+    for system in SYSTEMS:
+        name = f"requests a second within the latency bound, {shown(system)}; {cost.name}"
+        yield Row(name, "", rates[system], "requests/s", "", "", details if system == "ours" else None)
+    for system in SYSTEMS[:-1]:
+        ratio = rates["ours"] / rates[system] if rates[system] else math.inf
+        published = source = why = ""
+        if system in PUBLISHED_RATIOS:
+            low, high = PUBLISHED_RATIOS[system]
+            published = f"up to {high:g}" if system == "static" else f"{low:g} to {high:g}"
+            source = f"{PAPER}, section 6.2, over three models ({READ})"
+            if not low <= ratio <= high:
+                why = _WHY_A100 if cost is A100 else _WHY_MEASURED
+        ours = ratio if ratio < math.inf else "the other is never within it"
+        yield Row(f"ours over {shown(system)}, requests a second; {cost.name}", published, ours, "times", source, why)
+
+
+def _at_one_rate(outcome: Outcome, system: str, cost: StepCost, rate: float, bound: float) -> Row:
+    late = outcome.normalized_latency > bound
+    why = f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace" if late else ""
+    return Row(
+        f"seconds per output token, {outcome.requests} requests at {rate:.3g}/s, {shown(system)}; {cost.name}",
+        "",
+        outcome.normalized_latency,
+        "s",
+        "",
+        why,
+        {
+            "system": system,
+            "cost": cost.name,
+            "requests": outcome.requests,
+            "steps": outcome.steps,
+            "preemptions": outcome.preemptions,
+            "batch_size": outcome.rows,
+            "served_per_second": outcome.rate,
+            "usage": outcome.usage.percent(),
+        },
+    )
+
+
+_WHY_MEASURED = "on this machine a step's time grows with its tokens, so larger batches gain less than on a GPU"
+_WHY_A100 = "a roofline has no overhead per request or kernel, and the published range is over three models"

@@ -1,0 +1,282 @@
+"""Serving simulated by what a step costs: static batches, iteration-level batches with reserved memory, and ours."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.paper.reservation import Buddy
+from benchmarks.paper.traces import LONGEST, Trace
+from hf_paged.batching.request import Request, Sequence
+from hf_paged.batching.scheduler import Scheduler
+from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool
+
+MAX_SEQS, MAX_TOKENS = 256, 2048
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """
+    Seconds of one step: `max(floor, fixed + per_token * new) + per_context * context`.
+
+    Args:
+        fixed, floor (`float`): Seconds however few tokens there are; `floor` overlaps with computing them.
+        per_token (`float`): Seconds of a new token, of a prompt or generated.
+        per_context (`float`): Seconds to read one token's keys and values.
+    """
+
+    name: str
+    fixed: float
+    per_token: float
+    per_context: float
+    floor: float = 0.0
+
+    def work(self, new: int) -> float:
+        """Seconds apart from reading keys and values."""
+        return max(self.floor, self.fixed + self.per_token * new)
+
+    def seconds(self, new: int, context: int) -> float:
+        """Of a step that computes `new` tokens and reads `context`."""
+        return self.work(new) + self.per_context * context
+
+
+@dataclass
+class Usage:
+    """
+    Slot-seconds of the whole memory while requests wait for room.
+
+    `used`: hold a token of a running request; `reserved`: will hold one of the same request; `internal`: belong to a
+    request that never fills them; `external`: everything else (free, or lost to rounding up).
+    """
+
+    used: float = 0.0
+    reserved: float = 0.0
+    internal: float = 0.0
+    external: float = 0.0
+    seconds: float = 0.0
+
+    def percent(self) -> dict[str, float]:
+        """Shares of the memory; they sum to 100."""
+        parts = {name: getattr(self, name) for name in ("used", "reserved", "internal", "external")}
+        total = sum(parts.values()) or 1.0
+        return {name: 100 * part / total for name, part in parts.items()}
+
+
+@dataclass
+class Outcome:
+    """What became of a trace; `normalized_latency` is the mean over requests of seconds per output token."""
+
+    system: str
+    num_slots: int
+    requests: int = 0
+    seconds: float = 0.0
+    latency: float = 0.0
+    row_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return self.requests / self.seconds
+
+    @property
+    def rows(self) -> float:
+        """Requests in a step, averaged over time."""
+        return self.row_seconds / self.busy_seconds
+
+    @property
+    def normalized_latency(self) -> float:
+        return self.latency / self.requests
+
+    def finish(self, seconds_since_arrival: float, output: int) -> None:
+        """One request is done."""
+        self.requests += 1
+        self.latency += seconds_since_arrival / output
+
+
+def sum_of_products(steps: int, a: float, da: float, b: float, db: float) -> float:
+    """Sum of `(a + j * da) * (b + j * db)` for `j` from 1 to `steps`."""
+    ones, squares = steps * (steps + 1) / 2, steps * (steps + 1) * (2 * steps + 1) / 6
+    return steps * a * b + (a * db + b * da) * ones + da * db * squares
+
+
+def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
+    """
+    Batches that run until their last request is done, every row padded to the widest prompt and the longest output, as
+    many rows as the longest sequence leaves room for. The earliest requests go first; answers come when a batch ends.
+    """
+    outcome, usage = Outcome("static", num_slots), Usage()
+    outcome.usage = usage
+    most = min(MAX_SEQS, num_slots // LONGEST)
+    first, now = 0, 0.0
+    while first < len(trace):
+        now = max(now, trace.arrivals[first])
+        end = first + 1
+        while end < len(trace) and end - first < most and trace.arrivals[end] <= now:
+            end += 1
+        rows, is_full = end - first, end < len(trace) and trace.arrivals[end] <= now
+        prompts, outputs = trace.prompts[first:end], trace.outputs[first:end]
+        width, longest = max(prompts), max(outputs)
+        started, done = now, 0
+        alive = sorted(zip(outputs, prompts))
+        while alive:  # from one row's end to the next
+            until = alive[0][0]
+            step_a, step_da = cost.work(rows) + cost.per_context * rows * (width + done - 1), cost.per_context * rows
+            held = sum(prompt for _, prompt in alive) + len(alive) * (done - 1)
+            steps = until - done
+            used = sum_of_products(steps, step_a, step_da, held, len(alive))
+            seconds = sum_of_products(steps, step_a, step_da, 1, 0)
+            if not done:  # the first step computes the prompts
+                extra = cost.work(rows * width) - cost.work(rows)
+                used, seconds = used + extra * (held + len(alive)), seconds + extra
+            if is_full:
+                final = sum(prompt + output for output, prompt in alive)
+                usage.used += used
+                usage.reserved += seconds * final - used
+                usage.internal += seconds * (rows * LONGEST - final)
+                usage.external += seconds * (num_slots - rows * LONGEST)
+                usage.seconds += seconds
+            now += seconds
+            outcome.row_seconds += seconds * len(alive)
+            done = until
+            alive = [row for row in alive if row[0] > until]
+        outcome.busy_seconds += now - started
+        outcome.steps += longest
+        for index in range(first, end):
+            outcome.finish(now - trace.arrivals[index], trace.outputs[index])
+        first = end
+    outcome.seconds = now
+    return outcome
+
+
+def serve_reserved(
+    trace: Trace, cost: StepCost, num_slots: int, policy: Callable[[int, int], int], name: str
+) -> Outcome:
+    """
+    Iteration-level batches (Orca, OSDI'22): requests come and go at every step, first come first served, prompts beside
+    decodes. Memory is reserved on admission by `policy`, from a buddy allocator.
+    """
+    outcome, usage = Outcome(name, num_slots), Usage()
+    outcome.usage = usage
+    buddy = Buddy(num_slots)
+    running: list[tuple[int, int, int]] = []  # the step after its last, request, where its chunk begins
+    step = held = reserved = final = 0  # tokens held now, reserved, and held in the end
+    head, now, count = 0, 0.0, len(trace)
+    while head < count or running:
+        if not running:
+            now = max(now, trace.arrivals[head])
+        prompt_tokens = admitted = 0
+        waits = False
+        while head < count and trace.arrivals[head] <= now:
+            prompt, output = trace.prompts[head], trace.outputs[head]
+            size = policy(prompt, output)
+            has_budget = not admitted or prompt_tokens + prompt + len(running) <= MAX_TOKENS
+            start = buddy.allocate(size) if has_budget and len(running) < MAX_SEQS else None
+            if start is None:
+                waits = True
+                break
+            heapq.heappush(running, (step + output, head, start))
+            prompt_tokens, admitted = prompt_tokens + prompt, admitted + 1
+            reserved, final = reserved + size, final + prompt + output
+            head += 1
+        rows = len(running)
+        decodes = rows - admitted
+        if admitted:
+            steps, growth = 1, prompt_tokens + decodes
+        else:
+            steps, growth = running[0][0] - step, rows
+            if head < count and not waits:
+                steps = min(steps, _steps_until(trace.arrivals[head] - now, cost, rows, held))
+        a, da = cost.work(growth) + cost.per_context * held, cost.per_context * growth
+        seconds = sum_of_products(steps, a, da, 1, 0)
+        if waits:
+            used = sum_of_products(steps, a, da, held, growth)
+            usage.used += used
+            usage.reserved += seconds * final - used
+            usage.internal += seconds * (reserved - final)
+            usage.external += seconds * (num_slots - reserved)
+            usage.seconds += seconds
+        now, step, held = now + seconds, step + steps, held + steps * growth
+        outcome.steps += steps
+        outcome.row_seconds += seconds * rows
+        outcome.busy_seconds += seconds
+        while running and running[0][0] == step:
+            _, index, start = heapq.heappop(running)
+            prompt, output = trace.prompts[index], trace.outputs[index]
+            size = policy(prompt, output)
+            buddy.release(start, size)
+            reserved, final = reserved - size, final - prompt - output
+            held -= prompt + output - 1  # the last token's keys and values are never computed
+            outcome.finish(now - trace.arrivals[index], output)
+    assert buddy.num_free == num_slots and not (held or reserved or final)
+    outcome.seconds = now
+    return outcome
+
+
+def _steps_until(seconds: float, cost: StepCost, rows: int, held: int) -> int:
+    """Decode steps of `rows` rows that begin before `seconds` have passed; at least 1."""
+    a, slope = cost.work(rows) + cost.per_context * held, cost.per_context * rows / 2
+    if slope == 0:
+        return max(1, math.ceil(seconds / a))
+    b = a + slope  # k * a + slope * k * (k + 1) = seconds
+    return max(1, math.ceil((math.sqrt(b * b + 4 * slope * seconds) - b) / (2 * slope)))
+
+
+def serve_paged(
+    trace: Trace, cost: StepCost, num_slots: int, block_size: int = BLOCK_SIZE, name: str = "ours"
+) -> Outcome:
+    """Our scheduler and block manager themselves, as the engine runs them; only the forward is left out."""
+    outcome, usage = Outcome(name, num_slots), Usage()
+    outcome.usage = usage
+    pool = BlockPool(num_slots // block_size)
+    blocks = BlockManager([ManagedGroup(pool)], block_size, prefix_caching=False)
+    scheduler = Scheduler(blocks, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
+    tables = blocks.table_sets[0]
+    head, now, count, held = 0, 0.0, len(trace), 0
+    while head < count or scheduler.has_unfinished:
+        if not scheduler.has_unfinished:
+            now = max(now, trace.arrivals[head])
+        while head < count and trace.arrivals[head] <= now:
+            prompt, output = trace.prompts[head], trace.outputs[head]
+            scheduler.add(Request(head, [Sequence([0] * prompt)], prompt + output))
+            head += 1
+        batch = scheduler.schedule()
+        items = batch.items
+        new = 0
+        for _, query_len in items:
+            new += query_len
+        if batch.preempted:  # their tokens are gone, and will be computed again
+            held = sum(table.num_tokens for table in tables.tables)
+            outcome.preemptions += len(batch.preempted)
+        else:
+            held += new
+        seconds = cost.seconds(new, held)
+        now += seconds
+        outcome.steps += 1
+        outcome.row_seconds += seconds * len(items)
+        outcome.busy_seconds += seconds
+        if scheduler.num_waiting:
+            used_slots = pool.num_used * block_size
+            usage.used += seconds * held
+            usage.internal += seconds * (used_slots - held)
+            usage.external += seconds * (num_slots - used_slots)
+            usage.seconds += seconds
+        for sequence, _ in items:
+            token_ids = sequence.token_ids
+            if sequence.num_computed_tokens == len(token_ids):
+                token_ids.append(0)
+                request = sequence.request
+                if len(token_ids) >= request.max_num_tokens:
+                    held -= sequence.num_computed_tokens
+                    index = request.request_id
+                    scheduler.finish(request)
+                    outcome.finish(now - trace.arrivals[index], trace.outputs[index])
+    outcome.seconds = now
+    return outcome

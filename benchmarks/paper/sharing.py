@@ -1,0 +1,170 @@
+"""Blocks that samples and beams of one prompt share."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hf_paged
+from benchmarks.models import SHAPES
+from benchmarks.paper.measured import OPT_13B_KV_BYTES, model_of, prompt_of
+from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size
+from benchmarks.paper.serving import BLOCK_SIZE
+from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
+from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool
+
+SAMPLES = {"Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"}, "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"}}
+BEAMS = {"Alpaca-like": {2: "37.56", 4: "53.13", 6: "55.16"}, "ShareGPT-like": {2: "44.3 to 66.3 over 2, 4, 6"}}
+
+
+def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[int, int, int]:
+    """
+    `count` samples of one prompt, token by token. Returns the blocks that their tables name and those that they take,
+    each summed over the steps, and the most taken at a time.
+    """
+    pool = manager.groups[0].pool
+    first = manager.new()
+    if not manager.append(first, prompt):
+        raise ValueError(f"a pool of {pool.num_blocks} blocks has no room for a prompt of {prompt} tokens")
+    rows = [first, *(manager.fork(first) for _ in range(count - 1))]
+    named = taken = peak = 0
+    for _ in range(output):
+        for row in rows:
+            if not manager.append(row, 1):
+                raise ValueError(f"a pool of {pool.num_blocks} blocks has no room for {count} samples")
+        manager.flush_copies()
+        named += sum(len(row.tables[0].block_ids) for row in rows)
+        taken += pool.num_used
+        peak = max(peak, pool.num_used)
+    for row in rows:
+        manager.free(row)
+    return named, taken, peak
+
+
+def sampling_saving(lengths: Lengths, count: int, requests: int) -> float:
+    """Percent of the blocks that sharing saves, over all steps of a trace, all samples of a request equally long."""
+    trace = make_trace(lengths, requests)
+    manager = BlockManager(
+        [ManagedGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False
+    )
+    named = taken = 0
+    for prompt, output in zip(trace.prompts, trace.outputs):
+        more = grow(manager, count, prompt, output)
+        named, taken = named + more[0], taken + more[1]
+    manager.check_integrity()
+    return 100 * (1 - taken / named)
+
+
+def sampling(size: Size) -> list[Row]:
+    """
+    PagedAttention (arXiv 2309.06180), section 6.3 and figure 15a: blocks saved by sharing over blocks without it.
+
+    The same: mean lengths, blocks of 16, samples as long as each other, the average over all steps. Different:
+    log-normal lengths. Ours is the block manager of the engine with its forks and copy-on-write; what it saves depends
+    on lengths only, so no model runs.
+    """
+    rows = []
+    requests = max(4, size.short // 50)
+    for lengths in (ALPACA, SHAREGPT):
+        for count in (2, 4, 6, 8, 16):
+            published = SAMPLES[lengths.name].get(count, "")
+            saved = sampling_saving(lengths, count, requests)
+            why = (
+                "the prompt's share of the tokens depends on the spread of the lengths and on how the two go together, "
+                "which the paper does not give"
+            )
+            source = f"{PAPER}, figure 15a, section 6.3 ({READ})" if published else ""
+            details = {"lengths": lengths.name, "count": count, "kind": "samples"}
+            name = f"saved by sharing, {count} samples, {lengths.name}"
+            rows.append(Row(name, published, saved, "% of the blocks", source, why if published else "", details))
+    return rows
+
+
+def beam_saving(model: Any, vocab: int, beams: int, prompts: list[tuple[int, int]]) -> float:
+    """
+    Percent of the blocks that sharing saves over all steps of beam searches by the engine.
+
+    Args:
+        prompts (`list[tuple[int, int]]`): Tokens of each prompt, and new ones.
+    """
+    draw = random.Random(beams)
+    budget = sum(prompt for prompt, _ in prompts)  # all begin in one step
+    config = hf_paged.PagedConfig(
+        block_size=BLOCK_SIZE, prefix_caching=False, max_num_batched_tokens=max(budget, 256), max_num_seqs=1024
+    )
+    named = taken = 0
+    with hf_paged.PagedEngine(model, config) as engine:
+        for prompt, output in prompts:
+            options = {"num_beams": beams, "do_sample": False, "max_new_tokens": output, "eos_token_id": None}
+            engine.add_request(prompt_of(prompt, vocab, draw), options)
+        while engine.has_unfinished:
+            engine.step()
+            for group in engine.memory.groups.values():
+                tables = [table for table in group.live_tables() if table.block_ids]
+                if len(tables) % beams:
+                    raise RuntimeError(f"{len(tables)} block tables are alive, no multiple of {beams} beams")
+                named += sum(len(table.block_ids) for table in tables)
+                taken += group.pool.num_used
+        engine.check_integrity()
+    return 100 * (1 - taken / named) if named else 0.0
+
+
+def beams(size: Size) -> list[Row]:
+    """
+    PagedAttention (arXiv 2309.06180), section 6.3 and figure 15b: blocks saved by sharing over blocks without it.
+
+    The same: mean lengths, blocks of 16, the average over all steps, beam search that goes on to the given length.
+    Different: log-normal lengths, fewer prompts, and a model of random weights, whose beams part where its scores say.
+    The engine runs it; who continues whom is what transformers' own beam search decides.
+    """
+    shape = SHAPES["llama-tiny"]
+    model = model_of(shape.name)
+    rows = []
+    for lengths in (ALPACA, SHAREGPT):
+        trace = make_trace(lengths, size.beam_prompts, seed=1)
+        pairs = [
+            (min(prompt, size.beam_tokens), max(2, min(output, size.beam_tokens)))
+            for prompt, output in zip(trace.prompts, trace.outputs)
+        ]
+        for count in (2, 4, 6):
+            published = BEAMS[lengths.name].get(count, "")
+            saved = beam_saving(model, shape.vocab, count, pairs)
+            why = "how long beams stay together depends on the model; a random one's scores are not a language's"
+            source = f"{PAPER}, figure 15b, section 6.3 ({READ})" if published else ""
+            details = {"lengths": lengths.name, "count": count, "kind": "beams"}
+            name = f"saved by sharing, {count} beams, {lengths.name}"
+            rows.append(Row(name, published, saved, "% of the blocks", source, why if published else "", details))
+    return rows
+
+
+def example(size: Size) -> list[Row]:
+    """
+    16 samples of a prompt of 2048 tokens with 128 new tokens each, in gigabytes of OPT-13B's keys and values: 26.4
+    without sharing against 4.8 with it, as the published figures were told.
+
+    Once by arithmetic, and once with the blocks that the block manager of the engine really takes.
+    """
+    count, prompt, output = 16, 2048, 128
+    apart, together = count * (prompt + output), prompt + count * output
+    manager = BlockManager([ManagedGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False)
+    _, _, peak = grow(manager, count, prompt, output)
+    gib = OPT_13B_KV_BYTES / 2**30
+    why_apart = f"{apart} tokens of {OPT_13B_KV_BYTES} bytes; 26.4 is 33,792 tokens, 16 times (2048 + 64)"
+    why_together = (
+        f"{together} tokens; 4.8 is 6,144 tokens, 2048 + 16 times 256, so the two figures differ in new tokens"
+    )
+    return [
+        Row("16 samples of 2048 + 128, each with its own copy", "26.4", apart * gib, "GiB", TOLD, why_apart),
+        Row("the same, prompt shared, by arithmetic", "4.8", together * gib, "GiB", TOLD, why_together),
+        Row(
+            "the same, prompt shared, blocks that ours takes",
+            "4.8",
+            peak * BLOCK_SIZE * gib,
+            "GiB",
+            TOLD,
+            why_together,
+            {"blocks": peak},
+        ),
+        Row("saved", "82", 100 * (1 - peak * BLOCK_SIZE / apart), "%", f"{TOLD}: 1 - 4.8 / 26.4", why_together),
+    ]

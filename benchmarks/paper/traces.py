@@ -1,0 +1,64 @@
+"""Requests as the PagedAttention paper's data sets have them on average (arXiv 2309.06180, section 6.1, figure 11)."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+LONGEST = 2048
+"""Tokens of the longest sequence, prompt and output together: OPT's limit."""
+SIGMA = 1.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """
+    Prompt and output lengths of a data set: log-normal, which has the long tail of the paper's histograms; the means
+    are the paper's, the spread is not given there.
+    """
+
+    name: str
+    mean_in: float
+    mean_out: float
+
+
+SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99)
+ALPACA = Lengths("Alpaca-like", 19.31, 58.45)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Arrival in seconds, prompt and output in tokens of each request, in order of arrival."""
+
+    arrivals: list[float]
+    prompts: list[int]
+    outputs: list[int]
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+
+def make_trace(lengths: Lengths, count: int, rate: float = math.inf, seed: int = 0) -> Trace:
+    """
+    `count` requests with Poisson arrivals.
+
+    Args:
+        rate (`float`): Requests a second; infinite: all are there at the start.
+    """
+    draw = random.Random(seed)
+    arrivals, prompts, outputs = [], [], []
+    now = 0.0
+    for _ in range(count):
+        prompt = _length(draw, lengths.mean_in, LONGEST - 1)
+        prompts.append(prompt)
+        outputs.append(_length(draw, lengths.mean_out, LONGEST - prompt))
+        if rate != math.inf:
+            now += draw.expovariate(rate)
+        arrivals.append(now)
+    return Trace(arrivals, prompts, outputs)
+
+
+def _length(draw: random.Random, mean: float, most: int) -> int:
+    # exp(mu + sigma^2 / 2) is a log-normal's mean
+    return max(1, min(most, round(draw.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))))

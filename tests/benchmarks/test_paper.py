@@ -1,0 +1,246 @@
+"""The papers' tables: the simulations' bookkeeping is exact, and every table gives its rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hf_paged
+from benchmarks.models import SHAPES
+from benchmarks.paper import __main__ as command
+from benchmarks.paper import kernel, plots, sharing
+from benchmarks.paper.measured import A100, OPT_13B_SLOTS, fit, model_of
+from benchmarks.paper.reservation import POLICIES, Buddy, power_of_two, reserve_pow2
+from benchmarks.paper.rows import TINY, Row
+from benchmarks.paper.schedulers import sustained
+from benchmarks.paper.serving import (
+    StepCost,
+    serve_paged,
+    serve_reserved,
+    serve_static,
+    sum_of_products,
+)
+from benchmarks.paper.traces import ALPACA, LONGEST, SHAREGPT, Trace, make_trace
+from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool
+
+COST = StepCost("test", fixed=1.0, per_token=0.25, per_context=0.001)
+TRACE = make_trace(SHAREGPT, 80, rate=0.02)
+SYSTEMS = {
+    "static": lambda trace, cost, slots: serve_static(trace, cost, slots),
+    **{
+        name: lambda trace, cost, slots, name=name: serve_reserved(trace, cost, slots, POLICIES[name], name)
+        for name in POLICIES
+    },
+    "ours": lambda trace, cost, slots: serve_paged(trace, cost, slots),
+}
+
+
+def test_buddy_chunks_never_overlap_and_all_slots_come_back():
+    draw = random.Random(0)
+    buddy = Buddy(3000)
+    held: dict[int, int] = {}
+    refused = 0
+    for _ in range(2000):
+        if held and draw.random() < 0.45:
+            start = draw.choice(list(held))
+            buddy.release(start, held.pop(start))
+            continue
+        size = draw.randint(1, 700)
+        start = buddy.allocate(size)
+        if start is None:
+            refused += 1
+            continue
+        held[start] = size
+        spans = sorted((start, start + power_of_two(size)) for start, size in held.items())
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans)) and spans[-1][1] <= 3000
+        assert buddy.num_free == 3000 - sum(map(power_of_two, held.values()))
+    for start, size in held.items():
+        buddy.release(start, size)
+    assert refused and buddy.num_free == 3000
+    assert [buddy.allocate(size) for size in (2048, 512, 256, 128, 32, 16, 8)].count(None) == 0, "joined again"
+    assert buddy.num_free == 0 and buddy.allocate(1) is None
+
+
+def test_reservations_are_the_paper_s():
+    assert reserve_pow2(10, 25) == 10 + 32  # its own example, section 6.1
+    assert POLICIES["Max"](10, 25) == LONGEST == POLICIES["Pow2"](1500, 600)
+    assert POLICIES["Oracle"](10, 25) == 35
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_slot_second_is_counted_once(name):
+    outcome = SYSTEMS[name](make_trace(SHAREGPT, 60), COST, 5000)
+    usage = outcome.usage
+    total = usage.used + usage.reserved + usage.internal + usage.external
+    assert usage.seconds > 0 and total == pytest.approx(5000 * usage.seconds)
+    assert min(usage.used, usage.reserved, usage.internal, usage.external) >= -1e-6 * total
+    assert sum(usage.percent().values()) == pytest.approx(100)
+
+
+def test_the_oracle_reserves_nothing_that_stays_empty_and_paging_reserves_nothing():
+    trace = make_trace(SHAREGPT, 60)
+    oracle = serve_reserved(trace, COST, OPT_13B_SLOTS, POLICIES["Oracle"], "Oracle").usage
+    assert oracle.internal == 0 < oracle.external
+    ours = serve_paged(make_trace(SHAREGPT, 300), A100, OPT_13B_SLOTS)
+    assert ours.usage.reserved == 0
+    shares = ours.usage.percent()
+    assert shares["used"] > 90 and shares["internal"] / (shares["used"] + shares["internal"]) < 0.04
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_one_request_alone_takes_what_its_steps_cost(name):
+    trace = Trace([5.0], [40], [7])
+    outcome = SYSTEMS[name](trace, COST, 4096)
+    seconds = COST.seconds(40, 40) + sum(COST.seconds(1, 40 + done) for done in range(1, 7))
+    assert outcome.normalized_latency == pytest.approx(seconds / 7)
+    assert (outcome.seconds, outcome.steps, outcome.rows) == (pytest.approx(5 + seconds), 7, pytest.approx(1))
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.2, math.inf])
+def test_with_room_for_all_reservation_and_ours_take_the_same_steps(rate):
+    """Two independent simulations, one of which skips from event to event, the other our scheduler step by step."""
+    trace = make_trace(ALPACA, 40, rate)
+    theirs = serve_reserved(trace, COST, 200 * LONGEST, POLICIES["Oracle"], "Oracle")
+    ours = serve_paged(trace, COST, 200 * LONGEST)
+    assert ours.preemptions == 0
+    for name in ("steps", "requests"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    for name in ("seconds", "latency", "row_seconds", "busy_seconds"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name)), name
+
+
+def test_static_batches_wait_for_their_longest():
+    trace = Trace([0.0, 0.0, 0.0], [10, 30, 20], [5, 2, 3])
+    outcome = serve_static(trace, COST, 2 * LONGEST)  # room for two rows
+    first = COST.seconds(60, 60) + sum(COST.seconds(2, 2 * (30 + done)) for done in range(1, 5))
+    second = COST.seconds(20, 20) + sum(COST.seconds(1, 20 + done) for done in range(1, 3))
+    assert outcome.seconds == pytest.approx(first + second)
+    assert outcome.latency == pytest.approx(first / 5 + first / 2 + (first + second) / 3)
+    held = [10 + 30] + [sum(p + done for p, o in ((10, 5), (30, 2)) if o > done) for done in range(1, 5)]
+    steps = [COST.seconds(60, 60)] + [COST.seconds(2, 2 * (30 + done)) for done in range(1, 5)]
+    assert outcome.usage.used == pytest.approx(sum(a * b for a, b in zip(held, steps)))
+
+
+def test_a_step_costs_no_less_than_its_floor():
+    assert A100.seconds(1, 0) == pytest.approx(26e9 / 1.555e12)
+    assert A100.seconds(2048, 0) == pytest.approx(2048 * 26e9 / 312e12)
+    assert sum_of_products(3, 2, 1, 5, 2) == 3 * 7 + 4 * 9 + 5 * 11
+
+
+def test_fit_finds_the_cost_it_was_made_from_and_no_negative_one():
+    sizes = [(1, 32), (8, 512), (64, 64), (512, 512), (4, 4096)]
+    cost, error = fit([(new, context, COST.seconds(new, context)) for new, context in sizes], "again")
+    assert (cost.fixed, cost.per_token, cost.per_context) == pytest.approx((1.0, 0.25, 0.001))
+    assert error == pytest.approx(0, abs=1e-6)
+    falling = [(new, context, 1.0 + 0.1 * new - 2e-4 * context) for new, context in sizes]
+    cost, _ = fit(falling, "falling")
+    assert min(cost.fixed, cost.per_token) > 0 == cost.per_context
+    cut = StepCost("cut", 1.0, 0.1, 0.0)  # the best fit with its negative coefficient set to 0
+
+    def squares(cost: StepCost) -> float:
+        return sum((cost.seconds(new, context) / seconds - 1) ** 2 for new, context, seconds in falling)
+
+    assert squares(cost) < squares(cut)
+
+
+def test_traces_have_the_means_that_they_name():
+    trace = make_trace(SHAREGPT, 20_000, rate=3.0)
+    assert sum(trace.prompts) / len(trace) == pytest.approx(SHAREGPT.mean_in, rel=0.05)
+    assert sum(trace.outputs) / len(trace) == pytest.approx(SHAREGPT.mean_out, rel=0.08)  # cut at the longest
+    assert all(p + o <= LONGEST and min(p, o) >= 1 for p, o in zip(trace.prompts, trace.outputs))
+    assert trace.arrivals[-1] == pytest.approx(20_000 / 3, rel=0.05)
+
+
+def test_sustained_interpolates_the_crossing():
+    assert sustained([(1, 1), (2, 3), (3, 9)], 6) == pytest.approx(2.5)
+    assert sustained([(1, 1), (2, 3)], 5) == 2
+    assert sustained([(1, 7), (2, 9)], 5) == 0
+
+
+def test_the_example_s_arithmetic_and_the_block_manager_agree():
+    apart, together, ours, saved = sharing.example(TINY)
+    gib = 819_200 / 2**30
+    assert (apart.ours, together.ours) == pytest.approx((16 * 2176 * gib, (2048 + 16 * 128) * gib))
+    assert ours.ours == together.ours
+    assert saved.ours == pytest.approx(100 * (1 - 4096 / 34816))
+
+
+@pytest.mark.parametrize(("count", "prompt", "output"), [(4, 19, 40), (3, 32, 17)])
+def test_grown_samples_take_the_blocks_that_the_engine_takes(count, prompt, output):
+    shape = SHAPES["llama-tiny"]
+    manager = BlockManager([ManagedGroup(BlockPool(100))], 16, prefix_caching=False)
+    _, _, peak = sharing.grow(manager, count, prompt, output - 1)  # the last token's K and V are never computed
+    assert manager.groups[0].pool.num_used == 0
+    with hf_paged.PagedEngine(model_of(shape.name), {"prefix_caching": False}) as engine:
+        options = {"do_sample": True, "num_return_sequences": count, "max_new_tokens": output, "eos_token_id": None}
+        engine.generate([list(range(5, 5 + prompt))], options)
+        assert engine.stats().peak_blocks == peak
+
+
+def test_samples_that_need_more_than_the_pool_has_say_so():
+    manager = BlockManager([ManagedGroup(BlockPool(3))], 16, prefix_caching=False)
+    with pytest.raises(ValueError, match="no room for 4 samples"):
+        sharing.grow(manager, 4, 20, 20)
+    with pytest.raises(ValueError, match="no room for a prompt of 64"):
+        sharing.grow(BlockManager([ManagedGroup(BlockPool(3))], 16, prefix_caching=False), 1, 64, 1)
+
+
+def test_kernel_contenders_read_the_same_numbers(monkeypatch):
+    functions = kernel.contenders(SHAPES["llama-tiny"], 64)
+    assert {"one block a row", "sdpa", "blocks of 16", "blocks of 64 in order"} <= set(functions)
+    assert "blocks of 128" not in functions
+    with pytest.raises(AssertionError, match="wrong differs from the reference"):
+        both = torch.randn(kernel.ROWS, 4, 64, 32).bfloat16()
+        query = torch.randn(kernel.ROWS, 4, 1, 32).bfloat16()
+        wrong = {"wrong": lambda layer: torch.zeros(kernel.ROWS, 1, 4, 32).bfloat16()}
+        shape = SimpleNamespace(kv_heads=2)
+        kernel._check(wrong, both, query, shape, 1.0, 64)
+
+
+@pytest.mark.parametrize("name", command.TABLES)
+def test_every_table_prints_its_rows(name, capsys):
+    rows, runs = command.run([name], TINY)
+    printed = capsys.readouterr().out
+    assert rows and list(runs) == [name] and runs[name]["seconds"] >= 0
+    for row in rows:
+        assert row["table"] == name and row["name"] in printed
+        assert isinstance(row["ours"], str) or math.isfinite(row["ours"])
+        assert row["unit"]
+        if row["published"]:
+            assert "read" in row["source"] or "told" in row["source"]
+    assert any(row["published"] for row in rows)
+
+
+def test_write_keeps_other_tables_and_draws(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "paper.json"
+    first, runs = command.run(["waste"], TINY)
+    command.write(path, {"date": "today"}, first, runs)
+    assert (tmp_path / "paper-waste.png").stat().st_size > 1000
+    second, runs = command.run(["example"], TINY)
+    command.write(path, {"date": "today"}, second, runs)
+    content = json.loads(path.read_text())
+    assert {row["table"] for row in content["rows"]} == {"waste", "example"} == set(content["runs"])
+    assert "| example |" in path.with_suffix(".md").read_text()
+    command.write(path, {"date": "today"}, second, runs)
+    assert len(json.loads(path.read_text())["rows"]) == len(content["rows"]), "replaced, not added"
+    assert plots.draw_all([Row("a", "", 1.0, "s", "").as_dict("overhead")], tmp_path / "none") == []
+
+
+def test_unknown_names_list_the_known_ones(capsys):
+    for arguments, said in (
+        (["--only", "wast"], "no table wast: choose from waste, batch_size"),
+        (["--json", "a.txt"], "must end in .json"),
+        (["--requests", "0"], "at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+        assert said in capsys.readouterr().err

@@ -35,6 +35,9 @@ EXPECTED = {
         r"\(plain -\d+\.\d+\): \w+",
         r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3 beams yes, scores yes",
     ],
+    "pictures.py": [
+        r"memory\.png: [1-9]\d kB\ntimeline\.png: [1-9]\d kB\n",
+    ],
     "quickstart.py": [
         r"greedy, 4 ragged prompts .* yes\n",
         r"8 samples of one prompt .* yes\n",
@@ -62,6 +65,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def outputs(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def assert_shows(cells: list[Any]) -> None:
+    """The block map and the timeline, each once, and the engine itself."""
+    for kind, count in ((PNG, 2), ("text/html", 1)):
+        assert len([output for output in cells if kind in output.get("data", {})]) == count
 
 
 def test_every_script_is_run() -> None:
@@ -101,7 +110,7 @@ def test_notebook_runs(tmp_path: Path) -> None:
     client.execute(env=environment(tmp_path))
     ran = outputs(notebook)
     assert not [output for output in ran if output.output_type == "error"]
-    assert len([output for output in ran if PNG in output.get("data", {})]) == 1
+    assert_shows(ran)
 
 
 def test_notebook_is_committed_with_its_outputs() -> None:
@@ -111,4 +120,4 @@ def test_notebook_is_committed_with_its_outputs() -> None:
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     kept = outputs(notebook)
     assert not [output for output in kept if output.output_type == "error" or output.get("name") == "stderr"]
-    assert len([output for output in kept if PNG in output.get("data", {})]) == 1
+    assert_shows(kept)

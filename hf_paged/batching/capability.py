@@ -36,9 +36,8 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     Args:
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
     """
-    for check in (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens):
-        if reason := check(model, cache):
-            return reason
+    if reason := visible_obstacle(model, cache):
+        return reason
     # what is above is cheap and may change at any time; what follows costs four forwards, so it is done once
     layers = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
     key = (_fingerprint(model), layers)
@@ -50,6 +49,14 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
         with _lock:
             _verdicts[model] = found
     return found[1]
+
+
+def visible_obstacle(model: PreTrainedModel, cache: PagedCache) -> str | None:
+    """The part of `packable` that only looks at what the model is made of, on whatever device."""
+    for check in (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens):
+        if reason := check(model, cache):
+            return reason
+    return None
 
 
 def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:

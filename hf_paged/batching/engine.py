@@ -16,6 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..attention.masks import mask_observer
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..config import PagedConfig
+from ..viz.block_map import plot_block_map
+from ..viz.html import engine_html
+from ..viz.timeline import MAX_REQUESTS, plot_intervals
 from .adapters import base_model, check_adapter
 from .assembly import empty_cache, make_core
 from .capability import packable
@@ -26,8 +29,10 @@ from .prompts import Prompt
 from .readers import Reader, read_in_thread
 from .request import Request
 from .results import EngineStats, RequestOutput, RequestResult
+from .timeline import Timeline
 
-_COUNTS = ("num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")  # of a core
+# of a core
+_COUNTS = ("num_captured_steps", "num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
 
 
@@ -82,6 +87,7 @@ class PagedEngine:
         self._made_for: Any = None  # what the core depends on
         self._past: dict[str, Any] = {}  # what cores before it counted
         self.memory = PagedMemory(self.config)
+        self.timeline = Timeline()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -292,6 +298,7 @@ class PagedEngine:
                 num_prefix_hit_tokens=self._num_hit_tokens,
                 num_generated_tokens=generated,
                 num_steps=counts["num_steps"],
+                num_captured_steps=counts["num_captured_steps"],
                 seconds=seconds,
                 tokens_per_second=generated / seconds if seconds else 0.0,
             )
@@ -306,6 +313,45 @@ class PagedEngine:
                 return {}
             pools = {group.window: group.pool for group in self._core.blocks.groups}
             return {window: pool.states() for window, pool in pools.items()}
+
+    def plot_memory(self, ax: Any = None) -> Any:
+        """
+        A matplotlib `Figure` of `block_map`: which blocks are free, used, shared by how many, cached.
+
+        Args:
+            ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
+
+        Raises:
+            ImportError: without matplotlib, which the extra `viz` brings.
+        """
+        block_map, total = self.block_map(), self.config.num_blocks
+        used = sum(state > 0 for states in block_map.values() for state in states)
+        title = f"{type(self.model).__name__}: {used:,} blocks in use"
+        if total is not None:
+            untouched = total - sum(map(len, block_map.values()))
+            title += f" of {total:,}, {untouched:,} never taken so far"
+        return plot_block_map(block_map, title, ax)
+
+    def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS) -> Any:
+        """
+        A matplotlib `Figure` of who was in the batch when, a row for each request: prefill, decode, recompute; waiting,
+        preempted, swapped out. It is drawn from `timeline.intervals()`, which go back over the last thousands.
+
+        Args:
+            unit (`str`): What is on the x axis, `"steps"` or `"seconds"`.
+            ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
+            max_requests (`int`): Only the last so many requests.
+
+        Raises:
+            ImportError: without matplotlib, which the extra `viz` brings.
+            ValueError: for another unit, or less than one request.
+        """
+        with self._lock:
+            intervals = self.timeline.intervals()
+        return plot_intervals(intervals, unit, ax, max_requests)
+
+    def _repr_html_(self) -> str:
+        return engine_html(f"PagedEngine({type(self.model).__name__})", self.stats(), self.block_map())
 
     def reset_prefix_cache(self) -> None:
         """Forgets the keys and values kept of finished requests."""
@@ -357,11 +403,13 @@ class PagedEngine:
             cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
             self._core = make_core(self.model, cache, obstacle, max_num_seqs=self.config.max_num_seqs)
             self._made_for, self.memory = made_for, self._core.memory
+            self._core.scheduler.timeline = self.timeline
         return self._core
 
     def _retire(self) -> None:
         """Gives the core and its memory up; what it counted stays."""
         self._past = {name: self._count(name) for name in _COUNTS}
+        self.memory.captured = None  # whoever holds a cache has no use for graphs
         self._core, self.memory = None, PagedMemory(self.config)
         self._unreported.clear()
 

@@ -11,6 +11,7 @@ from ..cache.block_manager import NO_BLOCKS, BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from .request import Request, Sequence, Status
 from .residency import Residency, Swapper
+from .timeline import Timeline
 from .waiting import WaitingQueue
 
 AGING = 256.0
@@ -51,6 +52,9 @@ class Scheduler:
         aging (`float`): Arrivals that one step of priority is worth.
         preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
+
+    Attributes:
+        timeline ([`Timeline`]): Is told who comes and goes; whoever wants another sets it before the first request.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._arrivals = 0
         self._batch = ScheduledBatch()
+        self.timeline = Timeline()
 
     @property
     def num_running(self) -> int:
@@ -109,7 +114,7 @@ class Scheduler:
         self._arrivals += 1
         request.key = (request.arrival + request.priority * self._aging, request.arrival)
         request.status = Status.WAITING
-        self._waiting.push(request)
+        self._wait(request)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -122,12 +127,14 @@ class Scheduler:
             OutOfBlocksError: if others hold the blocks that the first request needs.
         """
         try:
-            return self._schedule()
+            batch = self._schedule()
         except OutOfBlocksError:  # nothing was scheduled
             raise
         except BaseException:
             self._start_over()
             raise
+        self.timeline.stepped(batch.items)
+        return batch
 
     def _start_over(self) -> None:
         """After scheduling was interrupted: what was counted will never be computed, so everybody is computed anew."""
@@ -137,7 +144,7 @@ class Scheduler:
             self._stop(request)
             self._residency.forget(request)
             request.status = Status.WAITING
-            self._waiting.push(request)
+            self._wait(request)
 
     def _schedule(self) -> ScheduledBatch:
         if self.blocks.has_windows:  # what only the last chunks could see
@@ -278,6 +285,11 @@ class Scheduler:
         request.status = Status.RUNNING
         self._num_rows += request.num_open_rows
         insort(self._running, request, key=attrgetter("key"))
+        self.timeline.runs(request)
+
+    def _wait(self, request: Request) -> None:
+        self._waiting.push(request)
+        self.timeline.waits(request)
 
     # -- requests go ----------------------------------------------------------------------------------------------
 
@@ -299,7 +311,7 @@ class Scheduler:
             self._residency.forget(request)
             raise
         finally:
-            self._waiting.push(request)
+            self._wait(request)
 
     def _stop(self, request: Request) -> None:
         """Takes a running request out; its blocks are the caller's to see to."""
@@ -326,7 +338,7 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 self._stop(request)
                 self._residency.forget(request)
-                self._waiting.push(request)
+                self._wait(request)
         for sequence, query_len in batch.items:
             if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
                 sequence.num_computed_tokens -= query_len
@@ -358,6 +370,7 @@ class Scheduler:
         else:
             request.status = Status.FINISHED
             self._waiting.cancelled(request)
+        self.timeline.finished(request)
         self._residency.forget_swapped(request)
         for sequence in request.open_sequences:
             self._residency.end_sequence(sequence)

@@ -170,6 +170,7 @@ class PagedMemory:
         self.manager: BlockManager | None = None  # tables of the engine's sequences, and the prefix cache
         self.manager_keys: tuple[Hashable, ...] = ()
         self.fingerprint: Hashable = None  # of the weights that cached blocks were computed with
+        self.captured: Any = None  # graphs of decode steps, which know where the blocks are
         self._limit_bytes: int | None = None
         self._copied_blocks = self._peak_blocks = 0
         self._peak_used: dict[Hashable, int] = {}
@@ -304,6 +305,11 @@ class PagedMemory:
                 shared_blocks=sum(group.pool.num_shared for group in groups),
             )
 
+    def block_map(self) -> dict[Hashable, list[int]]:
+        """By layer group, of every block the tables that hold it; 0 if it is free, -1 if it is cached."""
+        with self.lock:
+            return {key: group.pool.states() for key, group in self.groups.items()}
+
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every pool agrees with the tables that are alive."""
         with self.lock:
@@ -316,6 +322,8 @@ class PagedMemory:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast computes in on `device`, in this thread now; `None` if it is off."""
+    if device.type == "meta":  # torch knows no autocast there
+        return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 

@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig
+from ..viz.block_map import plot_block_map
+from ..viz.html import cache_html
 from .block_table import BlockTable
 from .handles import ReadCounters
 from .layer_group import LayerGroup
@@ -163,6 +165,16 @@ class PagedCache(DynamicCache):
     def stats(self) -> MemoryStats:
         """What the memory behind this cache holds."""
         return self.memory.stats()
+
+    def plot_memory(self, ax: Any = None) -> Any:
+        """
+        A matplotlib `Figure` of the blocks of the memory behind this cache; `ax` and errors as in
+        [`PagedEngine.plot_memory`].
+        """
+        return plot_block_map(self.memory.block_map(), f"{self.memory.num_used:,} blocks in use", ax)
+
+    def _repr_html_(self) -> str:
+        return cache_html(f"{type(self).__name__}, {len(self.layers)} layers", self.stats(), self.memory.block_map())
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""

@@ -1,0 +1,167 @@
+"""Who was in the batch when: what a scheduler says of its requests, kept as intervals. Plain Python: no tensors."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable
+from enum import Enum
+from typing import NamedTuple
+
+from .request import Request, Sequence
+
+MAX_INTERVALS = 4096  # a request that is never preempted leaves three
+
+
+class Activity(Enum):
+    """What a request does from one step to another. The last three hold no blocks of the pool."""
+
+    PREFILL = "prefill"
+    RECOMPUTE = "recompute"  # a prefill of what was computed before
+    DECODE = "decode"
+    WAITING = "waiting"
+    PREEMPTED = "preempted"  # its blocks were given up
+    SWAPPED = "swapped out"  # its blocks are in host memory
+
+
+IN_BATCH = (Activity.PREFILL, Activity.RECOMPUTE, Activity.DECODE)
+
+
+class Interval(NamedTuple):
+    """Steps `[first_step, end_step)` through which a request did one thing."""
+
+    number: int  # of the request, in the order in which they came; ids may be used again
+    request_id: Hashable
+    activity: Activity
+    first_step: int
+    end_step: int
+    start: float  # seconds since the timeline was made
+    end: float
+    is_last: bool  # the request ended here
+
+
+class _Open:
+    """What an unfinished request is doing."""
+
+    __slots__ = ("activity", "first_step", "has_run", "number", "recomputes", "start")
+
+    def __init__(self, number: int, first_step: int, start: float) -> None:
+        self.number, self.first_step, self.start = number, first_step, start
+        self.activity = Activity.WAITING
+        self.has_run = self.recomputes = False
+
+
+class Timeline:
+    """
+    What the requests of a scheduler did in which steps.
+
+    Only changes are noted: an interval takes as much memory whether it covers one step or a million, and a step in
+    which nobody comes, goes or begins to decode costs a comparison. The latest `max_intervals` are kept, with one for
+    every unfinished request.
+
+    Args:
+        max_intervals (`int`): Most intervals that are kept of what is over, about 250 bytes each.
+
+    Attributes:
+        num_steps (`int`): Steps scheduled so far.
+        num_dropped (`int`): Intervals that are no longer kept.
+    """
+
+    def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
+        self.num_steps = self.num_dropped = 0
+        self._closed: deque[Interval] = deque(maxlen=max_intervals)
+        self._open: dict[Request, _Open] = {}
+        self._admitted: set[Request] = set()  # since the last step
+        self._prefilling: set[Request] = set()  # in the last step
+        self._num_requests = 0
+        self._origin = time.perf_counter()
+
+    # -- told by the scheduler ------------------------------------------------------------------------------------
+
+    def waits(self, request: Request) -> None:
+        """The request is new, or has just lost its blocks."""
+        found = self._open.get(request)
+        if found is None:
+            self._open[request] = _Open(self._num_requests, self.num_steps, self._now())
+            self._num_requests += 1
+            return
+        self._admitted.discard(request)
+        self._prefilling.discard(request)
+        if request.is_swapped:
+            self._change(request, found, Activity.SWAPPED)
+        else:
+            self._change(request, found, Activity.PREEMPTED if found.has_run else Activity.WAITING)
+
+    def runs(self, request: Request) -> None:
+        """The request has blocks, for the first time or again; it may still lose them before the step."""
+        self._admitted.add(request)
+
+    def stepped(self, items: list[tuple[Sequence, int]]) -> None:
+        """The next step computes these sequences, so many tokens of each, chunks last."""
+        if self._admitted or self._prefilling or (items and items[-1][1] > 1):
+            self._note_changes(items)
+        self.num_steps += 1
+
+    def _note_changes(self, items: list[tuple[Sequence, int]]) -> None:
+        chunked: set[Request] = set()
+        for sequence, query_len in reversed(items):
+            if query_len == 1:
+                break
+            chunked.add(sequence.request)
+        for request in self._admitted | self._prefilling | chunked:
+            found = self._open[request]
+            if request in self._admitted:
+                found.has_run = True
+                if found.activity is not Activity.SWAPPED:
+                    found.recomputes = found.activity is Activity.PREEMPTED
+            elif found.activity not in IN_BATCH:
+                continue
+            if request not in chunked and not any(sequence.num_to_compute for sequence in request.open_sequences):
+                self._change(request, found, Activity.DECODE)
+                self._prefilling.discard(request)
+            else:  # where it has no chunk in this step, the next one is still to come
+                self._change(request, found, Activity.RECOMPUTE if found.recomputes else Activity.PREFILL)
+                self._prefilling.add(request)
+        self._admitted.clear()
+
+    def finished(self, request: Request) -> None:
+        """The request needs nothing any more."""
+        found = self._open.pop(request, None)
+        self._prefilling.discard(request)
+        self._admitted.discard(request)
+        if found is not None:
+            self._close(self._interval(request, found, self._now(), is_last=True))
+
+    # -- asked ----------------------------------------------------------------------------------------------------
+
+    def intervals(self) -> list[Interval]:
+        """All that is kept, by request in the order in which they came; what still goes on ends now."""
+        now = self._now()
+        going_on = [self._interval(request, found, now) for request, found in self._open.items()]
+        return sorted([*self._closed, *going_on], key=lambda interval: (interval.number, interval.start))
+
+    def __repr__(self) -> str:
+        return f"Timeline({self._num_requests} requests, {len(self._open)} unfinished, {self.num_steps} steps)"
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._origin
+
+    def _change(self, request: Request, found: _Open, activity: Activity) -> None:
+        if found.activity is activity:
+            return
+        now = self._now()
+        self._close(self._interval(request, found, now))
+        found.activity, found.first_step, found.start = activity, self.num_steps, now
+
+    def _interval(self, request: Request, found: _Open, now: float, is_last: bool = False) -> Interval:
+        steps = found.first_step, self.num_steps
+        return Interval(found.number, request.request_id, found.activity, *steps, found.start, now, is_last)
+
+    def _close(self, interval: Interval) -> None:
+        self.num_dropped += len(self._closed) == self._closed.maxlen
+        self._closed.append(interval)
+
+
+__all__ = ["IN_BATCH", "MAX_INTERVALS", "Activity", "Interval", "Timeline"]

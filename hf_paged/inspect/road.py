@@ -1,0 +1,183 @@
+"""Which road `generate` takes with a model, and which kernels: asked of the code that decides it in a call."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from ..attention import backends
+from ..attention.metadata import AttentionMetadata
+from ..attention.switch import NAME, native_implementation, switchable_configs
+from ..batching.assembly import empty_cache
+from ..batching.capability import packable, visible_obstacle
+from ..cache.layers import PagedLayer
+from ..cache.memory import PagedMemory
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import LayerBlocks
+from ..call import prepared
+from ..config import PagedConfig
+from ..viz.kinds import group_label
+from .footprint import Footprint, GroupFootprint
+from .models import build, first_line, num_bytes
+
+MAX_CHECK_BYTES = 2 << 30  # of the weights of the model whose forwards are compared
+_CHUNK = 64  # tokens of a prefill chunk
+
+
+@dataclass(frozen=True)
+class Road:
+    """
+    How a `generate` call with `cache_implementation="paged"` would go.
+
+    Args:
+        name (`str`): As in [`Route`] `"engine"`, `"hf_loop"` or `"plain"`; `"undecided"` between the first two.
+        reason (`str`): Why.
+        in_place (`bool`): Whether attention can read the blocks where they are.
+        kernels (`dict[str, dict[str, str]]`): By layer group, the backend of a decode and of a prefill chunk.
+    """
+
+    name: str
+    reason: str
+    in_place: bool
+    kernels: dict[str, dict[str, str]]
+
+
+def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device) -> Road:
+    """
+    Args:
+        model ([`PreTrainedModel`]): On the meta device.
+        footprint ([`Footprint`]): What it stores.
+        device (`torch.device`): Where it would run.
+    """
+    built, reason = _built_caches(model)
+    if not built:
+        return Road("plain", reason, False, {})
+    in_place = bool(switchable_configs(model))
+    kernels = {}
+    if in_place:
+        kernels = {label(group): _kernels(group, device) for group in footprint.groups}
+    obstacle = visible_obstacle(model, built[0]) if len(built) == 1 else "the model has an encoder"
+    if obstacle is None:
+        checked = _check_forwards(model, built[0])
+        if checked is None:
+            reason = (
+                "all that can be seen allows the engine; its first call compares a few forwards and decides, which "
+            )
+            return Road("undecided", reason + "was not done here, as the model is large", in_place, kernels)
+        obstacle, what = checked
+        if obstacle is None:
+            return Road("engine", f"a packed forward gives each sequence what it gets alone ({what})", True, kernels)
+    if not footprint.groups:
+        how = "nothing of its cache is in blocks"
+    elif in_place:
+        how = "blocks are read in place"
+    else:
+        how = f"its own {_native(model)} attention gets gathered keys and values"
+    return Road("hf_loop", f"{how}; not on the engine: {obstacle}", in_place, kernels)
+
+
+def label(group: GroupFootprint) -> str:
+    """A layer group in words."""
+    return group_label((group.kind, group.window))
+
+
+def _native(model: PreTrainedModel) -> str:
+    return native_implementation(model.config.get_text_config(decoder=True))
+
+
+def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
+    """The caches that `generate` would put in blocks, and why there are none."""
+    config = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+    config.cache_implementation, config.use_cache = NAME, True
+    token = prepared.set(None)
+    try:
+        model._prepare_cache_for_generation(config, {}, GenerationMode.GREEDY_SEARCH, 1, 16)
+        call = prepared.get()
+        return (call.built, call.reason) if call is not None else ([], "the model prepares its cache by itself")
+    except Exception as error:
+        return [], f"its cache cannot be prepared: {first_line(error)}"
+    finally:
+        prepared.reset(token)
+
+
+# -- what it computes -----------------------------------------------------------------------------------------------
+
+
+def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[str | None, str] | None:
+    """What the engine's check found, which compares forwards, and of what; `None` if the model is too large for it."""
+    config: PreTrainedConfig
+    for config, what in (
+        (model.config, "checked on random weights"),
+        (_cut(model.config, cache), "checked on random weights and fewer layers"),
+    ):
+        try:
+            size = build(config, type(model), torch.float32, "meta")
+            if num_bytes(size) > MAX_CHECK_BYTES:
+                continue
+            with torch.random.fork_rng([]):
+                torch.manual_seed(0)
+                small = build(config, type(model), torch.float32, "cpu")
+        except (ValueError, AssertionError):
+            continue
+        return packable(small, empty_cache(small, PagedMemory(PagedConfig()))), what
+    return None
+
+
+def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
+    """
+    The configuration with as many layers as have one of each kind, and narrow where that changes nothing of keys and
+    values: the same modules in a small model.
+    """
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config(decoder=True)
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig) and part is not text and hasattr(part, "num_hidden_layers"):
+            part.num_hidden_layers = 1
+    kinds = [
+        (type(layer), layer.group.window) if isinstance(layer, PagedLayer) else type(layer) for layer in cache.layers
+    ]
+    before = text.num_hidden_layers
+    count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    text.num_hidden_layers = count = min(max(2, count), before)
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:count])
+        elif isinstance(value, int) and name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
+            setattr(text, name, min(value, {"vocab_size": 4096}.get(name, 128)))
+        elif name.endswith("token_id") and isinstance(value, int):
+            setattr(text, name, min(value, 4095))
+    return config
+
+
+# -- kernels --------------------------------------------------------------------------------------------------------
+
+
+def _kernels(group: GroupFootprint, device: torch.device) -> dict[str, str]:
+    """The backend that `backends.select` chooses for states of the group's first layer."""
+    keys, values = (torch.zeros(states.shape, dtype=states.dtype, device=device) for states in group.states[0])
+    blocks = LayerBlocks.allocate(1, group.block_size, keys, values)
+    key_blocks, value_blocks = blocks.keys, blocks.values
+    if group.is_latent:  # as `LatentTensor.absorb` gives them
+        key_blocks = value_blocks = blocks.tensors[0]
+    found = {}
+    for name, query_len in (("decode", 1), ("prefill chunk", _CHUNK)):
+        metadata = AttentionMetadata(
+            block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+            seq_lens=torch.full((1,), query_len, dtype=torch.int32, device=device),
+            starts=torch.zeros(1, dtype=torch.int32, device=device),
+            seq_lens_host=(query_len,),
+            starts_host=(0,),
+            query_len=query_len,
+            block_size=group.block_size,
+            window=group.window,
+        )
+        query = key_blocks.new_zeros(1, key_blocks.shape[1], query_len, key_blocks.shape[3])
+        with torch.no_grad():
+            chosen = backends.select(query, key_blocks, value_blocks, metadata)
+        found[name] = next((known for known, module in backends.BACKENDS.items() if module is chosen), "triton")
+    return found

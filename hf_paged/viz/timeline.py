@@ -1,0 +1,123 @@
+"""Who was in the batch when, as a matplotlib picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..batching.timeline import IN_BATCH, Activity, Interval
+from .block_map import new_axes
+from .optional import require
+
+MAX_REQUESTS = 40
+UNITS = ("steps", "seconds")
+_MAX_NAME = 16  # characters of a request's id
+# Colours of Okabe and Ito. What is in the batch is a wide bar, what is not a narrow one.
+_STYLES: dict[Activity, dict[str, Any]] = {
+    Activity.PREFILL: {"facecolor": "#E69F00"},
+    Activity.RECOMPUTE: {"facecolor": "#E69F00", "hatch": "//////", "edgecolor": "#5A3D00", "linewidth": 0},
+    Activity.DECODE: {"facecolor": "#0072B2"},
+    Activity.WAITING: {"facecolor": "#BBBBBB"},
+    Activity.PREEMPTED: {"facecolor": "#D55E00"},
+    Activity.SWAPPED: {"facecolor": "#CC79A7"},
+}
+
+
+def plot_intervals(
+    intervals: Sequence[Interval], unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
+) -> Any:
+    """
+    Draws a row for each request, in the order in which they came, and a mark where it ended.
+
+    Args:
+        intervals (`Sequence[Interval]`): What [`Timeline.intervals`] returns.
+        unit (`str`): What is on the x axis: `"steps"`, or `"seconds"` since the first of what is shown.
+        ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
+        max_requests (`int`): Only the last so many requests.
+
+    Returns:
+        `matplotlib.figure.Figure`: As `plot_block_map`.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for another unit, or less than one request.
+    """
+    if unit not in UNITS:
+        raise ValueError(f"`unit` is {unit!r}: it must be one of {', '.join(UNITS)}")
+    if max_requests < 1:
+        raise ValueError(f"`max_requests` is {max_requests}: it must be at least 1")
+    numbers = sorted({interval.number for interval in intervals})
+    shown = numbers[-max_requests:]
+    rows = {number: row for row, number in enumerate(shown)}
+    intervals = [interval for interval in intervals if interval.number in rows]
+    if ax is None:
+        ax = new_axes(min(0.24, 10 / max(1, len(rows))) * len(rows) + 1.1)
+    origin = 0.0
+    if unit == "seconds":
+        origin = min((interval.start for interval in intervals), default=0.0)
+    for activity, style in _STYLES.items():
+        _draw_bars(ax, [interval for interval in intervals if interval.activity is activity], rows, unit, origin, style)
+    ends = [interval for interval in intervals if interval.is_last]
+    places = [_span(interval, unit, origin)[1] for interval in ends]
+    ax.plot(places, [rows[interval.number] for interval in ends], "k|", markersize=9, markeredgewidth=1.8)
+    _dress(ax, intervals, rows, unit)
+    if not shown:
+        ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
+    if len(shown) < len(numbers):
+        ax.set_ylabel(f"the last {len(shown)} of {len(numbers)} requests")
+    _add_legend(ax, {interval.activity for interval in intervals}, bool(ends))
+    return ax.figure
+
+
+def _span(interval: Interval, unit: str, origin: float) -> tuple[float, float]:
+    if unit == "steps":
+        return interval.first_step, interval.end_step
+    return interval.start - origin, interval.end - origin
+
+
+def _draw_bars(
+    ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str, origin: float, style: dict[str, Any]
+) -> None:
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for interval in intervals:
+        start, end = _span(interval, unit, origin)
+        if end > start:
+            spans.setdefault(rows[interval.number], []).append((start, end - start))
+    for row, bars in spans.items():
+        height = _height(intervals[0].activity)
+        ax.broken_barh(bars, (row - height / 2, height), **style)
+
+
+def _height(activity: Activity) -> float:
+    return 0.76 if activity in IN_BATCH else 0.26
+
+
+def _dress(ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str) -> None:
+    names = {rows[interval.number]: _short(str(interval.request_id)) for interval in intervals}
+    every = max(1, -(-len(rows) // 60))
+    ticks = sorted(names)[::every]
+    ax.set_yticks(ticks, [names[row] for row in ticks], fontsize=8, parse_math=False)
+    ax.set_ylim(max(1, len(rows)) - 0.4, -0.6)
+    ax.set_xlim(left=min((interval.first_step for interval in intervals), default=0) if unit == "steps" else 0)
+    ax.set_xlabel("step" if unit == "steps" else "seconds", fontsize=9)
+    ax.tick_params(axis="x", labelsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _add_legend(ax: Any, activities: set[Activity], any_ended: bool) -> None:
+    patches, lines = require("matplotlib.patches"), require("matplotlib.lines")
+    handles: list[Any] = [
+        patches.Patch(label=activity.value, **style) for activity, style in _STYLES.items() if activity in activities
+    ]
+    if any_ended:
+        mark = {"marker": "|", "markersize": 9, "markeredgewidth": 1.8}
+        handles.append(lines.Line2D([], [], color="black", linestyle="none", label="ended", **mark))
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "frameon": False}
+    ax.legend(handles=handles, ncols=7, fontsize=8.5, handlelength=1.2, handletextpad=0.5, columnspacing=1.0, **place)

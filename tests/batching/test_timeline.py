@@ -1,0 +1,213 @@
+"""The timeline against what requests really did, step by step; its bounds."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import PagedEngine
+from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.timeline import Activity, Timeline
+from tests import models
+from tests.batching.engine_helpers import prompts
+
+LENGTHS = (40, 24, 33, 5, 60)
+
+
+def make_request(name: str = "r", num_tokens: int = 8) -> Request:
+    return Request(name, [Sequence([1] * num_tokens)], 64)
+
+
+def live(timeline: Timeline, name: str, others: list[tuple[Sequence, int]]) -> None:
+    """A request that comes, is prefilled in one step, decodes in another and goes."""
+    request = make_request(name)
+    timeline.waits(request)
+    timeline.runs(request)
+    request.sequences[0].num_computed_tokens = 8
+    timeline.stepped([*others, (request.sequences[0], 8)])
+    timeline.stepped([*others, (request.sequences[0], 1)])
+    timeline.finished(request)
+
+
+def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]:
+    found = [interval for interval in timeline.intervals() if interval.request_id == name]
+    return [(each.activity, each.first_step, each.end_step) for each in found if each.end_step > each.first_step]
+
+
+def test_a_request_without_trouble() -> None:
+    timeline = Timeline()
+    timeline.stepped([])
+    live(timeline, "a", [])
+    assert activities(timeline, "a") == [(Activity.PREFILL, 1, 2), (Activity.DECODE, 2, 3)]
+    assert [interval.is_last for interval in timeline.intervals()] == [False, False, True]
+
+
+def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
+    timeline, request = Timeline(), make_request()
+    [sequence] = request.sequences
+    timeline.waits(request)
+    timeline.runs(request)
+    for computed, items in ((3, [(sequence, 3)]), (3, []), (8, [(sequence, 5)])):
+        sequence.num_computed_tokens = computed
+        timeline.stepped(items)
+    timeline.stepped([(sequence, 1)])
+    assert activities(timeline, "r") == [(Activity.PREFILL, 0, 3), (Activity.DECODE, 3, 4)]
+
+
+def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
+    timeline, request = Timeline(), make_request()
+    timeline.waits(request)
+    for _ in range(5):
+        timeline.runs(request)
+        timeline.waits(request)
+        timeline.stepped([])
+    assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
+    assert len(timeline.intervals()) == 1
+
+
+def test_ids_that_are_used_again_are_other_requests() -> None:
+    timeline = Timeline()
+    for _ in range(2):
+        live(timeline, "again", [])
+    assert {interval.number for interval in timeline.intervals()} == {0, 1}
+
+
+def what_it_did(request: Request, before: dict[str, Any], chunks: dict[Request, int]) -> Activity:
+    """What the timeline must say of a request after a step was scheduled, from the request itself."""
+    if request.status is Status.WAITING:
+        if request.is_swapped:
+            return Activity.SWAPPED
+        return Activity.PREEMPTED if request.num_preemptions else Activity.WAITING
+    if chunks.get(request, 1) > 1 or any(sequence.num_to_compute for sequence in request.open_sequences):
+        return (
+            Activity.RECOMPUTE
+            if before[request.request_id] in (Activity.PREEMPTED, Activity.RECOMPUTE)
+            else Activity.PREFILL
+        )
+    return Activity.DECODE
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_against_every_step_under_preemption(name: str, preemption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {
+        **{"block_size": 8, "num_blocks": 34 if name == "gemma3" else 20, "preemption": preemption},
+        **{"max_num_batched_tokens": 24, "prefix_caching": False},
+    }
+    engine = PagedEngine(models.get(name), config)
+    expected: dict[str, list[Activity]] = {}
+    requests: list[Request] = []
+    for i, prompt in enumerate(prompts(*LENGTHS)):
+        options = {"num_beams": 3} if i == 1 else {}
+        request_id = engine.add_request(prompt, {"do_sample": False, "max_new_tokens": 25, **options})
+        requests.append(engine._entries[request_id].request)
+        expected[request_id] = []
+    scheduler = engine._core.scheduler
+    schedule = scheduler.schedule
+
+    def watched() -> Any:
+        open_now = [request for request in requests if not request.is_finished]
+        batch = schedule()
+        chunks: dict[Request, int] = {}
+        for sequence, query_len in batch.items:
+            chunks[sequence.request] = max(query_len, chunks.get(sequence.request, 1))
+        before = {name: steps[-1] if steps else Activity.WAITING for name, steps in expected.items()}
+        for request in open_now:
+            expected[request.request_id].append(what_it_did(request, before, chunks))
+        return batch
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    while engine.has_unfinished:
+        engine.step()
+    seen = {activity for steps in expected.values() for activity in steps}
+    assert (Activity.SWAPPED if preemption == "swap" else Activity.RECOMPUTE) in seen
+    for request_id, steps in expected.items():
+        told = [activity for activity, first, end in activities(engine.timeline, request_id) for _ in range(first, end)]
+        assert told == steps, request_id
+    assert engine.timeline.num_steps == engine.stats().num_steps
+    engine.free()
+
+
+def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
+    with PagedEngine(models.get("llama"), {"block_size": 8, "num_blocks": 20, "preemption": "swap"}) as engine:
+        engine.generate(prompts(*LENGTHS), {"do_sample": False, "max_new_tokens": 25})
+        intervals = engine.timeline.intervals()
+    for number in range(len(LENGTHS)):
+        own = [interval for interval in intervals if interval.number == number]
+        assert [interval.is_last for interval in own] == [False] * (len(own) - 1) + [True]
+        for left, right in itertools.pairwise(own):
+            assert (left.end_step, left.end) == (right.first_step, right.start)
+            assert left.activity is not right.activity
+        assert own[0].activity is Activity.WAITING
+        assert all(interval.start <= interval.end for interval in own)
+
+
+def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = PagedEngine(models.get("llama"))
+    engine.add_request([5, 6, 7], {"max_new_tokens": 4}, request_id="a")
+    runner, run = engine._core.runner, engine._core.runner.run
+
+    def fail(items: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.setattr(runner, "run", run)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.timeline.intervals()[-1].is_last
+    assert not engine.timeline._open and not engine.timeline._prefilling and not engine.timeline._admitted
+
+
+def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
+    engine = PagedEngine(models.build("llama"))
+    engine.generate([[5, 6, 7]], {"max_new_tokens": 2})
+    engine.free()
+    engine.generate([[5, 6, 7]], {"max_new_tokens": 2})
+    assert {interval.number for interval in engine.timeline.intervals()} == {0, 1}
+
+
+def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
+    others = [(make_request("other").sequences[0], 1)] * 8
+    timeline = Timeline(max_intervals=300)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for i in range(1000):
+            live(timeline, f"request {i}", others)
+        gc.collect()
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(timeline.intervals()) == 300
+    assert timeline.num_dropped == 3 * 1000 - 300
+    assert num_bytes < 300 * 400
+    assert timeline.intervals()[-1].request_id == "request 999"
+
+
+def test_steps_in_which_nothing_changes_leave_nothing() -> None:
+    timeline, request = Timeline(), make_request()
+    timeline.waits(request)
+    timeline.runs(request)
+    request.sequences[0].num_computed_tokens = 8
+    timeline.stepped([(request.sequences[0], 8)])
+    for _ in range(500):
+        timeline.stepped([(request.sequences[0], 1)])
+    assert [interval.activity for interval in timeline.intervals()] == [
+        Activity.WAITING,
+        Activity.PREFILL,
+        Activity.DECODE,
+    ]
+
+
+def test_nothing_of_a_request_is_held_after_its_end() -> None:
+    timeline = Timeline()
+    live(timeline, "a", [])
+    assert not timeline._open
+    assert all(not isinstance(value, (torch.Tensor, Request)) for value in timeline.intervals()[0])

@@ -1,0 +1,109 @@
+"""What notebooks show: well-formed, nothing of the user's read as HTML, nothing that needs a library or the network."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from hf_paged import PagedCache, PagedEngine
+from hf_paged.viz.html import COLUMNS, MAX_ROWS, format_bytes, memory_html
+from hf_paged.viz.kinds import KINDS
+from tests import models
+
+
+def parsed(html: str) -> ElementTree.Element:
+    return ElementTree.fromstring(html)  # raises unless it is well-formed
+
+
+def figures(html: str) -> dict[str, str]:
+    rows = [[cell.text or "" for cell in row] for row in parsed(html).iter("tr")]
+    return dict(rows)
+
+
+def num_squares(html: str) -> dict[str, int]:
+    """Squares of the strips, without the legend, by colour."""
+    found: dict[str, int] = {}
+    for svg in parsed(html).iter("svg"):
+        if svg.get("role") == "img":
+            for path in svg.iter("path"):
+                found[path.attrib["fill"]] = found.get(path.attrib["fill"], 0) + path.attrib["d"].count("M")
+    return found
+
+
+def test_text_is_never_read_as_html() -> None:
+    bad = "<script>alert('&amp;')</script>\""
+    html = memory_html(bad, {bad: bad}, {None: [1]})
+    assert "<script" not in html
+    assert parsed(html).find("b").text == bad  # type: ignore[union-attr]
+    assert figures(html) == {bad: bad}
+
+
+def test_the_name_of_a_model_class_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    model.__class__ = type("<img src=x onerror=alert(1)>", (type(model),), {})
+    assert "<img" not in PagedEngine(model)._repr_html_()
+
+
+def test_every_block_is_in_the_strip() -> None:
+    html = memory_html("", {}, {None: [0, -1, 1, 1, 2, 5, 9], 8: [1]})
+    assert num_squares(html) == {
+        **{"#808080": 1, KINDS[0].colour: 1, KINDS[2].colour: 3},
+        **{KINDS[3].colour: 1, KINDS[4].colour: 1, KINDS[5].colour: 1},
+    }
+    assert "full attention: 7 blocks" in html and "window of 8 tokens: 1 blocks" in html
+
+
+def test_large_pools_stay_small() -> None:
+    html = memory_html("", {}, {None: [0, 1, 2, -1] * 100_000})
+    assert len(html) < 200_000
+    assert sum(num_squares(html).values()) <= COLUMNS * MAX_ROWS
+    assert "400,000 blocks, 521 to a cell" in html
+
+
+def test_text_takes_the_colour_of_the_page() -> None:
+    html = memory_html("title", {"a": "b"}, {None: [0, 1]})
+    assert "color:" not in html and "background" not in html
+    assert "http" not in html and "<style" not in html
+
+
+def test_of_an_engine() -> None:
+    engine = PagedEngine(models.get("gemma3"), {"block_size": 8, "num_blocks": 64})
+    assert figures(engine._repr_html_())["requests running, waiting, ended"] == "0, 0, 0"
+    engine.add_request([5] * 30, {"max_new_tokens": 4})
+    engine.step()
+    html, stats = engine._repr_html_(), engine.stats()
+    assert figures(html)["requests running, waiting, ended"] == "1, 0, 0"
+    assert figures(html)["blocks used, at the peak"] == f"{stats.used_blocks}, {stats.peak_blocks} (of 64)"
+    assert num_squares(html)[KINDS[2].colour] == stats.used_blocks
+    engine.free()
+    assert figures(engine._repr_html_())["requests running, waiting, ended"] == "0, 0, 1"
+    assert not num_squares(engine._repr_html_())
+
+
+def test_of_a_cache() -> None:
+    model = models.get("llama")
+    cache = PagedCache(model.config, {"block_size": 8})
+    parsed(cache._repr_html_())
+    model(models.token_ids(2, 20), past_key_values=cache)
+    html = cache._repr_html_()
+    assert figures(html)["blocks used, at the peak"] == "6, 6"
+    assert num_squares(html)[KINDS[2].colour] == 6
+    cache.free()
+    assert figures(cache._repr_html_())["blocks used, at the peak"] == "0, 6"
+    parsed(PagedCache()._repr_html_())
+
+
+def test_bytes() -> None:
+    values = (0, 1023, 1024, 1536, 102_400, 1 << 20, 5 << 40, 5 << 50)
+    assert [format_bytes(value) for value in values] == [
+        *("0 bytes", "1023 bytes", "1 KiB", "1.5 KiB", "100 KiB", "1 MiB", "5 TiB", "5120 TiB")
+    ]
+
+
+def test_importing_the_package_loads_no_drawing_library() -> None:
+    code = "import sys, hf_paged; print({'matplotlib', 'rich'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"

@@ -1,21 +1,27 @@
-"""Which implementation of paged attention a call gets: the C++ kernel where it applies, else the portable path.
+"""Which implementation of paged attention a call gets: on a GPU the Triton kernels where they apply, on the CPU the C++
+kernel, else the portable path, which gathers.
 
-`HF_PAGED_ATTENTION=reference|cpu|native` forces one, to find out where a difference comes from.
+`HF_PAGED_ATTENTION=reference|cpu|native|triton` forces one, to find out where a difference comes from.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from types import ModuleType
 
 from torch import Tensor
 
 from .. import native
-from . import cpu, reference
+from . import cpu, kernels, reference
 from .metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_PAGED_ATTENTION"
 BACKENDS = {"reference": reference, "cpu": cpu, "native": native}
+NAMES = (*BACKENDS, "triton")  # its module is imported when it is used, since Triton may be missing
 
 
 def select(
@@ -26,16 +32,60 @@ def select(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> ModuleType:
-    """The module whose `paged_attention` serves this call: `native` if it supports it, else `cpu`, on any device.
+    """The module whose `paged_attention` serves this call: the Triton kernels on a GPU, `native` on the CPU, `cpu` on
+    either for what these do not take; a call that the Triton kernels do not take is logged, once for each reason.
 
-    Forcing `native` raises if it cannot be built; calls outside its range, such as long prefills, still go to `cpu`.
+    Forcing `native` or `triton` raises if it cannot be had; calls outside its range still go to `cpu`.
     """
     forced = _forced()
-    if forced is not None and forced is not native:
-        return forced
-    if native.supports(query, key_blocks, value_blocks, metadata, sinks, bias) and native.is_available():
+    if forced in ("reference", "cpu"):
+        return BACKENDS[forced]
+    if _uses_triton(forced, query):
+        from .kernels import dispatch
+
+        obstacle = dispatch.supports(query, key_blocks, value_blocks, metadata, sinks, bias)
+        if obstacle is None:
+            return dispatch
+        log_once(obstacle)
+    elif native.supports(query, key_blocks, value_blocks, metadata, sinks, bias) and native.is_available():
         return native
     return cpu
+
+
+def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
+    """`cache.storage.store` by the Triton kernel, if it serves this call: whether it did."""
+    if not _uses_triton(_forced(), key_blocks):
+        return False
+    from .kernels import store as kernel
+
+    slots = slots.to(key_blocks.device, non_blocking=True)
+    if not kernel.supports(keys, values, key_blocks, value_blocks, slots):
+        return False
+    kernel.store(keys, values, key_blocks, value_blocks, slots)
+    return True
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether calls with tensors like this one go to the Triton kernels where these take them."""
+    return _uses_triton(_forced(), tensor)
+
+
+def _uses_triton(forced: str | None, tensor: Tensor) -> bool:
+    if forced is None:
+        return not tensor.is_cpu and kernels.is_available(tensor.device)
+    if forced == "triton" and not kernels.is_available(tensor.device):
+        raise RuntimeError(
+            f"{VARIABLE}=triton, but the kernels do not run on {tensor.device}: install Triton and use a GPU that it "
+            "knows (the log of hf_paged.attention.kernels says what failed), set TRITON_INTERPRET=1 before anything "
+            "is imported to run them slowly on the CPU, or unset it"
+        )
+    return forced == "triton"
+
+
+@functools.cache
+def log_once(obstacle: str) -> None:
+    """Says why the Triton kernels do not take a call that they were meant for."""
+    logger.warning("Keys and values are gathered before attention, which is slower than reading blocks: %s", obstacle)
 
 
 def paged_attention(
@@ -56,15 +106,15 @@ def paged_attention(
     )
 
 
-def _forced() -> ModuleType | None:
+def _forced() -> str | None:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
-    if name not in BACKENDS:
-        raise ValueError(f"{VARIABLE}={name!r} names no backend: use one of {', '.join(BACKENDS)}, or unset it")
+    if name not in NAMES:
+        raise ValueError(f"{VARIABLE}={name!r} names no backend: use one of {', '.join(NAMES)}, or unset it")
     if name == "native" and not native.is_available():
         raise RuntimeError(
             f"{VARIABLE}=native, but the kernels could not be built (the log of hf_paged.native says why): "
             "install a C++ compiler, or unset it"
         )
-    return BACKENDS[name]
+    return name

@@ -11,6 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ..cache.handles import PagedTensor, Step, set_sdpa
 from ..cache.packed import NotPackable, PackedTensor
+from ..cache.storage import set_store_kernel
 from . import backends
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
@@ -27,6 +28,7 @@ def register() -> None:
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
     set_sdpa(sdpa_on_handles)
+    set_store_kernel(backends.store)
 
 
 @torch.compiler.disable

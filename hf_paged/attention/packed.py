@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import native
-from ..cache.packed import Chunk, NotPackable, PackedStep, PackedTensor
+from ..cache.packed import Chunk, NotCapturable, NotPackable, PackedStep, PackedTensor
 from . import backends
 from .masks import PagedMask
 from .metadata import AttentionMetadata
+
+Plan = TypeVar("Plan")
 
 
 class Stretch(NamedTuple):
@@ -53,19 +56,30 @@ def packed_attention(
 
     Raises:
         NotPackable: if the mask says anything that a packed step cannot keep apart by sequence.
+        NotCapturable: if the step's lengths are on the device only, and nobody can do with those.
     """
     if not (isinstance(key, PackedTensor) and isinstance(value, PackedTensor)):
         raise NotPackable("packed keys or values go with ordinary ones")
     step = key.step
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
-    plan = plan_packed(step, attention_mask, query.device)
-    if plan[0].fields is not None and len(plan) == 1:
-        output = _decode(query, key, value, plan[0], sinks, scale, softcap)
-        if output is not None:
-            return output
     features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
     is_plain = softcap is None and sinks is None and query.dtype == key.dtype
+    if backends.uses_triton(query):
+        from .kernels import packed as kernels
+
+        kernel_plan = plan_packed(step, attention_mask, query.device, kernels.KernelPlan)
+        obstacle = kernels.supports(query, key.blocks, value.blocks, kernel_plan, scale, sinks)
+        if obstacle is None:
+            return kernels.packed_attention(query, key.blocks, value.blocks, kernel_plan, **features)
+        backends.log_once(obstacle)
+    plan = plan_packed(step, attention_mask, query.device, _build_plan)
+    if plan[0].fields is not None and len(plan) == 1:
+        decoded = _decode(query, key, value, plan[0], sinks, scale, softcap)
+        if decoded is not None:
+            return decoded
+    if step.lengths is not None:
+        raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
     parts = []
     for stretch in plan:
         part = _rows(query, stretch)  # [rows, heads, query_len, head_dim]
@@ -117,15 +131,20 @@ def _rows(states: torch.Tensor, stretch: Stretch) -> torch.Tensor:
     return part.unflatten(1, (stretch.rows, query_len)).transpose(0, 1)
 
 
-def plan_packed(step: PackedStep, attention_mask: torch.Tensor | None, device: torch.device) -> tuple[Stretch, ...]:
-    """What each stretch of a step sees under a mask, worked out once for all layers. Raises `NotPackable`."""
-    found = step.memo.get(id(attention_mask))
+def plan_packed(
+    step: PackedStep,
+    attention_mask: torch.Tensor | None,
+    device: torch.device,
+    build: Callable[[PackedStep, int | None, torch.device], Plan],
+) -> Plan:
+    """What `build` makes of a step and the window of a mask, worked out once for all layers. Raises `NotPackable`."""
+    found = step.memo.get((id(attention_mask), build))
     if found is None or found[0] is not attention_mask:
         window = _window(step, attention_mask)
-        plan = step.memo.get((window, device))
+        plan = step.memo.get((window, device, build))
         if plan is None:
-            plan = step.memo[window, device] = _build_plan(step, window, device)
-        found = step.memo[id(attention_mask)] = (attention_mask, plan)
+            plan = step.memo[window, device, build] = build(step, window, device)
+        found = step.memo[id(attention_mask), build] = (attention_mask, plan)
     return found[1]
 
 
@@ -149,7 +168,7 @@ def _window(step: PackedStep, mask: torch.Tensor | None) -> int | None:
 def _build_plan(step: PackedStep, window: int | None, device: torch.device) -> tuple[Stretch, ...]:
     stretches = []
     if step.num_decodes:
-        metadata = _metadata(step.tables, step.seq_lens, 1, step.block_size, window, device)
+        metadata = _metadata(step.tables, step.seq_lens, 1, step.block_size, window, device, step.lengths)
         fields = native.DecodeFields.of(metadata) if device.type == "cpu" else None
         stretches.append(Stretch(0, step.num_decodes, metadata, fresh=False, fields=fields))
 
@@ -175,11 +194,16 @@ def _metadata(
     block_size: int,
     window: int | None,
     device: torch.device,
+    lengths: torch.Tensor | None = None,
 ) -> AttentionMetadata:
+    if lengths is None:
+        on_device, starts = _int32(seq_lens, device), torch.zeros(len(seq_lens), dtype=torch.int32, device=device)
+    else:
+        on_device, starts = lengths
     return AttentionMetadata(
         block_tables=tables,
-        seq_lens=_int32(seq_lens, device),
-        starts=torch.zeros(len(seq_lens), dtype=torch.int32, device=device),
+        seq_lens=on_device,
+        starts=starts,
         seq_lens_host=seq_lens,
         starts_host=(0,) * len(seq_lens),
         query_len=query_len,

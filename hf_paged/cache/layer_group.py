@@ -57,11 +57,14 @@ class LayerGroup:
 
     # -- moving on ------------------------------------------------------------------------------------------------
 
-    def advance(self, batch_size: int, context_len: int, query_len: int) -> tuple[Step, torch.Tensor]:
+    def advance(
+        self, batch_size: int, context_len: int, query_len: int, device: torch.device | str = "cpu"
+    ) -> tuple[Step, torch.Tensor]:
         """
         Makes logical positions `[context_len, context_len + query_len)` writable in every row.
 
-        Returns the step, and the slot of each new token, `(batch, query_len)` int64 with -1 for what is not stored.
+        Returns the step, and the slot of each new token, `(batch, query_len)` int64 with -1 for what is not stored, on
+        the `device` that the first layer of the step asked for.
         Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
         """
         if not self.tables:
@@ -81,7 +84,7 @@ class LayerGroup:
                 raise
         self._view = None
         self._step = self._snapshot(length, context_len)
-        self._slots = self._new_slots(self._step)
+        self._slots = self._new_slots(self._step).to(device)
         return self._step, self._slots
 
     def _open(self, batch_size: int) -> None:

@@ -54,7 +54,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         group, context_len, query_len = self.group, self.num_seen, key_states.shape[2]
         with group.memory.lock:
             group.blocks.layer(group, self.index, key_states, value_states, is_empty=context_len == 0)
-            step, slots = group.advance(key_states.shape[0], context_len, query_len)
+            step, slots = group.advance(key_states.shape[0], context_len, query_len, key_states.device)
             blocks = group.blocks.storage.layers[self.index]  # may have grown
             storage.store(key_states.detach(), value_states.detach(), blocks.keys, blocks.values, slots)
             self.num_seen = step.length

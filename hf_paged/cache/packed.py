@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +21,10 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 class NotPackable(RuntimeError):
     """The model did something with packed keys, values or masks that is only right for one sequence a row."""
+
+
+class NotCapturable(RuntimeError):
+    """A step cannot be recorded to be run again with other inputs: it would do what only the host can."""
 
 
 class Chunk(NamedTuple):
@@ -57,6 +62,10 @@ class PackedStep:
             last block means nothing.
         seq_lens (`tuple[int, ...]`): Tokens that each of these tables holds, the new one included.
         chunks (`tuple[Chunk, ...]`): The rest of the packed dimension, without gaps.
+        block_ids (`Sequence[list[int]]`): `tables` on the host; nothing if no shared blocks shall be looked for.
+        lengths (`torch.Tensor` of shape `(2, num_decodes)`, int32, on the device, *optional*): Of decodes that are
+            recorded to be run again with other tables and lengths: what `seq_lens` would say, and where each row
+            starts, 0. Nothing may then be decided by their numbers; `seq_lens` is empty.
     """
 
     num_tokens: int
@@ -67,6 +76,8 @@ class PackedStep:
     tables: torch.Tensor
     seq_lens: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    block_ids: Sequence[list[int]] = ()
+    lengths: torch.Tensor | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
     states: dict[int, LayerStates] = field(default_factory=dict)
     """What each layer has stored so far, by its index. It goes with the step, so that nothing outlives it."""

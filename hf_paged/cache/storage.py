@@ -193,6 +193,8 @@ def store(
         slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, each at
             most once; negative for a token that is not stored.
     """
+    if _kernel is not None and _kernel(keys, values, key_blocks, value_blocks, slots):
+        return
     if native.supports_store(keys, values, key_blocks, value_blocks, slots) and native.is_available():
         native.store(keys, values, key_blocks, value_blocks, slots)
     else:
@@ -206,7 +208,8 @@ def prepare_store(
     `store` into `blocks` as a function of keys, values and slots, for states and slots of one row that look like these
     (shape, strides, dtype, device) as long as the blocks are alive. It keeps no tensor.
     """
-    if native.supports_store(keys, values, blocks.keys, blocks.values, slots) and native.is_available():
+    taken = _kernel is not None and _kernel(keys, values, blocks.keys, blocks.values, slots)
+    if not taken and native.supports_store(keys, values, blocks.keys, blocks.values, slots) and native.is_available():
         return native.StoreCall(keys, values, blocks.keys, blocks.values)
     known = weakref.ref(blocks)
 
@@ -232,3 +235,13 @@ def store_portable(
     block_ids, offsets = slot // key_blocks.shape[2], slot % key_blocks.shape[2]
     key_blocks[block_ids, :, offsets] = keys[rows, :, tokens].to(key_blocks.dtype)
     value_blocks[block_ids, :, offsets] = values[rows, :, tokens].to(value_blocks.dtype)
+
+
+_kernel: Callable[..., bool] | None = None
+
+
+def set_store_kernel(function: Callable[..., bool] | None) -> None:
+    """Who is asked first to do what `store` does, with its arguments, and says whether it did; set once by the
+    attention package."""
+    global _kernel
+    _kernel = function

@@ -200,7 +200,8 @@ def test_matches_dense_attention(case: Case, backend: str) -> None:
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> Case:
+def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
+    """Calls of small sizes with any of the features together."""
     batch = draw(st.integers(1, 4))
     seq_lens = draw(st.tuples(*[st.integers(0, 90)] * batch).filter(any))
     kv_heads = draw(st.sampled_from((1, 2, 3)))
@@ -210,7 +211,7 @@ def _cases(draw: st.DrawFn) -> Case:
     return Case(
         seq_lens=seq_lens,
         starts=tuple(draw(st.integers(0, max(0, length))) if draw(st.booleans()) else 0 for length in seq_lens),
-        queries=draw(st.sampled_from((1, 2, 3, 5, 16, 33))),
+        queries=draw(st.sampled_from([n for n in (1, 2, 3, 5, 16, 33) if n <= max_queries])),
         block=draw(st.sampled_from((8, 16, 32, 64))),
         heads=kv_heads * draw(st.sampled_from((1, 2, 3, 7))),
         kv_heads=kv_heads,
@@ -227,7 +228,7 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(case=_cases(), seed=st.integers(0, 3))
+@given(case=any_cases(), seed=st.integers(0, 3))
 def test_matches_dense_attention_on_any_sizes(case: Case, seed: int) -> None:
     for backend in BACKENDS:
         if backend != "native" or native.is_available():

@@ -1,0 +1,49 @@
+"""Triton kernels over paged K/V. Importing this package needs no Triton; importing one of its modules does."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPABILITY = (8, 0)
+"""Oldest NVIDIA chips that the kernels are compiled and checked for."""
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter (`TRITON_INTERPRET=1`), which takes tensors of the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def is_available(device: torch.device) -> bool:
+    """Whether the kernels run on tensors of `device`. The first question about a GPU compiles and runs a small one."""
+    if device.type == "cpu":
+        return is_interpreted() and importlib.util.find_spec("triton") is not None
+    return device.type in ("cuda", "xpu") and _runs_on(device)
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    """`is_available` of a GPU, with the reason in the log if not."""
+    try:
+        if torch.version.hip is None and device.type == "cuda":
+            found = torch.cuda.get_device_capability(device)
+            if found < MIN_CAPABILITY:
+                raise RuntimeError(f"compute capability {found}, the kernels need {MIN_CAPABILITY}")
+        from .store import store
+
+        blocks = torch.zeros(1, 1, 8, 16, dtype=torch.float16, device=device)
+        store(
+            blocks[:, :, :1] + 1, blocks[:, :, :1] + 1, blocks, blocks, torch.zeros(1, 1, dtype=torch.int64).to(device)
+        )
+        if blocks.sum().item() != 16:
+            raise RuntimeError("a kernel ran and wrote nothing")
+        return True
+    except Exception as error:  # Triton fails in many ways: no C compiler for its launcher, no driver, other versions
+        logger.warning("hf_paged runs without its Triton kernels on %s: %s: %s", device, type(error).__name__, error)
+        return False

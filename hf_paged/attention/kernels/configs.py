@@ -1,0 +1,90 @@
+"""Launch parameters by chip, head dims and dtype: measured tables where there are any, else a rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+FOLDER = Path(__file__).with_name("configs")
+"""Tables that `python -m benchmarks.tune` writes, one a chip: `sm90.json` for compute capability 9.0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """
+    Args:
+        tile (`int`): Tokens whose K and V are loaded at a time, a power of two of at least 16.
+        block_m (`int`): Most query rows (heads of a group x queries) of one program, a power of two of at least 16.
+        num_warps (`int`): Warps of a program.
+        num_stages (`int`): Depth of the loop's software pipeline, as Triton counts.
+        programs_per_sm (`int`): Programs a multiprocessor should get; more splits rows more finely.
+    """
+
+    tile: int
+    block_m: int = 16
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+
+
+def chip(device: torch.device) -> str:
+    """Names the table of a device: `"sm90"`, `"gfx942"`, `"xpu"`, or `"none"` for what is no GPU."""
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+        return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    if device.type == "meta":  # nothing runs: what is compiled is for the driver's target
+        return f"sm{triton.runtime.driver.active.get_current_target().arch}"
+    return "xpu" if device.type == "xpu" else "none"
+
+
+def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> str:
+    """Names an entry of a table; `rows`: query rows that share a K/V head."""
+    block_m = max(16, triton.next_power_of_2(rows))
+    return f"{kernel}/{key_dim}x{value_dim}/{str(dtype).removeprefix('torch.')}/m{block_m}"
+
+
+def decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device) -> DecodeConfig:
+    """The measured choice for this chip, else `default_decode_config`."""
+    entry = _tables(chip(device)).get(key("decode", key_dim, value_dim, dtype, rows))
+    if entry is not None:
+        return DecodeConfig(**entry)
+    config = default_decode_config(key_dim, value_dim, dtype, rows)
+    if torch.version.hip is not None:  # 64 KiB of shared memory
+        return dataclasses.replace(config, num_stages=2)
+    return config
+
+
+def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
+    """
+    Tiles of about 32 KiB of K and V together, the next one on its way while one is used: a multiprocessor of an H200
+    has to have about 26 KiB on their way to keep its share of the memory busy (4.8 TB/s, 700 ns, 132 of them). Block
+    ids are loaded ahead too, so that it takes five stages to hold two tiles. Sums of wide heads fill the registers, so
+    these get smaller tiles or more warps. All fit the 99 KiB of shared memory of chips of 8.6, 8.9 and 12.0.
+    """
+    widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
+    if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
+        tile = 32 if widest <= 128 else 16
+        return DecodeConfig(tile, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
+    if widest > 256:
+        return DecodeConfig(32, min(block_m, 32), 8, num_stages=5 if block_m == 16 else 3, programs_per_sm=1)
+    if widest > 128:
+        return DecodeConfig(32, min(block_m, 32), 4, num_stages=5)
+    return DecodeConfig(
+        tile=128 if widest <= 64 and block_m <= 32 else 64,
+        block_m=min(block_m, 64),
+        num_warps=4,
+        num_stages=5 if block_m <= 32 else 3,
+    )
+
+
+@functools.cache
+def _tables(name: str) -> dict[str, dict[str, Any]]:
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text())["configs"] if path.exists() else {}

@@ -1,0 +1,116 @@
+"""Triton scatter of a step's keys and values into their blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import DTYPES, device_guard
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots"])
+def _store_kernel(
+    keys,
+    values,
+    key_blocks,
+    value_blocks,
+    slots,
+    tokens,
+    num_slots,
+    slots_row,
+    slots_token,
+    key_row,
+    key_head,
+    key_token,
+    key_d,
+    value_row,
+    value_head,
+    value_token,
+    value_d,
+    key_block,
+    key_block_head,
+    key_block_token,
+    key_block_d,
+    value_block,
+    value_block_head,
+    value_block_token,
+    value_block_d,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    # One token and BLOCK_HEADS heads a program.
+    row, token = tl.program_id(0) // tokens, tl.program_id(0) % tokens
+    slot = tl.load(slots + row.to(tl.int64) * slots_row + token * slots_token).to(tl.int64)
+    # Out of the pool is skipped as -1 is: a captured graph cannot raise, and must not write elsewhere.
+    if (slot < 0) | (slot >= num_slots):
+        return
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    row, token = row.to(tl.int64), token.to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    d = tl.arange(0, BLOCK_KEY)[None, :]
+    mask = (head < HEADS) & (d < KEY_DIM)
+    source = keys + row * key_row + token * key_token + head * key_head + d * key_d
+    target = key_blocks + block * key_block + offset * key_block_token + head * key_block_head + d * key_block_d
+    tl.store(target, tl.load(source, mask=mask).to(key_blocks.dtype.element_ty), mask=mask)
+    d = tl.arange(0, BLOCK_VALUE)[None, :]
+    mask = (head < HEADS) & (d < VALUE_DIM)
+    source = values + row * value_row + token * value_token + head * value_head + d * value_d
+    target = value_blocks + block * value_block + offset * value_block_token
+    target += head * value_block_head + d * value_block_d
+    tl.store(target, tl.load(source, mask=mask).to(value_blocks.dtype.element_ty), mask=mask)
+
+
+def supports(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
+    """Whether `store` takes these arguments: the three dtypes of the kernels, as many heads of V as of K, all on one
+    device, no gradient wanted."""
+    tensors = (keys, values, key_blocks, value_blocks)
+    return (
+        all(tensor.dtype in DTYPES and tensor.device == slots.device for tensor in tensors)
+        and keys.shape[1] == values.shape[1]
+        and slots.dtype in (torch.int32, torch.int64)
+        and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
+    )
+
+
+def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+    """
+    `cache.storage.store` in one launch, without waiting for the device.
+
+    Slots of `slots` `(batch, n)`, int32 or int64 on the device, that are negative or past the pool are not written.
+    """
+    batch, heads, tokens, key_dim = keys.shape
+    if batch * tokens * heads == 0:
+        return
+    num_blocks, _, block_size, value_dim = value_blocks.shape
+    block_key, block_value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    # About 2048 elements a program: 16 of each thread of four warps.
+    block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
+    with device_guard(keys):
+        _store_kernel[(batch * tokens, triton.cdiv(heads, block_heads))](
+            keys,
+            values,
+            key_blocks,
+            value_blocks,
+            slots,
+            tokens,
+            num_blocks * block_size,
+            *slots.stride(),
+            *keys.stride(),
+            *values.stride(),
+            *key_blocks.stride(),
+            *value_blocks.stride(),
+            HEADS=heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_SIZE=block_size,
+            BLOCK_HEADS=block_heads,
+            BLOCK_KEY=block_key,
+            BLOCK_VALUE=block_value,
+        )

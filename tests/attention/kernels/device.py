@@ -1,0 +1,58 @@
+"""Where the kernels' tests run: on the GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged.attention import kernels
+from hf_paged.attention.metadata import AttentionMetadata
+from tests.attention.test_backends import Call
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+available = pytest.mark.skipif(not kernels.is_available(DEVICE), reason="no Triton, or TRITON_INTERPRET unset")
+
+
+def on_device(call: Call) -> Call:
+    """The call with its tensors on `DEVICE`, K and V views of what they were views of, lengths unknown to the host."""
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        whole = moved.get(storage.data_ptr())
+        if whole is None:
+            flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
+            whole = moved[storage.data_ptr()] = flat.to(DEVICE)
+        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    metadata = call.metadata
+    return dataclasses.replace(
+        call,
+        query=move(call.query),
+        key_blocks=move(call.key_blocks),
+        value_blocks=move(call.value_blocks),
+        metadata=AttentionMetadata(
+            poisoned_tables(metadata).to(DEVICE),
+            metadata.seq_lens.to(DEVICE),
+            metadata.starts.to(DEVICE),
+            (),
+            (),
+            metadata.query_len,
+            metadata.block_size,
+            metadata.causal,
+            metadata.window,
+        ),
+        options={name: move(value) for name, value in call.options.items()},
+    )
+
+
+def poisoned_tables(metadata: AttentionMetadata) -> Tensor:
+    """The block tables, with ids far outside of the pool where a row has no tokens."""
+    first = torch.arange(metadata.block_tables.shape[1])[None, :] * metadata.block_size
+    return metadata.block_tables.masked_fill(first >= metadata.seq_lens[:, None], 2**30)

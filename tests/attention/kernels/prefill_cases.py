@@ -1,0 +1,122 @@
+"""What `aot.py` compiles of the prefill and merge kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hf_paged.attention.kernels.merge import merge
+from hf_paged.attention.kernels.prefill import Launch, prefill_attention
+from tests.attention.kernels.aot import AotCase
+
+HALF, FULL = torch.bfloat16, torch.float32
+TENSOR_CORES = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}
+
+
+def _prefill(
+    dim: int,
+    dtype: torch.dtype = HALF,
+    *,
+    value_dim: int | None = None,
+    kv_heads: int = 8,
+    group: int = 4,
+    block_size: int = 16,
+    chunk: int = 512,
+    with_starts: bool = False,
+    with_sinks: bool = False,
+    with_alibi: bool = False,
+    with_bias: bool = False,
+    with_tree: bool = False,
+    **options: Any,
+) -> None:
+    rows, heads = 4, kv_heads * group
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    if value_dim is None:
+        keys, values = empty(1000, 2 * kv_heads, block_size, dim).chunk(2, dim=1)
+    else:
+        keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
+    if with_starts:
+        options["starts"] = empty(rows, dtype=torch.int32)
+    if with_sinks:
+        options["sinks"] = empty(heads)
+    if with_alibi:
+        options["alibi_slopes"] = empty(heads, dtype=FULL)
+    if with_bias:
+        options["bias"] = empty(rows * chunk, heads, 64 * block_size)
+    if with_tree:
+        options["tree_mask"] = empty(rows * chunk, chunk, dtype=torch.bool)
+    prefill_attention(
+        empty(rows * chunk, heads, dim),
+        keys,
+        values,
+        cu_query_lens=empty(rows + 1, dtype=torch.int32),
+        seq_lens=empty(rows, dtype=torch.int32),
+        block_tables=empty(rows, 64, dtype=torch.int32),
+        max_query_len=chunk,
+        scale=dim**-0.5,
+        **{"num_splits": 1, **options},
+    )
+
+
+def _prefix(dim: int, queries: int) -> None:
+    """The shared blocks of a cascade."""
+    kv_heads, heads, groups = 8, 32, 2
+
+    def empty(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    keys, values = empty(1000, 2 * kv_heads, 16, dim).chunk(2, dim=1)
+    query, partials = empty(64, heads, dim), empty(4, groups * queries, heads, dim, dtype=FULL)
+    Launch.choose(query, keys, values, groups * queries, groups, queries).run(
+        query,
+        keys,
+        values,
+        partials,
+        empty(4, groups * queries, heads, dtype=FULL),
+        empty(groups + 1, dtype=torch.int32),
+        empty(groups, dtype=torch.int32),
+        empty(groups, 64, dtype=torch.int32),
+        scale=dim**-0.5,
+        causal=False,
+        query_index=empty(groups * queries, dtype=torch.int32),
+    )
+
+
+def _merge(dim: int, dtype: torch.dtype) -> None:
+    def empty(*shape: int, dtype: torch.dtype = FULL) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    out = empty(64, 32, dim, dtype=dtype)
+    index = empty(16, dtype=torch.int32)
+    merge(empty(4, 16, 32, dim), empty(4, 16, 32), out, tail=out, tail_lse=empty(64, 32), index=index)
+
+
+def _case(name: str, *args: Any, ops: bool = True, chips: tuple[int, ...] = (80, 90, 100), **options: Any) -> AotCase:
+    call = functools.partial(_prefill, *args, **options)
+    return AotCase(f"prefill-{name}", call, chips, TENSOR_CORES if ops else {})
+
+
+CASES = [
+    _case("d64-bf16", 64),
+    _case("d128-bf16", 128),
+    _case("d256-bf16-all", 256, window=1024, softcap=50.0, with_starts=True, with_sinks=True, with_alibi=True),
+    _case("d128-bf16-chunk8", 128, chunk=8),
+    _case("d96-bf16", 96, chips=(80, 90)),
+    _case("d192_128-bf16", 192, value_dim=128, chips=(80, 90)),
+    _case("d192-bf16", 192, chips=(80,)),
+    _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=(80,)),
+    _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=(90,)),
+    _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, return_lse=True, chips=(90,)),
+    _case("d256-bf16-bias", 256, with_bias=True, ops=False, chips=(80, 90)),
+    _case("d128-bf16-tree", 128, with_tree=True, chunk=16, ops=False, chips=(90,)),
+    _case("d80-fp32", 80, FULL, ops=False, chips=(80,)),
+    _case("d256-fp32", 256, FULL, ops=False, chips=(90,)),
+    AotCase("prefix-d64-bf16-n16", lambda: _prefix(64, 16), instructions=TENSOR_CORES),
+    AotCase("merge-d128-bf16", lambda: _merge(128, HALF), (90,)),
+    AotCase("merge-d80-fp32", lambda: _merge(80, FULL), (80,)),
+]

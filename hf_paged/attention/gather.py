@@ -5,6 +5,7 @@ Rows of one length go together, and a part is small enough for a scratch that st
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
@@ -17,6 +18,47 @@ from .metadata import AttentionMetadata
 
 SCRATCH_BYTES = 2 << 20
 """Bytes of gathered K and V at a time, as far as one head of one row allows; larger falls out of the L2 and L3."""
+
+SLICE_QUERIES = 256
+"""Queries at a time under a mask: keys that none of them sees are left out, and the mask has no more rows than this."""
+
+
+class Hidden:
+    """
+    What the mask of a step adds to the scores: minus infinity where a query does not see a key, else 0. Counted from
+    the last query and key it is the same for rows of any length: one serves them all with its lower right corner. Made
+    when it is first asked for.
+    """
+
+    def __init__(self, queries: int, keys: int, window: int | None, device: torch.device) -> None:
+        self.queries, self.keys, self.window, self.device = queries, keys, window, device
+        self._made: dict[tuple[torch.dtype, int, int], Tensor] = {}
+
+    def corner(self, queries: int, keys: int, dtype: torch.dtype, heads: int = 1) -> Tensor:
+        """`[heads * queries, keys]` in `dtype`: the last `queries` of `keys` positions, again for each head. A view."""
+        rows = self.queries if heads == 1 else queries
+        made = self._made.get((dtype, heads, rows))
+        if made is None:
+            with torch.inference_mode(False), torch.no_grad():
+                query = torch.arange(-rows, 0, device=self.device)[:, None]
+                key = torch.arange(-self.keys, 0, device=self.device)
+                hidden = key > query
+                if self.window is not None:
+                    hidden |= key <= query - self.window
+                made = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+                made = made.masked_fill_(hidden, -math.inf).repeat(heads, 1)
+            self._made[dtype, heads, rows] = made
+        return made[-heads * queries :, -keys:]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Queries `[first, last)` of a part and the keys `[low, high)` that any of them sees, counted within the part."""
+
+    first: int
+    last: int
+    low: int
+    high: int
 
 
 @dataclass(frozen=True)
@@ -37,8 +79,9 @@ class Part:
     key_tiles: Tensor | None  # row indices into `_flat`, None if only `blocks` can be indexed
     value_tiles: Tensor | None
     shape: tuple[int, int, int]  # rows, K/V heads, gathered tokens
-    mask: Tensor | None  # [queries, length] bool, None if every query sees everything or `causal`
-    causal: bool  # square and causal
+    slices: tuple[Slice, ...]  # all queries in order
+    hidden: Hidden | None  # None if every query sees everything
+    causal: bool  # as many keys as queries, and each query sees those up to itself
 
 
 @dataclass(frozen=True)
@@ -137,12 +180,19 @@ def _build_plan(metadata: AttentionMetadata, key_blocks: Tensor, value_blocks: T
             geometry = (seq_len - low, low % metadata.block_size, first_query)
             geometries.setdefault(geometry, []).append((row, low))
     parts = []
+    hidden = None
+    if metadata.causal and metadata.query_len > 1 and geometries:
+        longest = max(length for length, _, _ in geometries)
+        if metadata.window is not None:
+            longest = min(longest, SLICE_QUERIES + metadata.window - 1)
+        hidden = Hidden(min(metadata.query_len, SLICE_QUERIES), longest, metadata.window, key_blocks.device)
     for (length, offset, first_query), members in sorted(geometries.items(), reverse=True):
         blocks = -(-(offset + length) // metadata.block_size)
         head_bytes = blocks * metadata.block_size * token_bytes
         num_rows = max(1, SCRATCH_BYTES // (head_bytes * kv_heads))
         num_heads = max(1, min(kv_heads, SCRATCH_BYTES // head_bytes))
-        mask, causal = _mask(metadata, length, first_query, key_blocks.device)
+        queries = metadata.query_len - first_query
+        sees_all = metadata.window is None or metadata.window >= length
         for at in range(0, len(members), num_rows):
             chosen = members[at : at + num_rows]
             tables = torch.stack(
@@ -165,29 +215,24 @@ def _build_plan(metadata: AttentionMetadata, key_blocks: Tensor, value_blocks: T
                         key_tiles=_tiles(tables, heads, key_blocks),
                         value_tiles=_tiles(tables, heads, value_blocks),
                         shape=(len(chosen), heads[1] - heads[0], blocks * metadata.block_size),
-                        mask=mask,
-                        causal=causal,
+                        slices=_slices(queries, length, hidden),
+                        hidden=hidden if queries > 1 else None,
+                        causal=hidden is not None and length == queries > 1 and sees_all,
                     )
                 )
     return Plan(tuple(parts), complete)
 
 
-def _mask(
-    metadata: AttentionMetadata, length: int, first_query: int, device: torch.device
-) -> tuple[Tensor | None, bool]:
-    """The mask of a geometry, and whether it is square and causal instead. Keys are counted from the visible range's
-    first, so what is hidden in front of a row is already gone."""
-    queries = metadata.query_len - first_query
-    if not metadata.causal or queries == 1:
-        return None, False
-    if length == queries and (metadata.window is None or metadata.window >= length):
-        return None, True
-    position = torch.arange(length - queries, length, device=device)[:, None]
-    key = torch.arange(length, device=device)
-    mask = key <= position
-    if metadata.window is not None:
-        mask &= key > position - metadata.window
-    return mask, False
+def _slices(queries: int, length: int, hidden: Hidden | None) -> tuple[Slice, ...]:
+    """The last `queries` of `length` tokens in slices of like size."""
+    if hidden is None:
+        return (Slice(0, queries, 0, length),)
+    count, past = -(-queries // SLICE_QUERIES), length - queries
+    window = hidden.window or length
+    bounds = [queries * index // count for index in range(count + 1)]
+    return tuple(
+        Slice(first, last, max(0, past + first - window + 1), past + last) for first, last in itertools.pairwise(bounds)
+    )
 
 
 def _rows(rows: list[int], device: torch.device) -> slice | Tensor:

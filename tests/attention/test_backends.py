@@ -114,16 +114,18 @@ def build(case: Case, seed: int = 0) -> Call:
 
     expected = torch.zeros(batch, case.queries, case.heads, case.value_dim, dtype=torch.float64)
     for row in range(batch):
+        stored: set[int] = set()
         for i in range(case.queries):
             position = case.seq_lens[row] - case.queries + i
             high = position + 1 if case.causal else case.seq_lens[row]
             low = max(starts[row], position - case.window + 1) if case.window else starts[row]
             if low >= high:
                 continue
-            for t in range(low, high):
+            for t in set(range(low, high)) - stored:
                 block, offset = tables[row, t // case.block], t % case.block
                 key_blocks[block, :, offset] = key[row, :, t]
                 value_blocks[block, :, offset] = value[row, :, t]
+            stored.update(range(low, high))
             spread = [
                 side[row, :, low:high].double().repeat_interleave(case.heads // case.kv_heads, 0)
                 for side in (key, value)
@@ -191,6 +193,23 @@ CASES = [
     Case(seq_lens=(70, 3), queries=2, dtype=torch.float64, heads=4),
     Case(seq_lens=(1500, 300), heads=8, kv_heads=1, block=64, dtype=torch.float16),
 ]
+# Queries on either side of where the portable path changes its ways: 32, 64 and slices of at most 256.
+MANY = dict(heads=6, kv_heads=2, key_dim=16, value_dim=16)
+CASES += [
+    Case(seq_lens=(63, 130, 131), queries=63, dtype=torch.bfloat16),
+    Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.bfloat16),
+    Case(seq_lens=(64, 130, 131), queries=64, dtype=torch.float16),
+    Case(seq_lens=(70, 113), queries=70, heads=3, kv_heads=3, key_dim=40, value_dim=40),
+    Case(seq_lens=(77, 3, 0, 200, 50), queries=77, starts=(5, 0, 0, 9, 50), **MANY),  # pads in front of queries
+    Case(seq_lens=(75, 160), queries=75, causal=False, **MANY),
+    Case(seq_lens=(75, 160), queries=75, heads=6, kv_heads=2, key_dim=24, value_dim=16),
+    Case(seq_lens=(260, 300, 7, 301), queries=260, **MANY),
+    Case(seq_lens=(300, 400), queries=259, starts=(0, 90), dtype=torch.bfloat16, **MANY),
+    Case(seq_lens=(300, 290, 513), queries=290, window=20, block=8, **MANY),
+    Case(seq_lens=(300, 290), queries=290, window=300, **MANY),
+    Case(seq_lens=(300, 257), queries=257, softcap=2.0, sinks=True, window=40, bias=(0, 1, 2), **MANY),
+    Case(seq_lens=(300, 257), queries=257, heads=6, kv_heads=2, key_dim=9, value_dim=16),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -256,10 +275,10 @@ def test_empty_batch(backend: str) -> None:
     assert replace(call, query=call.query[:0], metadata=metadata).run(backend).shape == (0, 1, 14, 64)
 
 
-def test_gradients_match_the_reference() -> None:
-    call = build(
-        Case(seq_lens=(20, 20, 9), queries=3, heads=4, kv_heads=2, key_dim=8, value_dim=8, dtype=torch.float64)
-    )
+@pytest.mark.parametrize(("seq_lens", "queries"), [((20, 20, 9), 3), ((80, 80, 90), 80), ((300, 270), 270)], ids=str)
+def test_gradients_match_the_reference(seq_lens: tuple[int, ...], queries: int) -> None:
+    shape = dict(heads=4, kv_heads=2, key_dim=8, value_dim=8, dtype=torch.float64)
+    call = build(Case(seq_lens=seq_lens, queries=queries, **shape))
     grads = []
     for module in (reference, cpu, backends):
         leaves = [t.nan_to_num(0.0).clone().requires_grad_() for t in (call.query, call.key_blocks, call.value_blocks)]
@@ -276,6 +295,21 @@ def test_scratch_survives_inference_mode() -> None:
     other = build(replace(Case(), block=32))  # larger scratch, other plan
     torch.testing.assert_close(other.run("cpu").double(), other.expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(call.run("cpu"), first)
+
+
+def test_mask_of_a_step_is_a_corner_of_one() -> None:
+    call = build(Case(seq_lens=(700, 600, 300), queries=300, heads=2, kv_heads=1, key_dim=8, value_dim=8))
+    plan = gather.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
+    masks = {id(part.hidden) for part in plan.parts}
+    assert len(masks) == 1 and plan.parts[0].hidden.corner(150, 700, torch.float32).untyped_storage().size() <= (
+        4 * gather.SLICE_QUERIES * 700
+    )
+    for part in plan.parts:
+        assert [(s.last - s.first, s.low) for s in part.slices] == [(150, 0), (150, 0)]
+        assert [s.high for s in part.slices] == [part.length - 150, part.length]
+    windowed = replace(call.metadata, window=20)
+    for part in gather.plan_parts(windowed, call.key_blocks, call.value_blocks).parts:
+        assert all(s.high - s.low <= 150 + 19 for s in part.slices)
 
 
 def test_threads_do_not_share_scratch() -> None:

@@ -70,7 +70,7 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
     """
     widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
-        tile = 32 if widest <= 128 else 16
+        tile = 32 if widest <= 64 else 16
         return DecodeConfig(tile, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
     if widest > 256:
         return DecodeConfig(32, min(block_m, 32), 8, num_stages=5 if block_m == 16 else 3, programs_per_sm=1)

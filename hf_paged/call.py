@@ -30,6 +30,7 @@ class Call:
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = self.is_switched = False
         self.prefills_shared = False
+        self.num_captured_steps = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -88,6 +89,7 @@ class Call:
             in_place=self.road == "engine" or (in_place > 0 and not any(c.gathered for c in counters)),
             latent=any(c.latent for c in counters),
             prefills_shared=self.prefills_shared,
+            num_captured_steps=self.num_captured_steps,
         )
 
 

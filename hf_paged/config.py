@@ -37,6 +37,10 @@ class PagedConfig:
             What happens to a request whose blocks another one needs: `"recompute"` forgets its keys and values,
             `"swap"` copies them to host memory, `"auto"` does what measured speeds say is sooner done
             (PagedAttention, arXiv 2309.06180, section 4.5).
+        capture (`bool`, defaults to `True`):
+            Record decode steps as CUDA graphs and replay them, on devices that have graphs and where the Triton kernels
+            serve. A model that waits for the device in its forward runs without; the log says so. Graphs are kept with
+            the pool, and `hf_paged.free(model)` or `engine.free()` frees both.
 
     Raises:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
@@ -49,6 +53,7 @@ class PagedConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     preemption: str = "auto"
+    capture: bool = True
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -64,8 +69,9 @@ class PagedConfig:
             not isinstance(fraction, Real) or isinstance(fraction, bool) or not 0 < fraction <= 1
         ):
             raise ValueError(f"`memory_fraction` is {fraction!r}: it must be None or a number above 0 and at most 1")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"`prefix_caching` is {self.prefix_caching!r}: it must be True or False")
+        for name in ("prefix_caching", "capture"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
             if not _is_int(value) or value < 1:

@@ -68,7 +68,10 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
             on_engine = _on_engine(call, original.__name__, arguments)
             if on_engine is not None:
-                return on_engine.run()
+                try:
+                    return on_engine.run()
+                finally:
+                    call.num_captured_steps = on_engine.num_captured_steps
             streamer = arguments.get("streamer")
             if isinstance(streamer, RowStreamers):
                 kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)

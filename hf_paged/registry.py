@@ -25,6 +25,7 @@ class Route:
         in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
         latent (`bool`): ... and did so on the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
+        num_captured_steps (`int`): Decode steps that were replays of a graph.
     """
 
     road: str
@@ -32,6 +33,7 @@ class Route:
     in_place: bool = False
     latent: bool = False
     prefills_shared: bool = False
+    num_captured_steps: int = 0
 
 
 _lock = threading.Lock()
@@ -72,7 +74,7 @@ def free(model: Any) -> None:
     """
     with _lock:
         for module in [module for module in model.modules() if module in _memories]:
-            del _memories[module]
+            _memories.pop(module)[1].captured = None  # graphs are of use to no cache
 
 
 def last_route(model: Any) -> Route | None:

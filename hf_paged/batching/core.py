@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.fingerprint import fingerprint
+from ..cache.fingerprint import ModelState, fingerprint, read_state
 from ..cache.memory import PagedMemory, autocast_dtype
 from .adapters import use_adapter
 from .cost import CostModel
@@ -35,8 +35,17 @@ class EngineStalledError(RuntimeError):
 class Runner(Protocol):
     """Computes scheduled tokens: all in one packed forward, or row by row."""
 
-    def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order."""
+    can_capture: bool  # whether it wants to know the model's state
+    num_captured_steps: int
+
+    def begin(self, state: ModelState | None) -> None:
+        """Work begins on a model in this state; `None`: nobody looked."""
+
+    def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+        """
+        Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order. The model runs with
+        `adapter` now.
+        """
 
 
 class States(Protocol):
@@ -148,14 +157,20 @@ class Core:
 
     def begin(self, check_weights: bool = True) -> None:
         """
-        Forgets the prefix cache if it was computed with other weights. Called while nothing is in flight; forwards from
-        now on compute under the autocast of this moment, whichever thread takes the steps.
+        Forgets the prefix cache if it was computed with other weights, and graphs that were recorded of another model.
+        Called while nothing is in flight; forwards from now on compute under the autocast of this moment, whichever
+        thread takes the steps. Without `check_weights` neither is used.
         """
         self.autocast = autocast_dtype(self.model.device)
-        if not self.blocks.prefix_caching or not check_weights:
-            return
+        is_caching = check_weights and self.blocks.prefix_caching
+        weights = None
         with self.step_lock:
-            weights = fingerprint(self.model)
+            state = read_state(self.model) if is_caching or (check_weights and self.runner.can_capture) else None
+            self.runner.begin(state)
+            if is_caching and state is not None:
+                weights = fingerprint(self.model, state)
+        if not is_caching:
+            return
         now = None if weights is None else (weights, self.autocast)
         with self.memory.lock:
             if now is None or now != self.memory.fingerprint:
@@ -197,6 +212,11 @@ class Core:
     def num_swaps(self) -> int:
         """Requests whose blocks went to host memory."""
         return self.swapper.num_swaps if self.swapper is not None else 0
+
+    @property
+    def num_captured_steps(self) -> int:
+        """Forwards that were replays of a graph."""
+        return self.runner.num_captured_steps
 
     def step(self) -> list[Job]:
         """
@@ -275,13 +295,14 @@ class Core:
     def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
         names = {_adapter(sequence.request) for sequence, _ in items}
         if len(names) == 1:
-            with use_adapter(self.model, names.pop()):
-                return self.runner.run(items)
+            (only,) = names
+            with use_adapter(self.model, only):
+                return self.runner.run(items, only)
         found: dict[int, Tensor] = {}
         for name in sorted(names, key=str):
             places = [i for i, (sequence, _) in enumerate(items) if _adapter(sequence.request) == name]
             with use_adapter(self.model, name):
-                logits = self.runner.run([items[i] for i in places])
+                logits = self.runner.run([items[i] for i in places], name)
             ends = [i for i in places if not items[i][0].num_to_compute]
             found.update(zip(ends, logits))
         return torch.stack([found[i] for i in sorted(found)])

@@ -39,6 +39,7 @@ class GenerateCall:
         repeats (`int`): Samples or beams of a prompt.
         uses_beams (`bool`): Whether `_beam_search` was called.
         model_kwargs (`dict`): What the model's forward would get.
+        num_captured_steps (`int`): After `run`: decode steps that were replays of a graph.
     """
 
     model: PreTrainedModel
@@ -52,6 +53,7 @@ class GenerateCall:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     synced_gpus: bool = False
+    num_captured_steps: int = 0
 
     def obstacle(self) -> str | None:
         """Why the engine cannot serve the call, or `None` if it can."""
@@ -113,6 +115,7 @@ class GenerateCall:
             return self._result(core, job)
         finally:
             mask_observer.reset(token)
+            self.num_captured_steps = core.num_captured_steps
             core.drop(job)
             for request, _ in job.rows:  # no cycle: what the decoding holds goes with it
                 request.payload = None

@@ -125,6 +125,8 @@ class EngineStats:
         num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
         num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the engine was made.
+        num_captured_steps (`int`): Forwards that were replays of a graph; one with requests of several adapters counts
+            for each.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
     """
@@ -146,6 +148,7 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_generated_tokens: int
     num_steps: int
+    num_captured_steps: int
     seconds: float
     tokens_per_second: float
 

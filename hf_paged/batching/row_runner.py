@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from ..cache.fingerprint import ModelState
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from .request import Sequence
@@ -35,12 +36,17 @@ class RowRunner:
         memory ([`PagedMemory`]): Where the blocks of all sequences are.
     """
 
+    can_capture, num_captured_steps = False, 0
+
     def __init__(self, model: PreTrainedModel, memory: PagedMemory) -> None:
         self.model, self.memory = model, memory
         self._states: dict[Sequence, _State] = {}
 
+    def begin(self, state: ModelState | None) -> None:
+        """Nothing depends on it."""
+
     @torch.no_grad()
-    def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
+    def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         """Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order."""
         logits = []
         for sequence, query_len in items:

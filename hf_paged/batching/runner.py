@@ -5,27 +5,58 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.fingerprint import ModelState
 from ..cache.packed import Chunk, PackedCache, PackedStep
 from ..cache.paged_cache import PagedCache
+from .captured import captured_decodes
 
 if TYPE_CHECKING:
     from ..cache.block_table import BlockTable
     from .request import Sequence
 
 
+class GroupShare(NamedTuple):
+    """What a layer group needs of a step, on the host."""
+
+    slots: list[int]  # of all tokens
+    tables: list[list[int]]  # block ids of each decode
+    seq_lens: list[int]  # of each decode
+    chunks: list[Chunk]
+
+
+class Layout(NamedTuple):
+    """A step on the host: the packed tokens, and each group's share."""
+
+    token_ids: list[int]
+    positions: list[int]
+    last: list[int]  # packed positions whose logits somebody waits for
+    num_decodes: int  # leading positions that are a sequence each
+    shares: list[GroupShare]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every token is a sequence of its own, with somebody waiting for its logits."""
+        return self.num_decodes == len(self.token_ids) == len(self.last)
+
+
 class PackedRunner:
     """
-    Runs the model's own forward on tokens of many sequences at once. Whoever runs a loop of steps switches the model's
-    attention around it (`attention.switch.use_paged_attention`).
+    Runs the model's own forward on tokens of many sequences at once; steps of nothing but decodes as replays of a graph
+    where there are graphs. Whoever runs a loop of steps switches the model's attention around it
+    (`attention.switch.use_paged_attention`).
 
     Args:
         model (`PreTrainedModel`): A model that `capability.packable` allows.
         cache ([`PagedCache`]): Built for the model and empty: it tells which layers share tables, and owns the memory.
+
+    Attributes:
+        can_capture (`bool`): Whether steps may be replays.
+        num_captured_steps (`int`): Those that were.
     """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
@@ -37,46 +68,76 @@ class PackedRunner:
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._captured = captured_decodes(model, cache)
+        self.can_capture = self._captured is not None
+        self._is_known = False  # whether somebody looked at the model when this work began
+        self.num_captured_steps = 0
+
+    def begin(self, state: ModelState | None) -> None:
+        """
+        Work begins on the model in this state, which stays as it is until the work ends. Without one, which is how a
+        runner starts, no step is a replay.
+        """
+        self._is_known = state is not None
+        if state is not None and self._captured is not None:
+            self._captured.begin(state)
 
     @torch.no_grad()
-    def run(self, items: Items[tuple[Sequence, int]]) -> torch.Tensor:
+    def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> torch.Tensor:
         """
         Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence.
 
         Args:
             items (`Sequence[tuple[Sequence, int]]`): Sequences and their `query_len`, those with 1 first.
                 `num_computed_tokens` counts the tokens of this step already, and the block tables have room for them.
+            adapter (`str`, *optional*): That the model runs with now; it tells graphs apart.
 
         Returns:
             `torch.Tensor` of shape `(n, vocab_size)`, in the dtype of the model's logits: what follows the last token
             of each of the `n` sequences that are computed as far as they go, in order.
         """
-        inputs, steps, last = self._prepare(items)
-        num_tokens = inputs.shape[1]
+        layout = self._lay_out(items)
+        captured = self._captured if self._is_known and layout.is_decode else None
+        if captured is not None:
+            replayed = captured.run(layout, adapter, self._forward)
+            if replayed is not None:
+                self.num_captured_steps += 1
+                return replayed
+        logits = self._run_eagerly(layout)
+        if captured is not None:
+            captured.ran_eagerly(logits)
+        return logits
+
+    def _run_eagerly(self, layout: Layout) -> torch.Tensor:
+        inputs, steps = self._prepare(layout)
+        last = layout.last
         arguments = {}
-        if self._picks_logits and len(last) < num_tokens:
+        if self._picks_logits and len(last) < len(layout.token_ids):
             arguments["logits_to_keep"] = torch.tensor(last, dtype=torch.long, device=self.device)
-        self.cache.begin(steps)
-        try:
-            logits = self.model(
-                input_ids=inputs[0:1],
-                position_ids=inputs[1:2],
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **arguments,
-            ).logits[0]
-        finally:
-            self.cache.begin(None)
+        logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
         if logits.shape[0] != len(last):  # the forward gives those of every token
             logits = logits[torch.tensor(last, dtype=torch.long, device=logits.device)]
         return logits
 
-    def _prepare(self, items: Items[tuple[Sequence, int]]) -> tuple[torch.Tensor, list[PackedStep], list[int]]:
-        """
-        Model inputs `(2 + groups, num_tokens)` int64: token ids, positions, then every group's slots; each group's
-        share of the step; the packed positions whose logits somebody waits for.
-        """
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, steps: list[PackedStep], **arguments: torch.Tensor
+    ) -> torch.Tensor:
+        """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
+        self.cache.begin(steps)
+        try:
+            logits: torch.Tensor = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            ).logits
+        finally:
+            self.cache.begin(None)
+        return logits
+
+    def _lay_out(self, items: Items[tuple[Sequence, int]]) -> Layout:
         token_ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -93,31 +154,36 @@ class PackedRunner:
             if end == len(ids):
                 last.append(len(token_ids) - 1)
         shares = [self._share(items, group, num_decodes) for group in range(len(self.windows))]
+        return Layout(token_ids, positions, last, num_decodes, shares)
+
+    def _prepare(self, layout: Layout) -> tuple[torch.Tensor, list[PackedStep]]:
+        """
+        Model inputs `(2 + groups, num_tokens)` int64: token ids, positions, then every group's slots; each group's
+        share of the step.
+        """
         # one buffer, so that a device gets one copy
-        buffer = array("q", token_ids)
-        buffer.extend(positions)
-        for slots, *_ in shares:
-            buffer.extend(slots)
-        inputs = torch.frombuffer(buffer, dtype=torch.long).view(2 + len(shares), -1).to(self.device)
+        buffer = array("q", layout.token_ids)
+        buffer.extend(layout.positions)
+        for share in layout.shares:
+            buffer.extend(share.slots)
+        inputs = torch.frombuffer(buffer, dtype=torch.long).view(2 + len(layout.shares), -1).to(self.device)
         steps = [
             PackedStep(
-                num_tokens=len(token_ids),
+                num_tokens=len(layout.token_ids),
                 slots=inputs[2 + group : 3 + group],
                 block_size=self._block_size,
                 window=self.windows[group],
-                num_decodes=num_decodes,
+                num_decodes=layout.num_decodes,
                 tables=self._rows[group].tensor(tables).to(self.device),
                 seq_lens=tuple(seq_lens),
                 chunks=tuple(chunks),
+                block_ids=tables,
             )
-            for group, (_, tables, seq_lens, chunks) in enumerate(shares)
+            for group, (_, tables, seq_lens, chunks) in enumerate(layout.shares)
         ]
-        return inputs, steps, last
+        return inputs, steps
 
-    def _share(
-        self, items: Items[tuple[Sequence, int]], group: int, num_decodes: int
-    ) -> tuple[list[int], list[list[int]], list[int], list[Chunk]]:
-        """One group's slots of all tokens, tables and lengths of the decodes, and chunks."""
+    def _share(self, items: Items[tuple[Sequence, int]], group: int, num_decodes: int) -> GroupShare:
         size = self._block_size
         slots: list[int] = []
         tables: list[list[int]] = []
@@ -135,7 +201,7 @@ class PackedRunner:
             seq_len = sequence.num_computed_tokens - table.num_dropped * size
             chunks.append(Chunk(len(slots), query_len, seq_len, table.block_ids))
             slots += chunk_slots(table, seq_len - query_len, seq_len)
-        return slots, tables, seq_lens, chunks
+        return GroupShare(slots, tables, seq_lens, chunks)
 
 
 def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:

@@ -40,7 +40,25 @@ _IGNORED = frozenset(vars(nn.Module())) | {
 _OBSERVERS = frozenset({"transformers.utils.output_capturing"})  # modules whose hooks only look
 
 
-def fingerprint(model: nn.Module) -> bytes | None:
+def read_state(model: nn.Module) -> ModelState | None:
+    """Everything about `model` but the content of its tensors; `None` if some of it cannot be read."""
+    try:
+        return ModelState(model)
+    except (_UnreadableError, RuntimeError) as error:
+        logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
+        return None
+
+
+def addresses(model: nn.Module, state: ModelState) -> bytes:
+    """
+    32 bytes that are the same as long as every tensor of `model` is where it is, and all else that `fingerprint`
+    covers, and train or eval mode, is what it is. The content of the tensors may be another.
+    """
+    found = state.structure, [x.data_ptr() for x in state.tensors], [module.training for module in model.modules()]
+    return hashlib.blake2b(marshal.dumps(found, _MARSHAL_VERSION), digest_size=32).digest()
+
+
+def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """
     32 bytes that are the same as long as the model is, or `None` if it cannot be read; nothing may be served then.
 
@@ -51,33 +69,42 @@ def fingerprint(model: nn.Module) -> bytes | None:
 
     Tensors that are tied are read once. Subclasses of `Tensor` (sharded or quantised weights), sparse tensors and those
     without content (meta) cannot be read. Comparable within one process only.
+
+    Args:
+        state ([`ModelState`], *optional*): What `read_state` returned just now.
     """
-    state = _State()
     try:
-        structure = state.read(model)
+        if state is None:
+            state = ModelState(model)
         with torch.no_grad():
             content = _hash_tensors([_dense(tensor) for tensor in state.tensors])
     except (_UnreadableError, RuntimeError) as error:  # torch's: no such operation for a dtype or a device, no memory
         logger.debug("the fingerprint of %s cannot be taken: %s", type(model).__name__, error)
         return None
-    return hashlib.blake2b(marshal.dumps((structure, content), _MARSHAL_VERSION), digest_size=32).digest()
+    return hashlib.blake2b(marshal.dumps((state.structure, content), _MARSHAL_VERSION), digest_size=32).digest()
 
 
 class _UnreadableError(Exception):
     """Something in the model has content that cannot be read."""
 
 
-class _State:
-    """What a walk over a model found: plain nested lists, and the distinct tensors that those name by number."""
+class ModelState:
+    """
+    What a walk over a model finds.
 
-    def __init__(self) -> None:
+    Attributes:
+        structure (`list`): Everything but the content of tensors, as plain nested lists.
+        tensors (`list[torch.Tensor]`): The distinct tensors that `structure` names by number.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []
         self._tensor_numbers: dict[Any, int] = {}
         self._objects: list[Any] = []  # modules and configs, in the order met
         self._object_numbers: dict[int, int] = {}
+        self.structure = self._read(model)
 
-    def read(self, model: nn.Module) -> list[Any]:
-        """Everything about `model` but the content of its tensors."""
+    def _read(self, model: nn.Module) -> list[Any]:
         self._number(model)
         found = []
         for item in self._objects:  # grows on the way

@@ -138,10 +138,10 @@ def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
         return
     run = runner.run
 
-    def counted(items: list[Any]) -> Any:
+    def counted(items: list[Any], adapter: str | None) -> Any:
         seen["chunks"] += sum(query_len > 1 and sequence.num_to_compute > 0 for sequence, query_len in items)
         seen["mixed steps"] += items[0][1] == 1 and items[-1][1] > 1
-        return run(items)
+        return run(items, adapter)
 
     runner.run = counted  # type: ignore[method-assign]
 

@@ -152,7 +152,7 @@ def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyP
     engine.add_request([5, 6, 7], {"max_new_tokens": 4}, request_id="a")
     runner, run = engine._core.runner, engine._core.runner.run
 
-    def fail(items: Any) -> Any:
+    def fail(items: Any, adapter: str | None) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", fail)

@@ -246,8 +246,7 @@ def test_adapters() -> None:
 def test_tied_weights_are_read_once() -> None:
     model = llama(tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    state = module._State()
-    state.read(model)
+    state = module.ModelState(model)
     stored = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
     assert len(state.tensors) == len({tensor.data_ptr() for tensor in state.tensors}) == len(stored)
 

@@ -1,0 +1,327 @@
+"""
+Steps of nothing but decodes as graphs: recorded once for a number of rows, replayed with other inputs.
+
+A small model's decode step takes the host longer to launch than the device to compute. A graph is launched at once. It
+reads and writes the addresses it was recorded with, so it is right only while these are what they were; everything
+that changes from step to step is in buffers at fixed addresses (`captured_inputs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from ..attention.backends import VARIABLE
+from ..attention.cascade_plan import CascadeCosts
+from ..attention.switch import native_implementation
+from ..cache.fingerprint import ModelState, addresses
+from ..cache.memory import GroupMemory, autocast_dtype
+from ..cache.packed import PackedStep
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import LayerBlocks
+from . import captured_graphs
+from .captured_cascade import eager_costs, has_shared_blocks, prefers_cascade
+from .captured_graphs import Graph, GraphBackend, no_autocast_cache
+from .captured_inputs import StaticInputs
+
+if TYPE_CHECKING:
+    from .runner import Layout
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, torch.Tensor, list[PackedStep]], torch.Tensor]
+
+MIN_USES = 3
+"""Steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement.
+Who stops at the right moment never waits more than twice as long as necessary."""
+
+MAX_GRAPHS = 48
+"""Graphs that are kept. Up to 256 rows there are 28 sizes; the rest is for tables that grow, and adapters."""
+
+MIN_TABLE_TOKENS = 1024
+"""Tokens that block tables have room for at least, so that short sequences need no new graph when they grow."""
+
+
+class Key(NamedTuple):
+    """What a graph was recorded for."""
+
+    num_rows: int
+    widths: tuple[int, ...]  # of each group's block tables
+    variant: Hashable  # adapter, autocast, mode
+
+    def serves(self, other: Key) -> bool:
+        """Whether its graph is right for steps of `other`, with padding."""
+        return (
+            self.variant == other.variant
+            and self.num_rows >= other.num_rows
+            and all(mine >= needed for mine, needed in zip(self.widths, other.widths))
+        )
+
+
+@dataclass
+class CapturedStep:
+    """A graph with the buffers it reads and writes; `logits` is `(num_rows, vocab_size)`."""
+
+    inputs: StaticInputs
+    logits: torch.Tensor
+    graph: Graph
+
+
+def bucket(num_rows: int) -> int:
+    """Rows of the graph for so many: 1, 2, 4, 8, then in steps of 8, from 128 on of an eighth to a sixteenth."""
+    if num_rows <= 8:
+        return 1 << (num_rows - 1).bit_length()
+    step = max(8, 1 << ((num_rows - 1).bit_length() - 4))
+    return -(-num_rows // step) * step
+
+
+def captured_decodes(model: PreTrainedModel, cache: PagedCache) -> CapturedDecodes | None:
+    """
+    The graphs of `model` over the memory of `cache`, which keeps them for the next call; `None` where there can be none
+    or the config wants none.
+    """
+    memory = cache.memory
+    if not memory.config.capture:
+        return None
+    groups = [group.blocks for group in cache.groups.values()]
+    found = memory.captured
+    if found is None or not found.belongs_to(model, groups):
+        backend = captured_graphs.graph_backend(model.device)
+        windows = list(cache.groups)
+        found = None if backend is None else CapturedDecodes(model, groups, windows, memory.config.block_size, backend)
+        memory.captured = found
+    return found
+
+
+class CapturedDecodes:
+    """
+    The graphs of one model over one memory. It holds neither, nor anything that does; graphs and buffers go with it.
+
+    Args:
+        model ([`PreTrainedModel`]): Whose forward is recorded.
+        groups (`list[GroupMemory]`): Of the layer groups, whose blocks the graphs read and write.
+        windows (`list[int | None]`): Of the layer groups.
+        block_size (`int`): Tokens in a block.
+        backend ([`GraphBackend`]): Records.
+
+    Attributes:
+        obstacle (`str`, *optional*): Why nothing is recorded any more, until the model is another.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: list[GroupMemory],
+        windows: list[int | None],
+        block_size: int,
+        backend: GraphBackend,
+    ) -> None:
+        self.obstacle: str | None = None
+        self._model: weakref.ref[PreTrainedModel] = weakref.ref(model)
+        config = model.config.get_text_config(decoder=True)
+        self._num_heads = getattr(config, "num_attention_heads", 1)
+        self._device = model.device
+        self._groups, self._windows, self._block_size, self._backend = groups, windows, block_size, backend
+        self._signature: Hashable = None  # of the model that the graphs were recorded of
+        self._graphs: dict[Key, CapturedStep] = {}  # the one used last at the end
+        self._blocks: list[weakref.ref[LayerBlocks]] = []  # whose addresses the graphs know
+        self._costs: list[CascadeCosts] | None = None  # of each group's layers together
+        self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant
+        self._kinds: dict[Hashable, tuple[int, torch.dtype]] = {}  # of logits, by variant
+        self._outputs: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # that graphs share, by kind
+        self._eager: Hashable = None  # variant of the step that runs eagerly
+        self._forward: Forward | None = None  # of the runner whose step this is
+
+    def belongs_to(self, model: PreTrainedModel, groups: list[GroupMemory]) -> bool:
+        """Whether the graphs are those of this model on this memory."""
+        return self._device == model.device and self._model() is model and self._groups == groups
+
+    def begin(self, state: ModelState) -> None:
+        """
+        Work begins on a model in this `state`, which stays as it is until the work ends. Graphs recorded of another are
+        dropped; weights may have changed in place.
+        """
+        model = self._model()
+        assert model is not None
+        found = (addresses(model, state), *_numerics(model))
+        if found != self._signature:
+            self.clear()
+            self._signature, self.obstacle = found, None
+
+    def clear(self) -> None:
+        """Frees every graph and buffer."""
+        self._graphs.clear()
+        self._outputs.clear()
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def run(self, layout: Layout, adapter: str | None, forward: Forward) -> torch.Tensor | None:
+        """
+        A step as a replay.
+
+        Args:
+            layout ([`Layout`]): Of decodes only, for all of whose rows logits are wanted.
+            adapter (`str`, *optional*): That the model runs with now.
+            forward (`Callable`): Token ids and positions `(1, n)` and the groups' steps to logits `(1, n, vocab_size)`.
+
+        Returns:
+            `torch.Tensor` of shape `(n, vocab_size)`, the caller's; `None` if the step is to run eagerly: `ran_eagerly`
+            is told of its logits then.
+        """
+        self._eager = None
+        if self.obstacle is not None:
+            return None
+        # Nobody may move the blocks between the look at their addresses and the launch.
+        with self._groups[0].memory.lock:
+            self._follow_blocks()
+            if not self._blocks or self._prefers_cascade(layout):
+                return None
+            self._forward = forward
+            try:
+                step = self._find(layout, adapter)
+                if step is None:
+                    return None
+                with self._backend.in_order():
+                    step.inputs.fill(layout)
+                    step.graph.replay()
+                    return step.logits[: len(layout.token_ids)].clone()  # the next replay overwrites them
+            finally:
+                self._forward = None
+
+    def ran_eagerly(self, logits: torch.Tensor) -> None:
+        """The step for which `run` gave nothing has these logits `(n, vocab_size)`."""
+        if self._eager is not None:
+            self._kinds[self._eager] = logits.shape[1], logits.dtype
+
+    def _find(self, layout: Layout, adapter: str | None) -> CapturedStep | None:
+        """The graph for a step, recorded if it is time; else a larger one, or none."""
+        variant = adapter, autocast_dtype(self._device), getattr(self._model(), "training", False)
+        widths = tuple(self._width(share.tables) for share in layout.shares)
+        wanted = Key(bucket(len(layout.token_ids)), widths, variant)
+        key: Key | None = wanted
+        if wanted not in self._graphs:
+            use = wanted.num_rows, variant
+            if self._uses[use] >= MIN_USES and variant in self._kinds:
+                return self._capture(wanted, layout)
+            self._uses[use] += 1
+            key = min((key for key in self._graphs if key.serves(wanted)), key=lambda key: key[:2], default=None)
+        if key is None:
+            self._eager = variant
+            return None
+        step = self._graphs[key] = self._graphs.pop(key)
+        return step
+
+    def _width(self, tables: Sequence[list[int]]) -> int:
+        """
+        Columns of a group's block tables: a power of two, so that few graphs serve long sequences. A graph's loops end
+        with the lengths on the device, but what it launches was sized for this width.
+        """
+        most = max(map(len, tables))
+        return max(1 << max(most - 1, 0).bit_length(), -(-MIN_TABLE_TOKENS // self._block_size))
+
+    # -- recording --------------------------------------------------------------------------------------------------
+
+    def _capture(self, key: Key, layout: Layout) -> CapturedStep | None:
+        """Records a graph; if that fails, says why, once, and gives up on this model."""
+        start = time.perf_counter()
+        try:
+            inputs = StaticInputs(key.num_rows, key.widths, self._windows, self._block_size, self._device)
+            logits = self._output(key)
+            with self._backend.in_order():
+                inputs.fill(layout)
+                with no_autocast_cache():
+                    graph = self._backend.capture(_Recording(self, inputs, logits))
+        except Exception as error:
+            self.obstacle = _reason(error)
+            self.clear()
+            _log_once(self.obstacle)
+            logger.debug("capturing %s failed", key, exc_info=True)
+            return None
+        while len(self._graphs) >= MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._graphs[key] = step = CapturedStep(inputs, logits, graph)
+        logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
+        return step
+
+    def record(self, inputs: StaticInputs, logits: torch.Tensor) -> None:
+        """The forward that is recorded: from `inputs` to `logits` `(num_rows, vocab_size)`."""
+        assert self._forward is not None
+        logits.copy_(self._forward(inputs.token_ids, inputs.positions, inputs.steps())[0])
+
+    def _output(self, key: Key) -> torch.Tensor:
+        """`(num_rows, vocab_size)` for a graph's logits, memory that the graphs share."""
+        kind = self._kinds[key.variant]
+        found = self._outputs.get(kind)
+        if found is None or found.shape[0] < key.num_rows:
+            rows = 1 << (key.num_rows - 1).bit_length()  # those of smaller graphs stay as long as these do
+            with torch.inference_mode(False):
+                found = self._outputs[kind] = torch.empty(rows, kind[0], dtype=kind[1], device=self._device)
+        return found[: key.num_rows]
+
+    # -- what graphs depend on --------------------------------------------------------------------------------------
+
+    def _layers(self) -> list[LayerBlocks]:
+        return [blocks for group in self._groups for blocks in group.storage.layers.values()]
+
+    def _follow_blocks(self) -> None:
+        """Drops all graphs if any layer's blocks are others than they were: the pool grew, or was made anew."""
+        blocks = self._layers()
+        if len(blocks) != len(self._blocks) or any(ref() is not now for ref, now in zip(self._blocks, blocks)):
+            self._graphs.clear()
+            self._blocks = [weakref.ref(now) for now in blocks]
+            self._costs = None
+
+    def _prefers_cascade(self, layout: Layout) -> bool:
+        if not has_shared_blocks(layout.shares):
+            return False
+        if self._costs is None:
+            self._costs = eager_costs(self._groups, self._num_heads)
+        return prefers_cascade(layout.shares, self._windows, self._block_size, self._costs)
+
+
+class _Recording:
+    """`CapturedDecodes.record` for one graph. A graph that is run again by calling it keeps nothing else alive."""
+
+    def __init__(self, owner: CapturedDecodes, inputs: StaticInputs, logits: torch.Tensor) -> None:
+        self._owner, self._inputs, self._logits = weakref.ref(owner), inputs, logits
+
+    def __call__(self) -> None:
+        owner = self._owner()
+        assert owner is not None
+        owner.record(self._inputs, self._logits)
+
+
+def _numerics(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What else decides which kernels a forward launches, as far as it is not the model's or the step's."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.get_float32_matmul_precision(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        native_implementation(model.config.get_text_config(decoder=True)),
+        os.environ.get(VARIABLE),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong first: the end of a broken capture fails, too."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@functools.cache
+def _log_once(obstacle: str) -> None:
+    logger.warning("Decode steps are launched kernel by kernel, which is slower than replaying a graph: %s", obstacle)

@@ -1,0 +1,168 @@
+"""What records a forward on a device to run it again without the host: CUDA graphs (ROCm's have the same interface)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..attention import backends
+from ..cache.packed import NotCapturable
+
+
+class Graph(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None:
+        """Does on the device again what was recorded, on the same addresses. It does not wait for it."""
+
+
+class GraphBackend(Protocol):
+    """A way to record work. Everything else about captured steps is the same on any device."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """
+        Runs `run` once as it is, then records it. Raises what that raised, [`NotCapturable`] if it does what cannot be
+        recorded; streams, random state and memory are then as before.
+        """
+
+    def in_order(self) -> contextlib.AbstractContextManager[Any]:
+        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
+
+
+class NothingUnrecorded(TorchDispatchMode):
+    """
+    Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
+    numbers. Unlike torch's sync debug mode it is this thread's alone; and whoever fails here leaves no capture behind
+    that is half done.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tags = getattr(func, "tags", ())
+        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+            raise NotCapturable(f"its forward waits for the device ({func})")
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise NotCapturable(f"its forward draws random numbers ({func})")
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func in _COPIES and _crosses(found, args, kwargs):
+            raise NotCapturable(f"its forward copies between host and device ({func})")
+        return found
+
+
+_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+
+
+def _crosses(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [x for x in (found, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return len({tensor.device.type for tensor in tensors}) > 1
+
+
+def graph_backend(device: torch.device) -> GraphBackend | None:
+    """What records steps on `device`; `None` where there are no graphs or the Triton kernels do not serve."""
+    if device.type != "cuda" or not backends.uses_triton(torch.empty(0, device=device)):
+        return None
+    return CudaGraphs(device)
+
+
+class CudaGraphs:
+    """
+    CUDA graphs that share one private memory pool: they are replayed one after the other, and nobody reads what one of
+    them left there but the graph itself.
+
+    Args:
+        device (`torch.device`): A CUDA or ROCm device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _capture_stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._done = torch.cuda.Event()
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """As in [`GraphBackend`]. Waits for the device; memory that torch's allocator holds unused is given back."""
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
+            with torch.cuda.stream(self._stream), NothingUnrecorded():
+                run()
+            before.wait_stream(self._stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream), _own_workspaces():
+                self._record(graph, run)
+        return graph
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+        generator = torch.cuda.default_generators[self._device.index]
+        state = generator.clone_state()
+        try:
+            # other threads may go on allocating and waiting
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except BaseException:
+            if not _has_ended(graph):  # what `capture_end` does after the stream's own end was left out
+                generator.graphsafe_set_state(state)
+                for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                    with contextlib.suppress(AttributeError, RuntimeError):
+                        getattr(torch._C, name)(self._device.index, self._pool)
+            raise
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """As in [`GraphBackend`]."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done.record(stream)
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """
+    cuBLAS takes its workspaces from the graphs' pool within it: those it has are not the graph's to keep, and others,
+    such as torch.compile's own graphs, free them.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Weights that autocast converts are converted in every replay: the cache's copies go when autocast ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

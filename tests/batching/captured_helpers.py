@@ -1,0 +1,110 @@
+"""A stand-in for a device's graphs on the CPU, and engines with and without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_paged import PagedEngine, RequestResult
+from hf_paged.batching.captured_graphs import NothingUnrecorded
+from hf_paged.cache.fingerprint import read_state
+from tests.batching.test_runner import Bench, Row
+
+
+class FakeGraph:
+    """Runs again what was recorded, which must only depend on buffers and addresses that are what they were."""
+
+    def __init__(self, run: Callable[[], None], backend: FakeGraphs) -> None:
+        self.run, self.backend, self.num_replays = run, backend, 0
+        self.addresses = backend.addresses()
+
+    def replay(self) -> None:
+        """As a graph on a device would; what that reads from freed or moved memory is an error here."""
+        assert self.addresses == self.backend.addresses(), "replayed on other addresses than it was recorded with"
+        self.num_replays += 1
+        self.run()
+
+
+class FakeGraphs:
+    """
+    Attributes:
+        addresses (`Callable`): Where everything is that a graph reads or writes; set by the test.
+        graphs (`list[FakeGraph]`): All that were captured.
+        fail (`Callable`, *optional*): Called in each capture after the dry run.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.addresses: Callable[[], Any] = tuple
+        self.graphs: list[FakeGraph] = []
+        self.fail: Callable[[], None] | None = None
+
+    def capture(self, run: Callable[[], None]) -> FakeGraph:
+        """As in `GraphBackend`."""
+        with NothingUnrecorded():
+            run()
+        if self.fail is not None:
+            self.fail()
+        self.graphs.append(FakeGraph(run, self))
+        return self.graphs[-1]
+
+    def in_order(self) -> Any:
+        """As in `GraphBackend`."""
+        return contextlib.nullcontext()
+
+    @property
+    def num_replays(self) -> int:
+        """Over all graphs."""
+        return sum(graph.num_replays for graph in self.graphs)
+
+
+def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
+    """Of the model's tensors and of all blocks in a memory."""
+
+    def read() -> Any:
+        tensors = [*model.parameters(), *model.buffers()]
+        layers = [b for group in memory().groups.values() for b in group.storage.layers.values()]
+        tensors += [tensor for layer in layers for tensor in layer.tensors]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    return read
+
+
+class CapturedBench(Bench):
+    """A runner whose work has begun, on a pool that does not grow up to so many blocks a layer group."""
+
+    def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200) -> None:
+        super().__init__(model)
+        self.cache.reserve(reserved)
+        backend.addresses = addresses_of(model, lambda: self.memory)
+        self.begin()
+
+    def begin(self) -> None:
+        """As `Core.begin`."""
+        self.runner.begin(read_state(self.model))
+
+    def decode(self, *rows: Row) -> torch.Tensor:
+        """One more token of each row; logits `(rows, vocab)`."""
+        return self.run([row.take(1) for row in rows])
+
+
+def results(engine: PagedEngine, jobs: list[tuple[list[int], dict[str, Any]]], later: int = 0) -> list[RequestResult]:
+    """Of requests of which the last `later` come a few steps after the others."""
+    found: dict[str, RequestResult] = {}
+    waiting = list(enumerate(jobs))
+    for number, (prompt, options) in waiting[: len(jobs) - later]:
+        engine.add_request(prompt, request_id=str(number), **options)
+    waiting = waiting[len(jobs) - later :]
+    steps = 0
+    while engine.has_unfinished or waiting:
+        if waiting and steps % 4 == 3:
+            number, (prompt, options) = waiting.pop(0)
+            engine.add_request(prompt, request_id=str(number), **options)
+        for output in engine.step():
+            if output.result is not None:
+                found[output.request_id] = output.result
+        engine.check_integrity()
+        steps += 1
+    return [found[str(number)] for number in range(len(jobs))]

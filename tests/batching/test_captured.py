@@ -1,0 +1,652 @@
+"""Captured decode steps on the CPU: everything but the device's own graph object, which `FakeGraphs` stands for."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine, native
+from hf_paged.attention import backends
+from hf_paged.batching import captured, captured_cascade, captured_graphs
+from hf_paged.batching.captured import CapturedDecodes, Key, bucket
+from hf_paged.batching.captured_graphs import NothingUnrecorded
+from hf_paged.cache.fingerprint import addresses, read_state
+from hf_paged.cache.packed import NotCapturable
+from tests import models
+from tests.batching.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results
+from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.batching.test_runner import SIZE, Row, assert_close, tokens
+
+NAMES = ("llama", "gemma3")  # one group; a window beside full attention
+CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs]:
+    """Graphs on the CPU, captured at the second use of a size, with tables no wider than needed."""
+    backend = FakeGraphs()
+    monkeypatch.setattr(captured_graphs, "graph_backend", lambda device: backend)
+    monkeypatch.setattr(captured, "MIN_USES", 1)
+    monkeypatch.setattr(captured, "MIN_TABLE_TOKENS", SIZE)
+    captured._log_once.cache_clear()
+    yield backend
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
+    config = {"block_size": SIZE, **options.pop("cache_config", {})}
+    return model.generate(**inputs, **options, cache_implementation="paged", cache_config=config)
+
+
+def decodes_of(owner: Any) -> CapturedDecodes:
+    found: CapturedDecodes = owner.memory.captured
+    return found
+
+
+def keys(owner: Any) -> list[Key]:
+    return list(decodes_of(owner)._graphs)
+
+
+def _need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not backends.kernels.is_available(torch.device("cpu")):
+        pytest.skip("no Triton, or TRITON_INTERPRET unset")
+    monkeypatch.setenv(backends.VARIABLE, "triton")
+
+
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+
+def test_buckets() -> None:
+    sizes = [bucket(n) for n in range(1, 513)]
+    assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert sorted(set(sizes[:128])) == [1, 2, 4, *range(8, 129, 8)]
+    assert all(n <= size and size - n < max(8, n / 8) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes[:256])) == 27 <= captured.MAX_GRAPHS
+
+
+# ----------------------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
+    """Rows of several lengths finish and join, so that sizes change both ways; blocks leave windows."""
+    model = models.get(name)
+    lengths = [(5, 40), (19, 12), (9, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
+    jobs: list[Any] = []
+    for number, (prompt, new) in enumerate(lengths):
+        jobs.append((prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}}))
+    with PagedEngine(model, CONFIG) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        found = results(engine, jobs, later=3)
+        stats = engine.stats()
+        assert stats.num_captured_steps == graphs.num_replays > stats.num_steps / 2
+        assert {key.num_rows for key in keys(engine)} >= {1, 2, 4}
+        assert_drained(engine)
+    for (prompt, options), result in zip(jobs, found):
+        assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, name)
+
+
+@pytest.mark.parametrize("mode", ["greedy_eos", "samples", "beams_eos"])
+def test_generate_gives_plain_tokens(mode: str, graphs: FakeGraphs) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **MODES[mode])
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(generate(model, inputs, **MODES[mode]))
+        count = len(graphs.graphs)
+        route = hf_paged.last_route(model)
+        assert route is not None and route.road == "engine" and route.num_captured_steps > 5
+    assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
+    generate(model, inputs, **MODES["greedy_eos"], cache_config={"prefix_caching": False})
+    assert hf_paged.last_route(model).num_captured_steps > 5  # type: ignore[union-attr]
+    if mode == "greedy_eos":
+        assert len(graphs.graphs) == count, "graphs are kept between calls"
+    hf_paged.check_integrity(model)
+
+
+def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None:
+    model, inputs = models.build("llama"), models.prompt("llama", 2)
+    options: dict[str, Any] = dict(
+        do_sample=False, max_new_tokens=60, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    expected = model.generate(**inputs, **options)
+    found = generate(model, inputs, **options)
+    assert graphs.num_replays > 40
+    assert_close(torch.stack(found.logits), list(expected.logits))
+    assert_close(torch.stack(found.scores), list(expected.scores))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
+    bench = CapturedBench(models.build(name, num_hidden_layers=1 + len(layers), **layers), graphs)
+    rows = [Row(tokens(60, seed), bench) for seed in range(3)]
+    bench.run([row.take(SIZE - 3 + 4 * n) for n, row in enumerate(rows)])  # around the window's end and a block's
+    _need_triton(monkeypatch)
+    bench.begin()
+    for _ in range(4):
+        assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+    assert bench.runner.num_captured_steps == 3 and 0 in graphs.graphs[-1].run._inputs._lengths[0][0]  # type: ignore
+
+
+def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are converted in every replay: what autocast caches does not outlive it."""
+    was_cached: list[bool] = []
+    graphs.fail = lambda: was_cached.append(torch.is_autocast_cache_enabled())
+    bench = CapturedBench(models.build("llama"), graphs)
+    row = Row(tokens(60, 0), bench)
+    bench.run([row.take(5)])
+    _need_triton(monkeypatch)
+    bench.begin()
+    for step in range(6):
+        with torch.autocast("cpu", torch.bfloat16, enabled=step > 2):
+            found = bench.decode(row)
+            assert torch.is_autocast_cache_enabled()
+            assert found.dtype == (torch.bfloat16 if step > 2 else torch.float32)
+        assert (found.float() - bench.plain(row)).norm() < 0.05 * found.float().norm()
+    assert was_cached == [False, False] and graphs.num_replays == 4
+    assert [key.variant[1] for key in keys(bench)] == [None, torch.bfloat16]  # type: ignore[index]
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(40, seed), bench) for seed in range(7)]
+    bench.run([row.take(3) for row in rows])
+    for _ in range(2):
+        bench.decode(*rows)  # the buffers of all 8 rows hold something
+    bench.decode(*rows[:5])
+    items = [row.take(1) for row in rows[:5]]
+    layers = bench.groups[0].storage.layers.values()
+    before = [layer.tensors[0].clone() for layer in layers]
+    bench.run(items)
+    assert graphs.num_replays == 3 and [key.num_rows for key in keys(bench)] == [8]
+    for layer, old in zip(layers, before):
+        changed = (layer.tensors[0] != old).any(dim=3).any(dim=1)  # [num_blocks, block_size]
+        assert changed.sum() == 5
+
+
+def test_a_step_with_anything_but_waiting_decodes_is_eager(graphs: FakeGraphs) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(40, seed), bench) for seed in range(3)]
+    bench.run([row.take(4) for row in rows])
+    for _ in range(3):
+        bench.decode(*rows)
+    count = graphs.num_replays
+    other = Row(tokens(40, 9), bench)
+    bench.run([*(row.take(1) for row in rows[:2]), other.take(6)])
+    bench.run([rows[0].take(1), rows[1].take(1), rows[2].take(1, known=30)])
+    assert graphs.num_replays == count > 0
+
+
+def test_a_larger_graph_serves_until_there_is_one_of_the_size(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(40, seed), bench) for seed in range(4)]
+    bench.run([row.take(SIZE + 1) for row in rows])
+    for _ in range(2):
+        bench.decode(*rows)
+    monkeypatch.setattr(captured, "MIN_USES", 3)
+    for number in range(5):
+        assert_close(bench.decode(*rows[:2]), [bench.plain(row) for row in rows[:2]])
+        assert [graph.num_replays for graph in graphs.graphs] == ([1 + number + 1] if number < 3 else [4, number - 2])
+
+
+def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "MAX_GRAPHS", 2)
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(40, seed), bench) for seed in range(4)]
+    bench.run([row.take(SIZE + 1) for row in rows])
+    for count in (1, 1, 2, 2, 1, 4, 4):
+        bench.decode(*rows[:count])
+    assert [key.num_rows for key in keys(bench)] == [1, 4]
+
+
+# ----------------------------------------------------------------------------------------------- what graphs depend on
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
+    """A graph's launches were sized for its tables; a row that outgrows them is not cut off."""
+    bench = CapturedBench(models.get(name), graphs)
+    row, other = Row(tokens(80, 0), bench), Row(tokens(80, 1), bench)
+    bench.run([row.take(2), other.take(5)])
+    for _ in range(60):
+        assert_close(bench.decode(row, other), [bench.plain(row), bench.plain(other)])
+    full = bench.runner.windows.index(None)
+    assert sorted(key.widths[full] for key in keys(bench)) == [1, 2, 4, 8, 16][: len(graphs.graphs)]
+    assert max(key.widths[full] for key in keys(bench)) >= len(row.blocks.tables[full].block_ids) > 4
+    if name == "gemma3":
+        assert max(key.widths[1 - full] for key in keys(bench)) == 2  # blocks leave the window
+
+
+def test_tables_start_wide_enough_for_short_texts(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "MIN_TABLE_TOKENS", 128)
+    bench = CapturedBench(models.get("llama"), graphs)
+    row = Row(tokens(80, 0), bench)
+    bench.run([row.take(2)])
+    for _ in range(70):
+        bench.decode(row)
+    assert len(graphs.graphs) == 1 and keys(bench)[0].widths == (16,)
+
+
+def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
+    bench = CapturedBench(models.get("llama"), graphs, reserved=0)
+    row = Row(tokens(80, 0), bench)
+    bench.run([row.take(2)])
+    for _ in range(3):
+        bench.decode(row)
+    held = weakref.ref(bench.groups[0].storage.layers[0])
+    other = Row(tokens(300, 1), bench)
+    bench.run([other.take(299)])
+    assert held() is None, "nobody holds the blocks before the growth"
+    for _ in range(3):
+        assert_close(bench.decode(row), [bench.plain(row)])
+    assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no waiting the second time
+
+
+def test_weights_changed_in_place_need_no_other_graph(graphs: FakeGraphs) -> None:
+    model, inputs = models.build("llama"), models.prompt("llama")
+    for _ in range(2):  # the pool has its size then
+        generate(model, inputs, do_sample=False, max_new_tokens=50)
+    count = len(graphs.graphs)
+    before = model.generate(**inputs, do_sample=False, max_new_tokens=50)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=50)
+    assert not torch.equal(before, expected)
+    assert torch.equal(generate(model, inputs, do_sample=False, max_new_tokens=50), expected)
+    assert len(graphs.graphs) == count and graphs.num_replays > 60
+
+
+def _replace_weight(model: Any) -> None:
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data = -weight.data
+
+
+def _replace_module(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+def _set_attribute(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 2.0
+
+
+def _replace_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+@pytest.mark.parametrize("change", [_replace_weight, _replace_module, _set_attribute, _replace_buffer])
+def test_another_model_needs_another_graph(change: Any, graphs: FakeGraphs) -> None:
+    model, inputs = models.build("llama"), models.prompt("llama")
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=50)
+    before = generate(model, inputs, **options)
+    old = [weakref.ref(graph) for graph in graphs.graphs]
+    graphs.graphs.clear()
+    change(model)
+    expected = model.generate(**inputs, **options)
+    assert not torch.equal(before, expected)
+    assert torch.equal(generate(model, inputs, **options), expected)
+    assert graphs.num_replays > 30 and all(ref() is None for ref in old)
+
+
+def test_addresses_of_a_model() -> None:
+    model = models.build("llama")
+
+    def now() -> bytes:
+        state = read_state(model)
+        assert state is not None
+        return addresses(model, state)
+
+    first = now()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert now() == first
+    found = {first}
+    changes = (_replace_weight, _replace_module, _set_attribute, _replace_buffer, lambda model: model.model.train())
+    for change in changes:
+        change(model)
+        found.add(now())
+    assert len(found) == 1 + len(changes)
+
+
+@pytest.mark.parametrize("setting", ["precision", "backend"])
+def test_settings_that_choose_kernels(setting: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    row = Row(tokens(40, 0), bench)
+    bench.run([row.take(2)])
+    for _ in range(2):
+        bench.decode(row)
+    bench.begin()
+    assert len(keys(bench)) == 1
+    before = torch.get_float32_matmul_precision()
+    if setting == "precision":
+        torch.set_float32_matmul_precision("medium")
+    else:
+        monkeypatch.setenv(backends.VARIABLE, "native")
+    try:
+        bench.begin()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert not keys(bench)
+
+
+def test_a_runner_nobody_began_with_is_eager(graphs: FakeGraphs) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    bench.runner.begin(None)
+    row = Row(tokens(40, 0), bench)
+    bench.run([row.take(2)])
+    for _ in range(4):
+        bench.decode(row)
+    assert not graphs.graphs
+
+
+def test_every_adapter_has_its_graphs(graphs: FakeGraphs) -> None:
+    pytest.importorskip("peft")
+    from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
+
+    model = lora_model()
+    prompt, options = prompts(12)[0], {**GREEDY, "max_new_tokens": 16}
+    with PagedEngine(model, CONFIG) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        for _ in range(2):
+            jobs = [(prompt, {"generation_config": options, "adapter": adapter}) for adapter in (*ADAPTERS, "first")]
+            for adapter, result in zip((*ADAPTERS, "first"), results(engine, jobs)):
+                assert_same_as_lone(lone_with(model, adapter, prompt, options), result, options, adapter)
+            count = len(graphs.graphs)
+        assert {key.variant[0] for key in keys(engine)} == set(ADAPTERS)  # type: ignore[index]
+        assert engine.stats().num_captured_steps == graphs.num_replays > engine.stats().num_steps
+        results(engine, jobs)
+        assert len(graphs.graphs) == count, "kept while the engine is idle"
+
+
+def test_a_cascade_that_pays_more_than_launches_cost_is_eager(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    bench = CapturedBench(models.get("llama"), graphs)
+    parent = Row(tokens(8 * SIZE, 0), bench)
+    bench.run([parent.take(8 * SIZE)])
+    rows = [Row(parent.tokens + tokens(30, seed), bench) for seed in range(1, 4)]
+    for row in rows:
+        row.num_computed_tokens = 8 * SIZE
+        row.blocks.tables = [table.fork() for table in parent.blocks.tables]
+    for _ in range(3):
+        bench.decode(*rows)
+    assert graphs.num_replays == 2
+    monkeypatch.setattr(captured_cascade, "EAGER_LAYER_BYTES", 0)
+    bench.memory.captured._costs = None
+    assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+    assert graphs.num_replays == 2
+    bench.decode(rows[0])  # shares with nobody in this step
+    bench.decode(rows[0])
+    assert graphs.num_replays > 2
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+
+def _waits(self: Any, x: torch.Tensor) -> torch.Tensor:
+    assert float(x.abs().max()) > 0
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _branches(self: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = (x[0].sum(-1) != 12.5).nonzero()[:, 0]
+    return self.down_proj(self.act_fn(self.gate_proj(x[:, rows])) * self.up_proj(x[:, rows]))
+
+
+def _draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x + 0 * torch.rand_like(x)
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("forward", [_waits, _branches, _draws])
+def test_a_forward_that_cannot_be_recorded(
+    forward: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    model, inputs = models.build("llama"), models.prompt("llama")
+    options: dict[str, Any] = dict(do_sample=True, max_new_tokens=50)
+    torch.manual_seed(3)
+    expected = generate(model, inputs, **options, cache_config={"capture": False, "prefix_caching": False})
+    state = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING, "hf_paged"):
+        for _ in range(2):
+            torch.manual_seed(3)
+            assert torch.equal(generate(model, inputs, **options, cache_config={"prefix_caching": False}), expected)
+            assert torch.equal(torch.get_rng_state(), state)
+    assert not graphs.graphs
+    assert [record.getMessage().split("its forward ")[1].split()[0] for record in caplog.records] == [
+        "draws" if forward is _draws else "waits"
+    ]
+    assert hf_paged.last_route(model).num_captured_steps == 0  # type: ignore[union-attr]
+    hf_paged.check_integrity(model)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_attention_that_needs_lengths_on_the_host(
+    backend: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(backends.VARIABLE, backend)
+    bench = CapturedBench(models.get("gemma3"), graphs)
+    rows = [Row(tokens(60, seed), bench) for seed in range(2)]
+    bench.run([row.take(4) for row in rows])
+    for _ in range(4):
+        assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+    assert not graphs.graphs
+    assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
+        "no attention kernel that takes its lengths from the device serves it"
+    ]
+
+
+def test_a_capture_that_fails(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs there are already go, too; the step is run eagerly, and no capture is tried before the model changed."""
+    attempts = []
+
+    def fail() -> None:
+        attempts.append(1)
+        try:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand more")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    bench = CapturedBench(models.build("llama"), graphs)
+    rows = [Row(tokens(60, seed), bench) for seed in range(2)]
+    bench.run([row.take(4) for row in rows])
+    for _ in range(3):
+        bench.decode(rows[0])
+    graphs.fail = fail
+    with caplog.at_level(logging.WARNING, "hf_paged"):
+        for _ in range(4):
+            assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+    assert attempts == [1] and not keys(bench) and bench.runner.num_captured_steps == 2
+    assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
+        "CUDA error: operation not permitted when stream is capturing"
+    ]
+    graphs.fail = None
+    bench.begin()
+    bench.decode(*rows)
+    assert not keys(bench)
+    _set_attribute(bench.model)
+    bench.begin()
+    row = Row(tokens(60, 7), bench)
+    bench.run([row.take(4)])
+    assert_close(bench.decode(row), [bench.plain(row)])
+    assert keys(bench)
+
+
+def test_a_forward_that_fails_in_a_capture_and_eagerly(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("on purpose")
+
+    model, prompt = models.build("llama"), prompts(9)[0]
+    options = {**GREEDY, "max_new_tokens": 30}
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(prompt, options)
+        for _ in range(2):  # the prompt, and an eager decode
+            engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_llama.LlamaMLP, "forward", fail)
+            (output,) = engine.step()
+        assert output.result is not None and isinstance(output.result.error, OSError)
+        assert_drained(engine)
+        assert decodes_of(engine).obstacle == "on purpose" and decodes_of(engine)._forward is None
+        (result,) = results(engine, [(prompt, {"generation_config": options})])
+        assert_same_as_lone(lone_run(model, prompt, options), result, options, "after the error")
+        assert_drained(engine)
+
+
+def test_an_interrupted_capture_leaves_nothing_behind(graphs: FakeGraphs) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    bench = CapturedBench(models.build("llama"), graphs)
+    row = Row(tokens(60, 0), bench)
+    bench.run([row.take(4)])
+    bench.decode(row)
+    graphs.fail = interrupt
+    item = row.take(1)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run([item])
+    graphs.fail = None
+    assert decodes_of(bench)._forward is None and not keys(bench)
+    assert_close(bench.run([item]), [bench.plain(row)])
+    assert bench.runner.num_captured_steps == 1
+
+
+class _BrokenGraph:
+    """What a capture leaves whose stream was invalidated: it never ends."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends = ends
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+
+    def capture_end(self) -> None:
+        if not self.ends:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def pool(self) -> Any:
+        if not self.ends:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the same is tested with real graphs."""
+    done: list[Any] = []
+    generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=done.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *args, name=name: done.append((name, args)), raising=False)
+    backend = object.__new__(captured_graphs.CudaGraphs)
+    backend._device, backend._pool = torch.device("cuda", 1), (0, 7)
+
+    def run() -> None:
+        raise NotCapturable("on purpose")
+
+    with pytest.raises(RuntimeError) as error:
+        backend._record(_BrokenGraph(ends), run)  # type: ignore[arg-type]
+    assert captured._reason(error.value) == "on purpose"
+    repaired = ["before", ("_cuda_endAllocateToPool", (1, (0, 7))), ("_cuda_releasePool", (1, (0, 7)))]
+    assert done == ([] if ends else repaired)
+
+
+def test_operations_that_cannot_be_recorded() -> None:
+    x = torch.arange(6.0)
+    with NothingUnrecorded():
+        y = torch.softmax(x * 2, 0).to(torch.float16)[1:3]
+        for wait in (lambda: x[0].item(), lambda: x[x > 2], lambda: x.unique(), lambda: bool(x.sum() > 3)):
+            with pytest.raises(NotCapturable, match="waits for the device"):
+                wait()
+        with pytest.raises(NotCapturable, match="random"):
+            torch.rand(3)
+        with pytest.raises(NotCapturable, match="between host and device"):
+            x.to("meta")
+    assert y.shape == (2,)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def _refs(decodes: CapturedDecodes) -> list[weakref.ref[Any]]:
+    steps = list(decodes._graphs.values())
+    assert steps
+    inner = [part for step in steps for part in (step, step.graph, step.inputs, step.inputs._buffer)]
+    return [weakref.ref(part) for part in (*inner, *decodes._outputs.values(), decodes)]
+
+
+def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
+    """At once, not with the next garbage collection."""
+    model, inputs = models.build("llama"), models.prompt("llama")
+    gc.disable()
+    try:
+        generate(model, inputs, do_sample=False, max_new_tokens=50)
+        refs = _refs(hf_paged.registry._memories[model][1].captured)
+        graphs.graphs.clear()
+        hf_paged.free(model)
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+        cached = generate(model, inputs, do_sample=False, max_new_tokens=50, return_dict_in_generate=True)
+        refs = _refs(hf_paged.registry._memories[model][1].captured)
+        graphs.graphs.clear()
+        hf_paged.free(model)
+        assert [ref() for ref in refs] == [None] * len(refs), "a cache that is still held needs no graphs"
+        assert cached.past_key_values.get_seq_length() > 50
+
+        engine = PagedEngine(model, CONFIG)
+        engine.generate(inputs["input_ids"], {**GREEDY, "max_new_tokens": 9})
+        refs = _refs(decodes_of(engine))
+        graphs.graphs.clear()
+        engine.free()
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
+
+
+def test_graphs_do_not_keep_the_model(graphs: FakeGraphs) -> None:
+    model, inputs = models.build("llama"), models.prompt("llama")
+    generate(model, inputs, do_sample=False, max_new_tokens=50)
+    refs = [*_refs(hf_paged.registry._memories[model][1].captured), weakref.ref(model)]
+    graphs.graphs.clear()
+    del model
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_capture_can_be_turned_off(graphs: FakeGraphs) -> None:
+    model = models.get("llama")
+    with PagedEngine(model, PagedConfig(block_size=SIZE, capture=False)) as engine:
+        engine.generate(prompts(5, 9), {**GREEDY, "max_new_tokens": 9})
+        assert engine.stats().num_captured_steps == 0 and not graphs.graphs
+    for value in (1, "yes", None):
+        with pytest.raises(ValueError, match=r"`capture` is .*: it must be True or False"):
+            PagedConfig(capture=value)  # type: ignore[arg-type]
+
+
+def test_there_are_no_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert captured_graphs.graph_backend(torch.device("cpu")) is None
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
+        assert engine.stats().num_captured_steps == 0 and engine.memory.captured is None

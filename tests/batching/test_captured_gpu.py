@@ -1,0 +1,177 @@
+"""Decode steps as CUDA graphs against eager ones, on the device. `python -m pytest -m gpu`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from hf_paged.batching import captured, captured_graphs
+from hf_paged.cache.fingerprint import read_state
+from tests import models
+from tests.batching.captured_helpers import results
+from tests.batching.engine_helpers import assert_drained, prompts
+from tests.batching.test_runner import SIZE, Bench, Row, tokens
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = {"do_sample": False, "eos_token_id": None}
+LENGTHS = [(5, 60), (19, 32), (9, 46), (1, 51), (12, 40), (30, 29), (3, 37)]  # tokens of the prompt, new tokens
+JOBS: list[Any] = [
+    (prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}})
+    for number, (prompt, new) in enumerate(LENGTHS)
+]
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    captured._log_once.cache_clear()
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def texts(model: Any, later: int = 0, **config: Any) -> tuple[list[list[int]], hf_paged.EngineStats]:
+    with PagedEngine(model, PagedConfig(**{"block_size": SIZE, **config})) as engine:
+        found = results(engine, JOBS, later)
+        stats = engine.stats()
+        assert_drained(engine)
+    assert [result.error for result in found] == [None] * len(found)
+    return [result.token_ids for result in found], stats
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
+    """Rows finish and join; tables outgrow their graphs; blocks leave windows."""
+    model = models.build(name).to("cuda")
+    expected, eager = texts(model, later=3, capture=False)
+    found, stats = texts(model, later=3)
+    assert found == expected
+    assert eager.num_captured_steps == 0 < stats.num_steps / 2 < stats.num_captured_steps
+
+
+def test_half_precision() -> None:
+    model = models.build("llama").to("cuda", torch.bfloat16)
+    found, stats = texts(model)
+    again, _ = texts(model)
+    assert found == again and stats.num_captured_steps > 20
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 4}])
+def test_generate(options: dict[str, Any]) -> None:
+    model = models.build("llama").to("cuda")
+    inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, max_new_tokens=60, **options)
+    for _ in range(2):
+        torch.manual_seed(0)
+        assert torch.equal(plain, model.generate(**inputs, max_new_tokens=60, **options, **models.PAGED))
+        assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
+    hf_paged.check_integrity(model)
+
+
+def test_weights_changed_in_place_and_replaced() -> None:
+    model = models.build("llama").to("cuda")
+    inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
+    for change in (lambda weight: None, lambda weight: weight.data.mul_(-1), lambda w: setattr(w, "data", -w.data)):
+        change(model.model.layers[0].mlp.down_proj.weight)
+        plain = model.generate(**inputs, do_sample=False, max_new_tokens=60)
+        assert torch.equal(plain, model.generate(**inputs, do_sample=False, max_new_tokens=60, **models.PAGED))
+        assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
+
+
+def test_swap_and_growth() -> None:
+    model = models.build("llama").to("cuda")
+    expected, _ = texts(model, capture=False)
+    found, stats = texts(model, num_blocks=26, preemption="swap", prefix_caching=False)
+    assert found == expected and stats.num_swaps > 0 < stats.num_captured_steps
+
+    bench = Bench(model)
+    bench.runner.begin(read_state(model))
+    row, other = Row(tokens(120, 0), bench), Row(tokens(600, 1), bench)
+    bench.run([row.take(2)])
+    for step in range(40):
+        if step == 20:
+            before = bench.groups[0].storage.layers[0].keys.data_ptr()
+            bench.run([other.take(500)])
+            assert bench.groups[0].storage.layers[0].keys.data_ptr() != before
+        logits = bench.run([row.take(1)])
+        with torch.no_grad():
+            plain = model(torch.tensor([row.token_ids], device="cuda"), use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(logits, plain, atol=1e-3, rtol=1e-3)
+    assert bench.runner.num_captured_steps > 30
+
+
+def test_a_replay_does_not_wait_for_the_device() -> None:
+    bench = Bench(models.build("gemma3").to("cuda"))
+    bench.runner.begin(read_state(bench.model))
+    bench.cache.reserve(64)
+    rows = [Row(tokens(60, seed), bench) for seed in range(3)]
+    bench.run([row.take(4) for row in rows])
+    for _ in range(captured.MIN_USES + 1):
+        bench.run([row.take(1) for row in rows])
+    count = bench.runner.num_captured_steps
+    assert count
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            bench.run([row.take(1) for row in rows])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bench.runner.num_captured_steps == count + 10
+
+
+def test_memory_is_freed() -> None:
+    model = models.build("llama", vocab_size=50_000).to("cuda")
+    inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
+
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    model.generate(**inputs, max_new_tokens=60, **models.PAGED, do_sample=False)
+    hf_paged.free(model)
+    before = held()
+    for _ in range(3):
+        model.generate(**inputs, max_new_tokens=60, **models.PAGED, do_sample=False)
+        assert held() > before
+        hf_paged.free(model)
+        assert held() <= before
+        texts(model)
+        assert held() <= before
+
+
+@pytest.mark.parametrize("noticed", ["before", "during"])
+def test_a_capture_that_fails_leaves_the_device_as_it_was(noticed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_llama.LlamaMLP.forward
+
+    def waits(self: Any, x: torch.Tensor) -> torch.Tensor:
+        assert float(x.abs().max()) > 0
+        return own(self, x)
+
+    model = models.build("llama").to("cuda")
+    expected, _ = texts(model, capture=False)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
+    if noticed == "during":
+        monkeypatch.setattr(captured_graphs, "NothingUnrecorded", contextlib.nullcontext)
+    stream = torch.cuda.current_stream()
+    torch.manual_seed(5)
+    numbers = torch.rand(3, device="cuda")
+    torch.manual_seed(5)
+    found, stats = texts(model)
+    assert found == expected and stats.num_captured_steps == 0
+    assert torch.equal(torch.rand(3, device="cuda"), numbers)
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    monkeypatch.undo()
+    found, stats = texts(model)
+    assert found == expected and stats.num_captured_steps > 20

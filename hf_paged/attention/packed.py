@@ -64,8 +64,7 @@ def packed_attention(
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
-    is_plain = softcap is None and sinks is None and query.dtype == key.dtype
-    if backends.uses_triton(query):
+    if _uses_triton(step, query):
         from .kernels import packed as kernels
 
         kernel_plan = plan_packed(step, attention_mask, query.device, kernels.KernelPlan)
@@ -80,6 +79,7 @@ def packed_attention(
             return decoded
     if step.lengths is not None:
         raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
+    is_plain = softcap is None and sinks is None and query.dtype == key.dtype
     parts = []
     for stretch in plan:
         part = _rows(query, stretch)  # [rows, heads, query_len, head_dim]
@@ -96,6 +96,14 @@ def packed_attention(
             output = backends.paged_attention(part, key.blocks, value.blocks, stretch.metadata, **features)
         parts.append(output.flatten(0, 1))  # [rows * query_len, heads, value_dim]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+
+def _uses_triton(step: PackedStep, query: torch.Tensor) -> bool:
+    """`backends.uses_triton`, asked once for all layers: it reads the environment."""
+    found = step.memo.get("uses_triton")
+    if found is None:
+        found = step.memo["uses_triton"] = backends.uses_triton(query)
+    return bool(found)
 
 
 def _decode(

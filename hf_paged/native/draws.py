@@ -21,7 +21,8 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
     """
     `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same draws, and the generator left in the same
     state. torch takes a logarithm for every entry, the C++ kernel for the few that can win; where that kernel does not
-    serve, torch's does.
+    serve, torch's does. Calls of it may overlap in threads; a draw of torch's own from the same generator meanwhile may
+    give numbers that this one gives, too.
 
     Args:
         probs (`torch.Tensor` of shape `(rows, size)`): Not negative, not all zero in a row; any float dtype and device.

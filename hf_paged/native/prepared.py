@@ -21,7 +21,7 @@ class StoreCall:
     caller sees to it that blocks and states are what they were.
     """
 
-    __slots__ = ("_address", "_blocks", "_num_blocks", "_rest")
+    __slots__ = ("_blocks", "_num_blocks", "_rest")
 
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> None:
         """Arguments as of `cache.storage.store`, those that `supports_store` accepts, with one row."""
@@ -49,12 +49,13 @@ class DecodeFields(NamedTuple):
     """What the kernel is told of a step's block tables: the same for all layers of a group."""
 
     metadata: AttentionMetadata  # keeps the tensors
-    pointers: tuple[int, int, int]
-    widths: tuple[int, int]
-    causal_window_threads: tuple[int, int, int]
+    pointers: tuple[int, int, int]  # of block_tables, seq_lens, starts
+    widths: tuple[int, int]  # of a row of block_tables: from one to the next, and its columns
+    causal_window_threads: tuple[int, int, int]  # 1; tokens, -1 for no window; of torch
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> DecodeFields:
+        """For tables and lengths `(rows, max_blocks)` and `(rows,)`, int32, on the CPU."""
         tables = metadata.block_tables
         return cls(
             metadata,
@@ -70,7 +71,7 @@ class DecodeCall:
     the same shape and strides in every step. It keeps addresses of blocks, not tensors.
     """
 
-    __slots__ = ("_blocks", "_out_shape", "_rest", "_sinks_dtype", "_strides", "signature")
+    __slots__ = ("_blocks", "_out_shape", "_rest", "_strides", "signature")
 
     def __init__(
         self,
@@ -81,6 +82,13 @@ class DecodeCall:
         scale: float,
         softcap: float | None,
     ) -> None:
+        """
+        Args:
+            query (`torch.Tensor` of shape `(1, heads, rows, key_dim)`): One that `supports` accepts, row by row.
+            key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`): Alive as long
+                as the call is used.
+            sinks, scale, softcap: As in `paged_attention`.
+        """
         _, heads, rows, key_dim = query.shape
         num_blocks, kv_heads, block_size, value_dim = value_blocks.shape
         sinks_dtype = 0 if sinks is None else DTYPES[sinks.dtype]
@@ -95,9 +103,9 @@ class DecodeCall:
 
     @staticmethod
     def sign(query: Tensor, sinks: Tensor | None, scale: float, softcap: float | None) -> tuple[object, ...]:
-        """Equal for calls that one `DecodeCall` serves."""
-        dtype = None if sinks is None else sinks.dtype
-        return query.shape, query.stride(), query.dtype, dtype, scale, softcap
+        """Equal for calls that one `DecodeCall` serves, on the same blocks. `sinks`: `(heads,)`, float."""
+        kind = None if sinks is None else (sinks.dtype, sinks.stride(), sinks.device)
+        return query.shape, query.stride(), query.dtype, kind, scale, softcap
 
     def __call__(self, query: Tensor, fields: DecodeFields, sinks: Tensor | None) -> Tensor:
         """`(1, rows, heads, value_dim)` in the query's dtype, contiguous."""

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_data import Data, Setting
-from hf_paged.attention import backends
+from hf_paged.attention import backends, kernels
 
 Attention = Callable[[int], Tensor]
 CONTIGUOUS = "contiguous sdpa"
@@ -30,7 +31,7 @@ class Skipped(Exception):
     """The peer does not take part in this case, for the reason given."""
 
 
-class Peer:
+class Peer(ABC):
     """
     Args:
         name (`str`): In the table.
@@ -51,8 +52,9 @@ class Peer:
                 return "skipped: half precision only" if self.cuda and setting.dtype == "fp32" else ""
         return "not installed"
 
+    @abstractmethod
     def prepare(self, data: Data) -> Attention:
-        raise NotImplementedError
+        """What computes one layer's attention. Raises `Skipped`."""
 
 
 class Ours(Peer):
@@ -72,6 +74,27 @@ class Ours(Peer):
         if supports is not None and not supports(data.query, *data.blocks[0], data.metadata):
             raise Skipped("outside this backend's range")
         return lambda layer: function(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
+
+
+class Triton(Peer):
+    """Our Triton kernels, which a model's call gets on a GPU."""
+
+    name = "ours: triton"
+    module = "triton"
+
+    def missing(self, setting: Setting) -> str:
+        device = torch.device(setting.device)
+        if device.type == "cpu":
+            return "skipped: needs a GPU"
+        return super().missing(setting) or ("" if kernels.is_available(device) else "not available: see the log")
+
+    def prepare(self, data: Data) -> Attention:
+        from hf_paged.attention.kernels import dispatch
+
+        obstacle = dispatch.supports(data.query, *data.blocks[0], data.metadata)
+        if obstacle is not None:
+            raise Skipped(obstacle)
+        return lambda layer: dispatch.paged_attention(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
 
 
 class Contiguous(Peer):
@@ -308,6 +331,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All, the contiguous ideal first, then ours."""
-    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS)]
+    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Triton()]
     rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

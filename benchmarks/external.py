@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from abc import abstractmethod
 from typing import Any
 
 from benchmarks.models import PAD, Shape
@@ -36,13 +37,13 @@ class External(System):
                 self.loaded = self.load(directory, model)
         return Answer(self.run(workload, batch), [])
 
+    @abstractmethod
     def load(self, directory: str, model: Any) -> Any:
         """The engine, with the model of the directory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, workload: Workload, batch: Batch) -> list[list[int]]:
         """New tokens of every row."""
-        raise NotImplementedError
 
     def free(self) -> None:
         self.loaded = None

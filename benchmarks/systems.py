@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class StopsAt(StoppingCriteria):
         return input_ids.shape[1] >= self.lengths
 
 
-class System:
+class System(ABC):
     """
     One way to generate.
 
@@ -57,14 +58,15 @@ class System:
 
     is_peer = False
 
+    @abstractmethod
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
-        raise NotImplementedError
+        """The new tokens of every row of `batch`, and when they came."""
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         """Most bytes of keys and values at once, in the call before; `None`: not told."""
         return None
 
-    def free(self) -> None:
+    def free(self) -> None:  # noqa: B027  most have nothing to give
         """Gives memory back."""
 
 

@@ -31,7 +31,7 @@ def test_quick_prints_and_writes_every_phase_and_peer(quick):
     assert (directory / "attention-cpu.md").exists() and (directory / "attention-cpu.png").stat().st_size < 100_000
     contenders = {row["contender"] for row in rows}
     assert contenders >= {CONTIGUOUS, "ours", "HF sdpa", "HF eager", "flex_attention", "flash-attn", "FlashInfer"}
-    assert contenders >= {"varlen_attn", *(f"ours: {name}" for name in backends.BACKENDS)}
+    assert contenders >= {"varlen_attn", *(f"ours: {name}" for name in backends.NAMES)}
     for phase in ("decode", "chunk", "prefill"):
         of_phase = [row for row in rows if row["phase"] == phase]
         assert {row["contender"] for row in of_phase} == contenders  # nobody is left out silently

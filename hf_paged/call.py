@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .attention.latent import wrap_expansion
 from .attention.masks import PagedMask, mask_observer
-from .attention.switch import use_paged_attention
+from .attention.switch import switchable_configs, use_configs
 from .cache.paged_cache import PagedCache
 from .registry import Route, note_route
 
@@ -62,10 +62,11 @@ class Call:
 
     def _switch(self) -> None:
         self.is_switched = True
-        for module in self.model.modules():
+        modules = list(self.model.modules())
+        for module in modules:
             if "expand_kv" in vars(type(module)):
                 wrap_expansion(type(module))
-        self.stack.enter_context(use_paged_attention(self.model))
+        self.stack.enter_context(use_configs(switchable_configs(modules)))
         token = mask_observer.set(self.observe)
         self.stack.callback(mask_observer.reset, token)
 

@@ -93,7 +93,7 @@ def native_function(module: nn.Module, implementation: str) -> Callable[..., Any
 @contextlib.contextmanager
 def use_paged_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it, the cached attention layers of `model` call our attention function."""
-    with use_configs(switchable_configs(model)):
+    with use_configs(switchable_configs(model.modules())):
         yield
 
 
@@ -111,13 +111,13 @@ def use_configs(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
             _switches.leave(config)
 
 
-def switchable_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """
-    The configs of `model` that attention layers with a cache read their implementation from, and whose other readers
-    behave the same under our name as under the one they have.
+    The configs that attention layers with a cache, of all a model's `modules`, read their implementation from, and
+    whose other readers behave the same under our name as under the one they have.
     """
     readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
-    for module in model.modules():
+    for module in modules:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             readers.setdefault(id(config), (config, set()))[1].add(type(module))

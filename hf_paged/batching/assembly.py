@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -70,8 +71,13 @@ def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int)
         swapper=swapper,
     )
     runner = PackedRunner(model, cache)
-    attention = functools.partial(use_configs, switchable_configs(model))
-    return Core(model, memory, blocks, runner, scheduler, cost, attention, swapper=swapper)
+    return Core(model, memory, blocks, runner, scheduler, cost, _attention(model), swapper=swapper)
+
+
+def _attention(model: PreTrainedModel) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The switch around the steps of an engine. `generate` has made its own, and never asks for the configs."""
+    configs = functools.cache(lambda: switchable_configs(model.modules()))
+    return lambda: use_configs(configs())
 
 
 class MeasuredSwapper(BlockSwapper):
@@ -148,8 +154,7 @@ def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_nu
         blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, preempt="recompute", swapper=None
     )
     runner = RowRunner(model, memory)
-    attention = functools.partial(use_configs, switchable_configs(model))
-    return Core(model, memory, blocks, runner, scheduler, None, attention, states=runner, obstacle=obstacle)
+    return Core(model, memory, blocks, runner, scheduler, None, _attention(model), states=runner, obstacle=obstacle)
 
 
 @functools.lru_cache

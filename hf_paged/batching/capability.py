@@ -6,11 +6,11 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from ..attention.switch import NAME, native_implementation, switchable_configs
@@ -28,6 +28,18 @@ _lock = threading.Lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
+class Parts(NamedTuple):
+    """What a model is made of at this moment. Modules may change at any time, so it is read anew for every call."""
+
+    modules: list[tuple[str, nn.Module]]
+    configs: list[PreTrainedConfig]  # that a call switches to our attention
+
+
+def _parts(model: PreTrainedModel) -> Parts:
+    modules = list(model.named_modules())
+    return Parts(modules, switchable_configs(module for _, module in modules))
+
+
 def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """
     Why a packed forward through `model` would not give each sequence what it gets alone, in one line; `None` if it
@@ -36,11 +48,12 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     Args:
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
     """
-    if reason := visible_obstacle(model, cache):
+    parts = _parts(model)
+    if reason := _visible_obstacle(model, cache, parts):
         return reason
     # what is above is cheap and may change at any time; what follows costs four forwards, so it is done once
     layers = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
-    key = (_fingerprint(model), layers)
+    key = (_fingerprint(model, parts), layers)
     with _lock:
         found = _verdicts.get(model)
     if found is None or found[0] != key:
@@ -53,16 +66,20 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
 
 def visible_obstacle(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """The part of `packable` that only looks at what the model is made of, on whatever device."""
+    return _visible_obstacle(model, cache, _parts(model))
+
+
+def _visible_obstacle(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     for check in (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens):
-        if reason := check(model, cache):
+        if reason := check(model, cache, parts):
             return reason
     return None
 
 
-def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+def _fingerprint(model: PreTrainedModel, parts: Parts) -> tuple[Any, ...]:
     """Changes when a module is replaced or added (an adapter), or attention, dtype, device or mode is another."""
-    modules = tuple((type(module), module.training) for module in model.modules())
-    implementations = tuple(native_implementation(config) for config in switchable_configs(model))
+    modules = tuple((type(module), module.training) for _, module in parts.modules)
+    implementations = tuple(native_implementation(config) for config in parts.configs)
     autocast = autocast_dtype(model.device)
     return modules, implementations, model.dtype, autocast, model.device, getattr(type(model), PREPARE)
 
@@ -70,7 +87,7 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
 # -- what the model is made of ------------------------------------------------------------------------------------
 
 
-def _wrong_kind(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def _wrong_kind(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return "the model has an encoder"
     parameters = inspect.signature(model.forward).parameters
@@ -78,7 +95,7 @@ def _wrong_kind(model: PreTrainedModel, cache: PagedCache) -> str | None:
     return f"its forward takes no {' and no '.join(missing)}" if missing else None
 
 
-def _wrong_cache(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def _wrong_cache(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     if cache.layer_class_to_replicate is not None or not cache.layers:
         return "its cache does not know its layers before the first forward"
     foreign = {type(layer) for layer in cache.layers if not isinstance(layer, EMPTY_LAYERS)}
@@ -89,23 +106,23 @@ def _wrong_cache(model: PreTrainedModel, cache: PagedCache) -> str | None:
     return None
 
 
-def _wrong_methods(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def _wrong_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     for name in STOCK_METHODS:
         if getattr(getattr(model, name, None), "__func__", None) is not getattr(GenerationMixin, name):
             return f"it has a `{name}` of its own"
     if PREPARE in vars(model):
         return f"its `{PREPARE}` was replaced"
     loaded_with_ours = model.config.get_text_config(decoder=True)._attn_implementation_internal == NAME
-    if not switchable_configs(model) and not loaded_with_ours:
+    if not parts.configs and not loaded_with_ours:
         return "its attention does not go through the attention interface"
     return None
 
 
-def _watched(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def _watched(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     """Hooks would see packed tokens where they expect rows."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global forward hooks"
-    for name, module in model.named_modules():
+    for name, module in parts.modules:
         if module._compiled_call_impl is not None or "forward" in vars(module):
             return f"the forward of {name or 'the model'} is compiled or replaced"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -119,19 +136,24 @@ def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
-def _spread_out(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+def _spread_out(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+    devices = {
+        tensor.device
+        for _, module in parts.modules
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    }
     return f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}" if len(devices) > 1 else None
 
 
-def _mixes_tokens(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def _mixes_tokens(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     """What one token gets must not depend on which others are in the batch, nor on chance."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):
         return "its experts have a capacity for the whole batch"
     if getattr(config, "output_router_logits", False):
         return "`output_router_logits` computes a loss over the whole batch"
-    for module in model.modules():
+    for _, module in parts.modules:
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind == "longrope" or "dynamic" in str(kind):

@@ -57,7 +57,7 @@ def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device
     built, reason = _built_caches(model)
     if not built:
         return Road("plain", reason, False, {})
-    in_place = bool(switchable_configs(model))
+    in_place = bool(switchable_configs(model.modules()))
     kernels = {}
     if in_place:
         kernels = {label(group): _kernels(group, device) for group in footprint.groups}

@@ -8,13 +8,14 @@ that changes from step to step is in buffers at fixed addresses (`captured_input
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -186,17 +187,45 @@ class CapturedDecodes:
             self._follow_blocks()
             if not self._blocks or self._prefers_cascade(layout):
                 return None
-            self._forward = forward
-            try:
+            with self._forwards(forward):
                 step = self._find(layout, adapter)
-                if step is None:
-                    return None
-                with self._backend.in_order():
-                    step.inputs.fill(layout)
-                    step.graph.replay()
-                    return step.logits[: len(layout.token_ids)].clone()  # the next replay overwrites them
-            finally:
-                self._forward = None
+                return None if step is None else self._replay(step, layout)
+
+    def run_ahead(
+        self, layout: Layout, token_ids: torch.Tensor, adapter: str | None, forward: Forward
+    ) -> torch.Tensor | None:
+        """
+        As `run`, for a step whose token ids are not on the host yet; nothing is recorded, and there is no eager step.
+
+        Args:
+            token_ids (`torch.Tensor` of shape `(n,)`, int64): On the device, in place of those of the layout.
+        """
+        if self.obstacle is not None:
+            return None
+        with self._groups[0].memory.lock:
+            self._follow_blocks()
+            step = self._graphs.get(self._key(layout, adapter))
+            if step is None or self._prefers_cascade(layout):
+                return None
+            with self._forwards(forward):
+                return self._replay(step, layout, token_ids)
+
+    @contextlib.contextmanager
+    def _forwards(self, forward: Forward) -> Iterator[None]:
+        self._forward = forward
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def _replay(self, step: CapturedStep, layout: Layout, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        count = len(layout.token_ids)
+        with self._backend.in_order():
+            step.inputs.fill(layout)
+            if token_ids is not None:
+                step.inputs.token_ids[0, :count].copy_(token_ids)
+            step.graph.replay()
+            return step.logits[:count].clone()  # the next replay overwrites them
 
     def ran_eagerly(self, logits: torch.Tensor) -> None:
         """The step for which `run` gave nothing has these logits `(n, vocab_size)`."""
@@ -205,9 +234,8 @@ class CapturedDecodes:
 
     def _find(self, layout: Layout, adapter: str | None) -> CapturedStep | None:
         """The graph for a step, recorded if it is time; else a larger one, or none."""
-        variant = adapter, autocast_dtype(self._device), getattr(self._model(), "training", False)
-        widths = tuple(self._width(share.tables) for share in layout.shares)
-        wanted = Key(bucket(len(layout.token_ids)), widths, variant)
+        wanted = self._key(layout, adapter)
+        variant = wanted.variant
         key: Key | None = wanted
         if wanted not in self._graphs:
             use = wanted.num_rows, variant
@@ -220,6 +248,11 @@ class CapturedDecodes:
             return None
         step = self._graphs[key] = self._graphs.pop(key)
         return step
+
+    def _key(self, layout: Layout, adapter: str | None) -> Key:
+        variant = adapter, autocast_dtype(self._device), getattr(self._model(), "training", False)
+        widths = tuple(self._width(share.tables) for share in layout.shares)
+        return Key(bucket(len(layout.token_ids)), widths, variant)
 
     def _width(self, tables: Sequence[list[int]]) -> int:
         """

@@ -17,6 +17,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.fingerprint import ModelState, fingerprint, read_state
 from ..cache.memory import PagedMemory, autocast_dtype
 from .adapters import use_adapter
+from .ahead import LookAhead
 from .cost import CostModel
 from .job import Job
 from .locks import step_lock
@@ -45,6 +46,12 @@ class Runner(Protocol):
         """
         Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order. The model runs with
         `adapter` now.
+        """
+
+    def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
+        """
+        Logits `(n, vocab)` after one more token, `(n,)` on the device, of each sequence; the tokens are not in
+        `token_ids` of the sequences yet. `None` if the host is needed for that.
         """
 
 
@@ -100,6 +107,7 @@ class Core:
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
         self.seconds = 0.0
         self.admitted: list[Request] = []  # in the last step
+        self._ahead = LookAhead(memory, scheduler) if runner.can_capture else None
         self._idle_steps = self._fruitless_steps = 0
         self._awaited: list[Job] = []  # split off with their logits already there
         self._interrupted: list[Job] = []  # advanced, or ended, in a step that was not finished
@@ -162,6 +170,8 @@ class Core:
         thread takes the steps. Without `check_weights` neither is used.
         """
         self.autocast = autocast_dtype(self.model.device)
+        if self._ahead is not None:
+            self._ahead.clear()
         is_caching = check_weights and self.blocks.prefix_caching
         weights = None
         with self.step_lock:
@@ -250,6 +260,8 @@ class Core:
         if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
             steps = max(self._idle_steps, self._fruitless_steps)
             raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")
+        if self._ahead is not None and not self.scheduler.has_unfinished:
+            self._ahead.clear()
         self.num_steps += 1
         self.seconds += time.perf_counter() - start
         return advanced
@@ -292,7 +304,19 @@ class Core:
             return nullcontext()  # entering one clears its cache of weights: not for nothing in every step
         return torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
+    def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:
+        names = {_adapter(sequence.request) for sequence in sequences}
+        if len(names) > 1:
+            return None
+        (only,) = names
+        with self.step_lock, self._autocast(), use_adapter(self.model, only):
+            return self.runner.run_ahead(sequences, token_ids, only)
+
     def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        ahead, count = self._ahead.take(items) if self._ahead is not None else (None, 0)
+        if ahead is not None:
+            rest = items[count:]
+            return torch.cat([ahead, self._run_by_adapter(rest)]) if rest else ahead
         names = {_adapter(sequence.request) for sequence, _ in items}
         if len(names) == 1:
             (only,) = names
@@ -373,7 +397,8 @@ class Core:
         return settled
 
     def _advance(self, ready: list[tuple[Job, Tensor]], settled: list[Job]) -> None:
-        results = advance_many([(job.decoding, logits) for job, logits in ready]) if ready else []
+        fetch = self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
+        results = advance_many([(job.decoding, logits) for job, logits in ready], fetch) if ready else []
         for (job, _), result in zip(ready, results):
             if isinstance(result, Exception):
                 self.drop(job)

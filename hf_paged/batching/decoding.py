@@ -18,6 +18,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 Logprobs = list[tuple[float, float]]  # per generated token: of the model's own distribution, of the processed one
+Fetch = Callable[[torch.Tensor], list[int]]  # brings tokens (n,) to the host
 CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
 
 

@@ -55,6 +55,9 @@ class RowRunner:
                 logits.append(last)
         return torch.stack(logits) if logits else torch.empty(0, 0)
 
+    def run_ahead(self, sequences: list[Sequence], token_ids: torch.Tensor, adapter: str | None = None) -> None:
+        """As [`Runner`]'s: never."""
+
     def _compute(self, sequence: Sequence, query_len: int) -> Tensor:
         end = sequence.num_computed_tokens
         ids = torch.tensor([sequence.token_ids[:end]], device=self.model.device)

@@ -108,6 +108,32 @@ class PackedRunner:
             captured.ran_eagerly(logits)
         return logits
 
+    @torch.no_grad()
+    def run_ahead(
+        self, sequences: Items[Sequence], token_ids: torch.Tensor, adapter: str | None = None
+    ) -> torch.Tensor | None:
+        """
+        The next token of each of these sequences, whose tokens are all computed, while the host does not have it yet:
+        launches a replay and waits for nothing.
+
+        Args:
+            sequences (`Sequence[Sequence]`): Whose block tables have room for one more token.
+            token_ids (`torch.Tensor` of shape `(n,)`, int64): The new tokens, on the device.
+            adapter (`str`, *optional*): As in `run`.
+
+        Returns:
+            `torch.Tensor` of shape `(n, vocab_size)`: as `run`, or `None` where there is no graph for it.
+        """
+        if self._captured is None or not self._is_known:
+            return None
+        count = len(sequences)
+        positions = [sequence.num_computed_tokens for sequence in sequences]
+        shares = [GroupShare(*self._decodes(sequences, group, 1), []) for group in range(len(self.windows))]
+        layout = Layout([0] * count, positions, list(range(count)), count, shares)
+        logits = self._captured.run_ahead(layout, token_ids, adapter, self._forward)
+        self.num_captured_steps += logits is not None
+        return logits
+
     def _run_eagerly(self, layout: Layout) -> torch.Tensor:
         inputs, steps = self._prepare(layout)
         last = layout.last
@@ -185,16 +211,7 @@ class PackedRunner:
 
     def _share(self, items: Items[tuple[Sequence, int]], group: int, num_decodes: int) -> GroupShare:
         size = self._block_size
-        slots: list[int] = []
-        tables: list[list[int]] = []
-        seq_lens: list[int] = []
-        for sequence, _ in items[:num_decodes]:
-            table = sequence.blocks.tables[group]
-            seq_len = sequence.num_computed_tokens - table.num_dropped * size
-            block_ids = table.block_ids
-            slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
-            tables.append(block_ids)
-            seq_lens.append(seq_len)
+        slots, tables, seq_lens = self._decodes([sequence for sequence, _ in items[:num_decodes]], group)
         chunks: list[Chunk] = []
         for sequence, query_len in items[num_decodes:]:
             table = sequence.blocks.tables[group]
@@ -202,6 +219,26 @@ class PackedRunner:
             chunks.append(Chunk(len(slots), query_len, seq_len, table.block_ids))
             slots += chunk_slots(table, seq_len - query_len, seq_len)
         return GroupShare(slots, tables, seq_lens, chunks)
+
+    def _decodes(
+        self, sequences: Items[Sequence], group: int, ahead: int = 0
+    ) -> tuple[list[int], list[list[int]], list[int]]:
+        """
+        Slots, block ids and lengths of sequences whose last computed token is this step's, or will be after so many
+        more tokens.
+        """
+        size = self._block_size
+        slots: list[int] = []
+        tables: list[list[int]] = []
+        seq_lens: list[int] = []
+        for sequence in sequences:
+            table = sequence.blocks.tables[group]
+            seq_len = sequence.num_computed_tokens + ahead - table.num_dropped * size
+            block_ids = table.block_ids
+            slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
+            tables.append(block_ids)
+            seq_lens.append(seq_len)
+        return slots, tables, seq_lens
 
 
 def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:

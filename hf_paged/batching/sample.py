@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .. import native
-from .decoding import Advance, Decoding, Endings, Logprobs, argmax
+from .decoding import Advance, Decoding, Endings, Fetch, Logprobs, argmax
 from .processors import Shareable, are_row_wise, for_rows
 
 
@@ -108,11 +108,11 @@ class SampleDecoding(Decoding):
     # -- one step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def advance(self, logits: torch.Tensor) -> Advance:
-        """Takes `(len(open_rows), vocab)` logits to the next token of every row."""
+    def advance(self, logits: torch.Tensor, fetch: Fetch = torch.Tensor.tolist) -> Advance:
+        """Takes `(len(open_rows), vocab)` logits to the next token of every row, which `fetch` brings to the host."""
         if len(logits) != len(self.open_rows) or not self.open_rows:
             raise ValueError(f"logits of {len(self.open_rows)} open rows are needed, got {len(logits)}")
-        advance = self.accept(self._choose(logits))
+        advance = self.accept(self._choose(logits, fetch))
         if advance.finished and self.open_rows and not self._narrows:
             if self._filler is None:
                 shape = (self.num_rows, logits.shape[-1])
@@ -176,12 +176,12 @@ class SampleDecoding(Decoding):
                 self.row_streamers[row].end()
         return Advance(tokens, None, finished, rows)
 
-    def _choose(self, logits: torch.Tensor) -> list[int]:
+    def _choose(self, logits: torch.Tensor, fetch: Fetch) -> list[int]:
         """One token for each open row."""
         rows = self.open_rows
         nothing_to_do = self._narrows and not self.logits_processor and not self.record_logprobs
         if nothing_to_do and not self.do_sample:
-            return argmax(logits).tolist()
+            return fetch(argmax(logits))
         logits = logits.to(dtype=torch.float32, device=self._ids.device, copy=True)
         processors = self.logits_processor
         at = rows  # where the open rows are in `logits` and `scores`
@@ -202,7 +202,7 @@ class SampleDecoding(Decoding):
         chosen = self._draw(scores, at) if self.do_sample else argmax(scores)[at]
         if self.record_logprobs:
             self._record(rows, chosen, before[at], scores[at])
-        return chosen.tolist()
+        return fetch(chosen)
 
     def _processors_of(self, rows: list[int]) -> LogitsProcessorList:
         if self._narrowed is None or self._narrowed[0] != rows:

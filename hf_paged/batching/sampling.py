@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .. import native
 from .beam import BeamDecoding
-from .decoding import CHUNK, Advance, Decoding, argmax, hits
+from .decoding import CHUNK, Advance, Decoding, Fetch, argmax, hits
 from .processors import together
 from .sample import SampleDecoding, logprobs_of
 
@@ -152,32 +152,41 @@ def _checked(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def advance_many(ready: Sequence[tuple[Decoding, Tensor]]) -> list[Advance | Exception]:
+def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Advance | Exception]:
     """
     One step of each decoding with its logits, `(len(open_rows), vocab)`. What decodings of one row have in common runs
     as one batch. An exception becomes the entry of its decoding; the others are what they would be without it.
 
     A decoding with its own generator, or alone in its batch, draws as `torch.multinomial` does; the others draw from
     torch's global random numbers by inverting the distribution function, which takes one number a row.
+
+    Args:
+        fetch (`Callable`, *optional*): Brings the tokens of all open rows `(n,)`, in order, to the host, if they are
+            chosen together on one device; called at most once.
     """
     results: dict[int, Advance | Exception] = {}
+    alone: list[int] = []
     groups: dict[Hashable, list[int]] = {}
-    for place, (decoding, logits) in enumerate(ready):
+    for place, (decoding, _) in enumerate(ready):
         key = _group(decoding)
         if key is None:
-            results[place] = _advance_alone(decoding, logits)
+            alone.append(place)
         else:
             groups.setdefault(key, []).append(place)
+    if len(alone) + len(groups) > 1 or fetch is None:
+        fetch = Tensor.tolist
+    for place in alone:
+        results[place] = _advance_alone(*ready[place], fetch)
     for places in groups.values():
         members: list[Any] = [ready[place][0] for place in places]
         parts = [ready[place][1] for place in places]
         if len(members) == 1:
-            results[places[0]] = _advance_alone(members[0], parts[0])
+            results[places[0]] = _advance_alone(members[0], parts[0], fetch)
             continue
         try:
-            chosen = _choose(members, _stack(parts))
+            chosen = _choose(members, _stack(parts), fetch)
         except Exception:  # one of them must not take the others with it
-            found = [_advance_alone(decoding, logits) for decoding, logits in zip(members, parts)]
+            found = [_advance_alone(decoding, logits, Tensor.tolist) for decoding, logits in zip(members, parts)]
         else:
             found = _accept(members, chosen)
         results.update(zip(places, found))
@@ -194,9 +203,9 @@ def _group(decoding: Decoding) -> Hashable:
     return shareable.key, decoding.do_sample
 
 
-def _advance_alone(decoding: Decoding, logits: Tensor) -> Advance | Exception:
+def _advance_alone(decoding: Decoding, logits: Tensor, fetch: Fetch) -> Advance | Exception:
     try:
-        return decoding.advance(logits)
+        return decoding.advance(logits, fetch) if isinstance(decoding, SampleDecoding) else decoding.advance(logits)
     except Exception as error:
         return error
 
@@ -213,16 +222,16 @@ def _stack(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _choose(members: list[SampleDecoding], logits: Tensor) -> list[int | Exception]:
+def _choose(members: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> list[int | Exception]:
     """A token for each member, one row of `(n, vocab)` logits each."""
     records = [i for i, decoding in enumerate(members) if decoding.record_logprobs]
     do_sample = members[0].do_sample
     shareables = [decoding.shareable for decoding in members if decoding.shareable is not None]
     if not (do_sample or records or shareables[0].processors):
-        return list(argmax(logits).tolist())
+        return list(fetch(argmax(logits)))
     logits = logits.to(torch.float32)
     scores = together(logits, shareables)
-    chosen = _draw(members, scores) if do_sample else list(argmax(scores).tolist())
+    chosen: list[int | Exception] = _draw(members, scores, fetch) if do_sample else [*fetch(argmax(scores))]
     records = [i for i in records if isinstance(chosen[i], int)]
     if records:
         tokens = torch.tensor([chosen[i] for i in records], device=logits.device)
@@ -232,7 +241,7 @@ def _choose(members: list[SampleDecoding], logits: Tensor) -> list[int | Excepti
     return chosen
 
 
-def _draw(members: list[SampleDecoding], scores: Tensor) -> list[int | Exception]:
+def _draw(members: list[SampleDecoding], scores: Tensor, fetch: Fetch) -> list[int | Exception]:
     probs = torch.nn.functional.softmax(scores, dim=-1)  # [n, vocab]
     drawn: list[int | Exception] = [0] * len(members)
     own: list[int] = []
@@ -247,7 +256,8 @@ def _draw(members: list[SampleDecoding], scores: Tensor) -> list[int | Exception
         assert generator is not None
         drawn[i] = int(native.multinomial(probs[i : i + 1].to(generator.device), generator))
     if shared:
-        for i, token in zip(shared, _invert(probs[shared]).tolist()):
+        tokens = _invert(probs[shared])
+        for i, token in zip(shared, fetch(tokens) if len(shared) == len(members) else tokens.tolist()):
             drawn[i] = token
     return drawn
 

@@ -255,6 +255,23 @@ class Scheduler:
             self._batch.items.append((sequence, 1))
         return query_len
 
+    def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
+        """
+        Takes the blocks for one more token of each of these sequences, which have their logits, if the next step is
+        going to be that and nothing else, as far as can be told: nobody waits, and the others that run, `num_ending`,
+        end before.
+        """
+        if len(self._waiting) or self._num_rows != len(sequences) + num_ending:
+            return False
+        for sequence in sequences:
+            blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
+            if num_tokens < blocks.capacity:
+                continue
+            self.blocks.register(blocks, sequence.token_ids, num_tokens, sequence.request.namespace)
+            if not self.blocks.reserve_next(blocks):
+                return False
+        return True
+
     # -- admission ------------------------------------------------------------------------------------------------
 
     def _admit(

@@ -175,6 +175,27 @@ class BlockManager:
         blocks.capacity = -(-(length + num_tokens) // self.block_size) * self.block_size
         return True
 
+    def reserve_next(self, blocks: SequenceBlocks) -> bool:
+        """
+        Sees to it that one more token can just be counted (`SequenceBlocks.capacity`), and counts none. `False` if
+        there is no block for it, or a copy is to be made first. Window blocks that it does not see are given back.
+        """
+        tables = blocks.tables
+        length = tables[0].num_tokens
+        if length < blocks.capacity:
+            return True
+        if any(table.shared_tail is not None for table in tables):
+            return False
+        if self.has_windows:
+            self.trim(blocks)
+        taken = self._take([table.num_new_blocks(1) for table in tables])
+        if taken is None:
+            return False
+        for table, block_ids in zip(tables, taken):
+            table.reserve(block_ids)
+        blocks.capacity = (length // self.block_size + 1) * self.block_size
+        return True
+
     def trim(self, blocks: SequenceBlocks) -> None:
         """Gives back the window blocks that no later query sees; not between scheduling tokens and computing them."""
         for group, table in zip(self.groups, blocks.tables):
@@ -320,7 +341,8 @@ class BlockManager:
             if len(lengths) != 1:
                 raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
             for table in blocks.tables:
-                if table.block_ids and not 0 <= table.num_unused_slots < self.block_size:
+                # a whole block where it was reserved for the next token
+                if table.block_ids and not 0 <= table.num_unused_slots <= self.block_size:
                     raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
                 if blocks.capacity > table.num_tokens and table.shared_tail is not None:
                     raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")

@@ -79,6 +79,10 @@ class BlockTable:
         self.num_tokens += num_tokens
         return copy
 
+    def reserve(self, block_ids: Sequence[int]) -> None:
+        """Holds blocks that were allocated for tokens still to be appended."""
+        self.block_ids += block_ids
+
     def attach(self, block_ids: Sequence[int], num_dropped: int) -> None:
         """Lets an empty table hold these full blocks, which others computed, as if `num_dropped` had gone before."""
         if self.block_ids or self.num_tokens:
@@ -119,9 +123,9 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
-        """A second table over the same blocks."""
+        """A second table over the same tokens; what is reserved for more stays this one's."""
         table = BlockTable(self.pool, self.block_size)
-        table.block_ids = list(self.block_ids)
+        table.block_ids = self.block_ids[: -(-self.num_tokens // self.block_size) - self.num_dropped]
         table.num_dropped, table.num_tokens = self.num_dropped, self.num_tokens
         self.pool.acquire(table.block_ids)
         return table

@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from hf_paged import PagedEngine, RequestResult
+from hf_paged.batching import captured, captured_graphs
 from hf_paged.batching.captured_graphs import NothingUnrecorded
 from hf_paged.cache.fingerprint import read_state
-from tests.batching.test_runner import Bench, Row
+from tests.batching.test_runner import SIZE, Bench, Row
 
 
 class FakeGraph:
@@ -58,6 +60,16 @@ class FakeGraphs:
     def num_replays(self) -> int:
         """Over all graphs."""
         return sum(graph.num_replays for graph in self.graphs)
+
+
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    """Graphs on the CPU, captured at the second use of a size, with tables no wider than needed."""
+    backend = FakeGraphs()
+    monkeypatch.setattr(captured_graphs, "graph_backend", lambda device: backend)
+    monkeypatch.setattr(captured, "MIN_USES", 1)
+    monkeypatch.setattr(captured, "MIN_TABLE_TOKENS", SIZE)
+    captured._log_once.cache_clear()
+    return backend
 
 
 def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:

@@ -22,7 +22,7 @@ from hf_paged.batching.captured_graphs import NothingUnrecorded
 from hf_paged.cache.fingerprint import addresses, read_state
 from hf_paged.cache.packed import NotCapturable
 from tests import models
-from tests.batching.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results
+from tests.batching.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
 from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 
@@ -35,13 +35,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compil
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs]:
-    """Graphs on the CPU, captured at the second use of a size, with tables no wider than needed."""
-    backend = FakeGraphs()
-    monkeypatch.setattr(captured_graphs, "graph_backend", lambda device: backend)
-    monkeypatch.setattr(captured, "MIN_USES", 1)
-    monkeypatch.setattr(captured, "MIN_TABLE_TOKENS", SIZE)
-    captured._log_once.cache_clear()
-    yield backend
+    yield use_fake_graphs(monkeypatch)
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching import captured, captured_graphs
+from hf_paged.batching import ahead, captured, captured_graphs
 from hf_paged.cache.fingerprint import read_state
 from tests import models
 from tests.batching.captured_helpers import results
@@ -56,6 +56,31 @@ def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
     found, stats = texts(model, later=3)
     assert found == expected
     assert eager.num_captured_steps == 0 < stats.num_steps / 2 < stats.num_captured_steps
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_steps_ahead_give_the_tokens_of_steps_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step runs while the host waits for the tokens of the one before, which a copy of its own brings."""
+    model, taken = models.build(name).to("cuda"), []
+    take = ahead.LookAhead.take
+
+    def counted(self: ahead.LookAhead, items: list[Any]) -> Any:
+        found = take(self, items)
+        taken.append(found[1])
+        return found
+
+    monkeypatch.setattr(ahead.LookAhead, "take", counted)
+    found, stats = texts(model, later=3)
+    assert sum(count > 0 for count in taken) > stats.num_steps / 3
+    monkeypatch.setattr(ahead.LookAhead, "fetch", lambda *arguments: None)
+    assert found == texts(model, later=3)[0]
+
+
+def test_tokens_come_before_what_is_launched_after_them() -> None:
+    tokens = torch.arange(5, device="cuda")
+    arrived = ahead._send(tokens)
+    tokens.fill_(9)  # stands for the next step, which must not be waited for, nor overtake
+    assert arrived() == [0, 1, 2, 3, 4]
 
 
 def test_half_precision() -> None:

@@ -228,6 +228,8 @@ class Engine(RuleBasedStateMachine):
         for sequence, _ in batch.items:
             if sequence.num_computed_tokens == sequence.num_tokens:
                 self.answered[sequence.request].add(sequence.index)
+        if self.random.random() < 0.7:
+            self.look_ahead()
         self.decode()
 
     @precondition(lambda self: any(self.decodings))
@@ -304,6 +306,20 @@ class Engine(RuleBasedStateMachine):
                         version, *content = memory.slots.get(memory.slot(table, position), GARBAGE)
                         assert content == list(self.content(sequence, position)[1:])
                         assert version >= self.least_version[request]
+
+    def look_ahead(self) -> None:
+        """The next step is launched for all rows, with tokens that turn out to be others."""
+        rows = [sequence for request in self.scheduler._running for sequence in request.open_sequences]
+        ending = [sequence for sequence in rows if sequence.num_tokens + 1 >= sequence.request.max_num_tokens]
+        going = [sequence for sequence in rows if sequence not in ending]
+        if not self.scheduler.reserve_next(going, len(ending)):
+            return
+        for sequence in going:
+            assert sequence.num_computed_tokens == sequence.num_tokens
+            for group, memory, table in zip(self.groups, self.memories, sequence.blocks.tables):
+                slot = memory.slot(table, sequence.num_tokens)
+                assert group.pool.refcount(slot[0]) == 1 and not group.pool.is_kept(slot[0])
+                memory.slots[slot] = GARBAGE
 
     # -- the simulated decodings ----------------------------------------------------------------------------------
 

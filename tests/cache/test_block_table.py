@@ -61,6 +61,11 @@ class PagedSequences(RuleBasedStateMachine):
     def append(self, table: BlockTable, count: int) -> None:
         self.write(table, count)
 
+    @rule(table=tables)
+    def reserve(self, table: BlockTable) -> None:
+        if table.shared_tail is None and self.pool.num_free:
+            table.reserve(self.pool.allocate(min(1, table.num_new_blocks(1))))
+
     @rule(target=tables, table=tables)
     def fork(self, table: BlockTable) -> BlockTable:
         twin = table.fork()
@@ -97,7 +102,7 @@ class PagedSequences(RuleBasedStateMachine):
     def the_pool_is_whole(self) -> None:
         self.pool.check_integrity([table.block_ids for table in self.alive])
         for table in self.alive:
-            assert 0 <= table.num_unused_slots < SIZE or table.num_tokens == 0
+            assert 0 <= table.num_unused_slots <= SIZE or table.num_tokens == 0
 
 
 TestPagedSequences = PagedSequences.TestCase

@@ -1,0 +1,165 @@
+"""
+One step ahead: the next step of decodes is launched while its tokens are still on their way to the host.
+
+What the host does between two forwards (tokens appended, ends found, results told, the next step scheduled and laid
+out) then takes place while the device computes. The launched step is a guess, that every row goes on and nobody joins;
+what turns out otherwise is computed as always, and what was launched in vain is not looked at: it wrote to slots past
+the end of sequences only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.memory import PagedMemory
+from .decoding import Fetch
+from .job import Job
+from .request import Sequence
+from .sampling import SampleDecoding
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[list[Sequence], Tensor], Tensor | None]
+
+
+class Launched(NamedTuple):
+    """A step that runs on the device, for `n` sequences."""
+
+    rows: dict[Sequence, int]  # where each sequence is in the others
+    logits: Tensor  # (n, vocab)
+    token_ids: list[int]
+    num_tokens: list[int]  # of each sequence, this step's included
+    tails: list[list[int]]  # block that each sequence's token is stored in, for each layer group
+
+
+class LookAhead:
+    """
+    Launches steps before their time, and gives their logits when it has come.
+
+    Args:
+        memory ([`PagedMemory`]): Its lock guards the tables.
+        scheduler ([`Scheduler`]): Takes the blocks, and tells whether there is anything else to do.
+    """
+
+    def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
+        self._memory, self._scheduler = memory, scheduler
+        self._launched: Launched | None = None
+
+    def clear(self) -> None:
+        """Forgets what was launched."""
+        self._launched = None
+
+    # -- before the tokens have come ----------------------------------------------------------------------------------
+
+    def fetch(self, ready: list[tuple[Job, Tensor]], launch: Launch) -> Fetch | None:
+        """
+        What brings the tokens of all these jobs' rows, `(n,)` in their order, to the host, and launches the next step
+        meanwhile; `None` where that is out of the question.
+
+        Args:
+            launch (`Callable`): Sequences and their next tokens `(n,)` on the device to logits `(n, vocab)`, or `None`
+                where that cannot be done without the host (`PackedRunner.run_ahead`).
+        """
+        sequences: list[Sequence] = []
+        for job, _ in ready:
+            if not isinstance(job.decoding, SampleDecoding):
+                return None
+            for row in job.decoding.open_rows:
+                request, index = job.rows[row]
+                sequences.append(request.sequences[index])
+        return lambda tokens: self._fetch(sequences, tokens, launch)
+
+    def _fetch(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> list[int]:
+        arrived = _send(tokens)
+        launched = self._begin(sequences, tokens, launch)
+        found = arrived()
+        if launched is not None:
+            going, logits = launched
+            self._launched = Launched(
+                {sequences[row]: at for at, row in enumerate(going)},
+                logits,
+                [found[row] for row in going],
+                [sequences[row].num_tokens + 1 for row in going],
+                [_tails(sequences[row]) for row in going],
+            )
+        return found
+
+    def _begin(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> tuple[list[int], Tensor] | None:
+        """Launches the next step of the rows that cannot but go on or end by what the token is; says which."""
+        going = [
+            row for row, sequence in enumerate(sequences) if sequence.num_tokens + 1 < sequence.request.max_num_tokens
+        ]
+        if not going or len(tokens) != len(sequences):
+            return None
+        chosen = [sequences[row] for row in going]
+        with self._memory.lock:
+            if not self._scheduler.reserve_next(chosen, len(sequences) - len(going)):
+                return None
+        if len(going) < len(sequences):
+            tokens = tokens[torch.tensor(going, device=tokens.device)]
+        try:
+            logits = launch(chosen, tokens)
+        except Exception:  # what is wrong will be found, and told, when the step's time has come
+            logger.debug("a step could not be launched ahead", exc_info=True)
+            return None
+        return None if logits is None else (going, logits)
+
+    # -- when they have -----------------------------------------------------------------------------------------------
+
+    def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
+        """
+        Logits `(n, vocab)` of the first `n` of the scheduled items (`Scheduler.schedule`), which were launched ahead,
+        and `n`.
+        """
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return None, 0
+        found: list[int] = []
+        for sequence, query_len in items:
+            row = launched.rows.get(sequence)
+            if row is None or query_len != 1 or not _is_as_launched(sequence, launched, row):
+                break
+            found.append(row)
+        if not found:
+            return None, 0
+        logits = launched.logits
+        if found != list(range(len(logits))):
+            logits = logits[torch.tensor(found, device=logits.device)]
+        return logits, len(found)
+
+
+def _tails(sequence: Sequence) -> list[int]:
+    return [table.block_ids[-1] for table in sequence.blocks.tables]
+
+
+def _is_as_launched(sequence: Sequence, launched: Launched, row: int) -> bool:
+    """A caller's code may have chosen another token; a preempted sequence may have other blocks."""
+    return (
+        sequence.num_computed_tokens == len(sequence.token_ids) == launched.num_tokens[row]
+        and sequence.token_ids[-1] == launched.token_ids[row]
+        and _tails(sequence) == launched.tails[row]
+    )
+
+
+def _send(tokens: Tensor) -> Callable[[], list[int]]:
+    """Starts the copy to the host; what is returned waits for it, and for nothing launched after it."""
+    if tokens.device.type != "cuda":
+        found: list[int] = tokens.tolist()
+        return lambda: found
+    with torch.cuda.device(tokens.device):
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+    def arrived() -> list[int]:
+        done.synchronize()
+        return list(host.tolist())
+
+    return arrived

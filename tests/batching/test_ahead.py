@@ -1,0 +1,285 @@
+"""Steps that are launched before the host has their tokens, on the CPU: whatever they were launched for in vain."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine, native
+from hf_paged.batching.ahead import Launched, LookAhead
+from hf_paged.batching.request import Request, Sequence
+from hf_paged.batching.runner import PackedRunner
+from hf_paged.batching.scheduler import Scheduler
+from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.memory import PagedMemory
+from tests import models
+from tests.batching import test_invariance
+from tests.batching.captured_helpers import results, use_fake_graphs
+from tests.batching.engine_helpers import (
+    MANY_ENDS,
+    MODES,
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
+from tests.batching.test_invariance import Schedule
+from tests.batching.test_runner import SIZE
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+CONFIG = PagedConfig(block_size=SIZE)
+
+OF_ONE_KIND: list[dict[str, Any]] = [
+    {"do_sample": False, "max_new_tokens": 25},
+    {"do_sample": False, "max_new_tokens": 6},
+    {"do_sample": False, "max_new_tokens": 40, "eos_token_id": MANY_ENDS},
+]
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
+    """What became of steps: `launched`, then `used` whole, `in part` (somebody left), `joined` or `in vain`."""
+    use_fake_graphs(monkeypatch)
+    counts: collections.Counter[str] = collections.Counter()
+    take, run_ahead = LookAhead.take, PackedRunner.run_ahead
+
+    def counted_take(self: LookAhead, items: list[Any]) -> Any:
+        launched = self._launched
+        logits, count = take(self, items)
+        if launched is not None:
+            whole = count == len(launched.rows)
+            counts["in vain" if not count else "joined" if count < len(items) else "used" if whole else "in part"] += 1
+        return logits, count
+
+    def counted_run(self: PackedRunner, *args: Any) -> Any:
+        logits = run_ahead(self, *args)
+        counts["launched"] += logits is not None
+        return logits
+
+    monkeypatch.setattr(LookAhead, "take", counted_take)
+    monkeypatch.setattr(PackedRunner, "run_ahead", counted_run)
+    yield counts
+
+
+def job(prompt: int, new: int, seed: int = 0, **options: Any) -> tuple[list[int], dict[str, Any]]:
+    return prompts(prompt, seed=seed)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}, **options}
+
+
+def check(model: Any, jobs: list[Any], found: list[Any]) -> None:
+    for (prompt, options), result in zip(jobs, found):
+        assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, "")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_nearly_every_step_is(name: str, seen: collections.Counter[str]) -> None:
+    """Rows enter new blocks at different steps, and end one after the other, which is known beforehand."""
+    model, jobs = models.get(name), [job(5, 60, 0), job(9, 48, 1), job(14, 36, 2)]
+    with PagedEngine(model, CONFIG) as engine:
+        found = results(engine, jobs)
+        num_steps = engine.stats().num_steps
+        assert_drained(engine)
+    check(model, jobs, found)
+    # in a new size the first two steps are for its graph
+    assert seen["used"] == seen["launched"] >= num_steps - 9 and set(seen) == {"launched", "used"}
+
+
+@pytest.mark.parametrize("mode", ["greedy_eos", "penalties", "sample", "samples", "sample_warped"])
+def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
+    torch.manual_seed(1)
+    expected = model.generate(**inputs, **MODES[mode])
+    state = torch.random.get_rng_state()
+    for _ in range(2):
+        torch.manual_seed(1)
+        found = model.generate(**inputs, **MODES[mode], cache_implementation="paged", cache_config={"block_size": SIZE})
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        hf_paged.check_integrity(model)
+    assert seen["used"] > 10 and not seen["in vain"]
+    if mode == "greedy_eos":
+        assert seen["in part"], "rows end by EOS at different steps"
+
+
+def test_random_schedules(seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come, go, are cancelled, preempted and swapped while steps are under way."""
+    monkeypatch.setattr(test_invariance, "OPTIONS", OF_ONE_KIND)
+    monkeypatch.setattr(test_invariance, "expected", functools.cache(test_invariance.expected.__wrapped__))
+    for name, count in (("llama", 25), ("gemma3", 25), ("mistral", 10)):
+        for seed in range(count):
+            Schedule(name, seed).run(seen)
+    missing = [what for what in ("used", "in part", "joined", "swaps", "recomputes") if not seen[what]]
+    assert not missing, f"the schedules never had {missing}: {seen}"
+
+
+class Rewrites(StoppingCriteria):
+    """Puts another token in the place of the newest, now and then."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] % 5 == 0:
+            input_ids[:, -1] = (input_ids[:, -1] + 7) % 40 + 3
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_criterion_chooses_another_token(seen: collections.Counter[str]) -> None:
+    model, inputs = models.build("llama"), models.prompt("llama", 2)
+    options: dict[str, Any] = {**GREEDY, "max_new_tokens": 70}
+    expected = model.generate(**inputs, **options, stopping_criteria=[Rewrites()])
+    assert not torch.equal(expected, model.generate(**inputs, **options))
+    found = model.generate(**inputs, **options, stopping_criteria=[Rewrites()], **models.PAGED)
+    assert torch.equal(found, expected)
+    assert seen["in vain"] >= 6 and seen["used"] >= 20
+
+
+def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> None:
+    """Rows that have ended keep no block that was taken for a token that never came."""
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
+    options = {**MODES["greedy_eos"], "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **options)
+    config: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": SIZE}}
+    first = model.generate(**inputs, **options, **config)
+    assert torch.equal(plain.sequences, first.sequences) and seen["used"]
+    hf_paged.check_integrity(model)
+    states = []
+    for outputs in (plain, first):
+        ids = torch.cat([outputs.sequences, torch.full((3, 4), 9)], dim=1)
+        mask = torch.nn.functional.pad(
+            inputs["attention_mask"], (0, ids.shape[1] - inputs["input_ids"].shape[1]), value=1
+        )
+        cache = outputs.past_key_values
+        states.append(
+            model.generate(ids, attention_mask=mask, past_key_values=cache, **{**GREEDY, "max_new_tokens": 8})
+        )
+    assert torch.equal(states[0], states[1])
+    hf_paged.check_integrity(model)
+
+
+def test_short_of_blocks(seen: collections.Counter[str]) -> None:
+    """Nobody is preempted for a guess."""
+    model, jobs = models.get("llama"), [job(7, 33, 0), job(7, 33, 1)]
+    most = 2 * -(-40 // SIZE)
+    with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=most)) as engine:
+        found = results(engine, jobs)
+        assert engine.stats().num_preemptions == 0 and engine.stats().peak_blocks <= most
+    check(model, jobs, found)
+    assert seen["used"] > 20
+
+
+def test_a_step_that_cannot_be_launched_is_computed_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PackedRunner, "run_ahead", fail)
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.ahead")
+    model, jobs = models.get("llama"), [job(5, 20, 0), job(9, 15, 1)]
+    with PagedEngine(model, CONFIG) as engine:
+        found = results(engine, jobs)
+        assert_drained(engine)
+    check(model, jobs, found)
+    assert "could not be launched ahead" in caplog.text and not seen["used"]
+
+
+def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> None:
+    """Ends by EOS are not known beforehand: what was launched for them is dropped with the step that finds out."""
+    model = models.get("llama")
+    with PagedEngine(model, CONFIG) as engine:
+        engine.add_request(prompts(9)[0], MODES["greedy_eos"])
+        run_all(engine)
+        assert engine._core is not None and engine._core._ahead is not None
+        assert engine._core._ahead._launched is None and seen["launched"] > seen["used"]
+        assert_drained(engine)
+
+
+def test_requests_of_several_kinds_wait_for_the_host(seen: collections.Counter[str]) -> None:
+    """Their tokens are chosen one kind after the other."""
+    model, jobs = models.get("llama"), [job(5, 30, 0), job(9, 30, 1)]
+    jobs[1][1]["generation_config"]["repetition_penalty"] = 1.3
+    with PagedEngine(model, CONFIG) as engine:
+        found = results(engine, jobs)
+        assert_drained(engine)
+    check(model, jobs, found)
+    assert not seen["launched"]
+
+
+def test_only_what_was_launched_is_taken() -> None:
+    """In scheduled order, up to the first item that is another: token, length, block, or more than one token."""
+    pool = BlockPool(32)
+    manager = BlockManager([ManagedGroup(pool)], SIZE)
+    scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
+    sequences = [Sequence([1] * length) for length in (3, SIZE, 9, 5)]
+    for number, sequence in enumerate(sequences):
+        scheduler.add(Request(number, [sequence], 40))
+    scheduler.schedule()
+    logits = torch.arange(4.0)[:, None].expand(4, 7)
+
+    def launched() -> LookAhead:
+        ahead = LookAhead(PagedMemory(CONFIG), scheduler)
+        rows = {sequence: row for row, sequence in enumerate(sequences)}
+        lengths, tails = [s.num_tokens for s in sequences], [[s.blocks.tables[0].block_ids[-1]] for s in sequences]
+        ahead._launched = Launched(rows, logits, [7] * 4, lengths, tails)
+        return ahead
+
+    assert scheduler.reserve_next(sequences)
+    for sequence in sequences:
+        scheduler.append_token(sequence, 7)
+    items = scheduler.schedule().items
+    assert items == [(sequence, 1) for sequence in sequences]
+    found, count = launched().take(items)
+    assert count == 4 and torch.equal(found, logits)
+    found, count = launched().take([items[3], items[1]])
+    assert count == 2 and torch.equal(found, logits[[3, 1]])
+    assert launched().take([(sequences[0], 2)]) == (None, 0)
+    ahead = launched()
+    sequences[1].token_ids[-1] = 8
+    found, count = ahead.take(items)
+    assert count == 1 and torch.equal(found, logits[:1])
+    assert ahead.take(items) == (None, 0), "once only"
+    ahead = launched()
+    sequences[0].blocks.tables[0].block_ids[-1] += 100
+    assert ahead.take(items) == (None, 0)
+    ahead = launched()
+    sequences[0].num_computed_tokens -= 1
+    assert ahead.take(items) == (None, 0)
+
+
+def test_what_is_reserved() -> None:
+    """A block for the next token where one is needed, named blocks before it; never by a copy, never the last one."""
+    pool = BlockPool(6)
+    manager = BlockManager([ManagedGroup(pool)], SIZE)
+    scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
+    sequence = Sequence(list(range(SIZE)))
+    scheduler.add(Request("a", [sequence], 3 * SIZE))
+    scheduler.schedule()
+    table = sequence.blocks.tables[0]
+    for _ in range(2):
+        assert scheduler.reserve_next([sequence]) and len(table.block_ids) == 2 and table.num_tokens == SIZE
+        manager.check_integrity()
+    twin = manager.fork(sequence.blocks)
+    assert len(twin.tables[0].block_ids) == 1, "what is reserved is one sequence's"
+    manager.check_integrity()
+    manager.free(twin)
+    held = pool.allocate(pool.num_available)
+    scheduler.append_token(sequence, 5)
+    assert scheduler.schedule().items == [(sequence, 1)], "no other block is needed"
+    pool.release(held)
+    twin = manager.fork(sequence.blocks)
+    assert not scheduler.reserve_next([sequence]), "the tail is shared"
+    manager.free(twin)
+    assert not scheduler.reserve_next([]), "somebody else runs"
+    assert scheduler.reserve_next([], 1), "... but ends"
+    scheduler.add(Request("b", [Sequence([1])], 2))
+    assert not scheduler.reserve_next([sequence]), "somebody waits"
+    manager.check_integrity()

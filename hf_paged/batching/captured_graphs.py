@@ -84,7 +84,7 @@ class CudaGraphs:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._done = torch.cuda.Event()
 
-    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
         """As in [`GraphBackend`]. Waits for the device; memory that torch's allocator holds unused is given back."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
@@ -98,7 +98,7 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(self._stream), _own_workspaces():
                 self._record(graph, run)
-        return graph
+        return RecordedGraph(graph, self._done)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         generator = torch.cuda.default_generators[self._device.index]
@@ -128,6 +128,27 @@ class CudaGraphs:
                 yield
             finally:
                 self._done.record(stream)
+
+
+class RecordedGraph:
+    """
+    A CUDA graph that does not go while it runs.
+
+    Args:
+        graph (`torch.cuda.CUDAGraph`): What was recorded.
+        done (`torch.cuda.Event`): Comes after its last replay.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
+        self._graph, self._done = graph, done
+
+    def replay(self) -> None:
+        """As in [`Graph`]."""
+        self._graph.replay()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
+            self._done.synchronize()
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

@@ -199,7 +199,7 @@ class SampleDecoding(Decoding):
             self.scores += (scores,)
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
-        chosen = self._draw(scores, at) if self.do_sample else argmax(scores)[at]
+        chosen = self._draw(scores, at) if self.do_sample else _pick(argmax(scores), at)
         if self.record_logprobs:
             self._record(rows, chosen, before[at], scores[at])
         return fetch(chosen)
@@ -219,7 +219,7 @@ class SampleDecoding(Decoding):
         if self.generator is not None:
             probs = probs.to(self.generator.device)
         drawn = native.multinomial(probs, self.generator)
-        return drawn[self.open_rows].to(scores.device)
+        return _pick(drawn, self.open_rows).to(scores.device)
 
     def _record(self, rows: list[int], chosen: torch.Tensor, raw: torch.Tensor, scores: torch.Tensor) -> None:
         for row, own, processed in zip(rows, logprobs_of(raw, chosen), logprobs_of(scores, chosen)):
@@ -288,6 +288,11 @@ class SampleDecoding(Decoding):
                 steps = range(max(len(steps) for steps in kept))
                 setattr(self, name, tuple(torch.cat([s[min(i, len(s) - 1)] for s in kept]) for i in steps))
         return self
+
+
+def _pick(tokens: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`tokens[rows]`, which waits for the device, unless it is all of them in order."""
+    return tokens if len(rows) == len(tokens) else tokens[rows]
 
 
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> list[float]:

@@ -12,17 +12,20 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.machine import facts
 from hf_paged.attention import reference
-from hf_paged.attention.kernels import configs
+from hf_paged.attention.kernels import configs, prefill_configs
 from hf_paged.attention.kernels.configs import DecodeConfig
+from hf_paged.attention.kernels.prefill_configs import PrefillConfig
 from hf_paged.attention.metadata import AttentionMetadata
+
+Config = TypeVar("Config", bound=Hashable)
 
 SHAPES = {  # query heads, K/V heads, key dim, value dim
     64: (32, 8, 64, 64),
@@ -35,8 +38,12 @@ SHAPES = {  # query heads, K/V heads, key dim, value dim
 }
 """By key dim, the heads of a model that has it."""
 
-LOADS = {"batch": (64, 4096), "long": (1, 32768)}
-"""Rows and tokens of each that a choice is timed on; the geometric mean decides."""
+LOADS = {
+    "decode": {"batch": (64, 1, 4096), "long": (1, 1, 32768)},
+    "prefill": {"prompt": (1, 8192, 8192), "chunks": (4, 512, 4096)},
+    "short": {"speculated": (32, 8, 2048), "tails": (8, 16, 8192)},
+}
+"""Rows, queries and tokens of each that a choice is timed on; the geometric mean decides."""
 
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -44,7 +51,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A decode of `rows` rows of `seq_len` tokens each."""
+    """The last `query_len` tokens of each of `rows` rows of `seq_len` tokens."""
 
     query: torch.Tensor
     key_blocks: torch.Tensor
@@ -52,7 +59,9 @@ class Problem:
     metadata: AttentionMetadata
 
     @classmethod
-    def make(cls, dim: int, dtype: torch.dtype, rows: int, seq_len: int, device: torch.device) -> Problem:
+    def make(
+        cls, dim: int, dtype: torch.dtype, rows: int, query_len: int, seq_len: int, device: torch.device
+    ) -> Problem:
         """Random states in blocks that lie in random order."""
         heads, kv_heads, key_dim, value_dim = SHAPES[dim]
         per_row = -(-seq_len // BLOCK_SIZE)
@@ -72,16 +81,38 @@ class Problem:
         lengths = torch.full((rows,), seq_len, dtype=torch.int32, device=device)
         starts = torch.zeros_like(lengths)
         hosts = (seq_len,) * rows, (0,) * rows
-        metadata = AttentionMetadata(tables, lengths, starts, *hosts, query_len=1, block_size=BLOCK_SIZE)
-        return cls(random(rows, heads, 1, key_dim), keys, values, metadata)
+        metadata = AttentionMetadata(tables, lengths, starts, *hosts, query_len=query_len, block_size=BLOCK_SIZE)
+        return cls(random(rows, heads, query_len, key_dim), keys, values, metadata)
 
     def run(self, function: Callable[..., torch.Tensor], **options: Any) -> torch.Tensor:
-        """Calls a backend's `paged_attention`."""
-        scale = self.query.shape[-1] ** -0.5
-        return function(self.query, self.key_blocks, self.value_blocks, self.metadata, scale=scale, **options)
+        """Calls a backend's `paged_attention`: `(rows, heads, query_len, value_dim)`."""
+        return function(self.query, self.key_blocks, self.value_blocks, self.metadata, scale=self.scale, **options)
+
+    def prefill(self, config: PrefillConfig) -> torch.Tensor:
+        """The same by the prefill kernel."""
+        from hf_paged.attention.kernels.prefill import prefill_attention
+
+        metadata, rows, query_len = self.metadata, self.query.shape[0], self.query.shape[2]
+        output: torch.Tensor = prefill_attention(
+            self.query.transpose(1, 2).flatten(0, 1),
+            self.key_blocks,
+            self.value_blocks,
+            cu_query_lens=torch.arange(rows + 1, dtype=torch.int32, device=self.query.device) * query_len,
+            seq_lens=metadata.seq_lens,
+            block_tables=metadata.block_tables,
+            max_query_len=query_len,
+            scale=self.scale,
+            config=config,
+        )
+        return output.unflatten(0, (rows, query_len)).transpose(1, 2)
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.query.shape[-1] ** -0.5)
 
 
-def candidates(default: DecodeConfig) -> Iterator[DecodeConfig]:
+def decode_candidates(default: DecodeConfig) -> Iterator[DecodeConfig]:
     """The default first, then what may be better."""
     yield default
     for tile, warps, stages, programs in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4)):
@@ -90,11 +121,20 @@ def candidates(default: DecodeConfig) -> Iterator[DecodeConfig]:
             yield config
 
 
+def prefill_candidates(default: PrefillConfig) -> Iterator[PrefillConfig]:
+    """The default first, then what may be better."""
+    yield default
+    for block_m, tile, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
+        config = PrefillConfig(block_m, tile, warps, stages)
+        if config != default:
+            yield config
+
+
 def choose(
-    options: Iterator[DecodeConfig], is_right: Callable[[DecodeConfig], bool], time_us: Callable[[DecodeConfig], float]
-) -> tuple[DecodeConfig, dict[DecodeConfig, float]]:
+    options: Iterator[Config], is_right: Callable[[Config], bool], time_us: Callable[[Config], float]
+) -> tuple[Config, dict[Config, float]]:
     """The fastest of those that are right, and the time of each. What does not fit the chip is left out."""
-    times: dict[DecodeConfig, float] = {}
+    times: dict[Config, float] = {}
     for config in options:
         try:
             if not is_right(config):
@@ -108,37 +148,69 @@ def choose(
     return min(times, key=lambda config: times[config]), times
 
 
-def tune_decode(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[str, DecodeConfig, dict[str, float]]:
-    """The table's key, the best configuration, and its and the default's microseconds."""
+def _tune(
+    dim: int,
+    dtype: torch.dtype,
+    loads: dict[str, tuple[int, int, int]],
+    options: Iterator[Config],
+    run: Callable[[Problem, Config], torch.Tensor],
+    device: torch.device,
+) -> tuple[Config, dict[str, float]]:
+    """The best configuration for these loads, and its and the first one's microseconds."""
     from triton.testing import do_bench_cudagraph
 
+    default = next(options)
+    small = Problem.make(dim, dtype, 3, min(70, max(queries for _, queries, _ in loads.values())), 700, device)
+    expected = small.run(reference.paged_attention).float()
+    problems = [Problem.make(dim, dtype, *load, device) for load in loads.values()]
+
+    def is_right(config: Config) -> bool:
+        return torch.allclose(run(small, config).float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+    def time_us(config: Config) -> float:
+        times = [do_bench_cudagraph(lambda p=p: run(p, config)) * 1000 for p in problems]
+        return math.exp(sum(map(math.log, times)) / len(times))
+
+    best, times = choose(itertools.chain([default], options), is_right, time_us)
+    return best, {"best_us": round(times[best], 2), "default_us": round(times.get(default, math.nan), 2)}
+
+
+def tune_decode(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Entries of the table: key, the best configuration, microseconds and loads."""
     from hf_paged.attention.kernels.decode import paged_attention
 
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
-    group = heads // kv_heads
-    default = configs.default_decode_config(key_dim, value_dim, dtype, group)
-    small = Problem.make(dim, dtype, 3, 700, device)
-    expected = small.run(reference.paged_attention).float()
-    loads = [Problem.make(dim, dtype, rows, seq_len, device) for rows, seq_len in LOADS.values()]
-
-    def is_right(config: DecodeConfig) -> bool:
-        found = small.run(paged_attention, config=config).float()
-        return torch.allclose(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-    def time_us(config: DecodeConfig) -> float:
-        times = [do_bench_cudagraph(lambda p=p: p.run(paged_attention, config=config)) * 1000 for p in loads]
-        return math.exp(sum(map(math.log, times)) / len(times))
-
-    best, times = choose(candidates(default), is_right, time_us)
-    figures = {"best_us": round(times[best], 2), "default_us": round(times.get(default, math.nan), 2)}
-    return configs.key("decode", key_dim, value_dim, dtype, group), best, figures
+    group, loads = heads // kv_heads, LOADS["decode"]
+    options = decode_candidates(configs.default_decode_config(key_dim, value_dim, dtype, group))
+    best, figures = _tune(dim, dtype, loads, options, lambda p, config: p.run(paged_attention, config=config), device)
+    yield configs.key("decode", key_dim, value_dim, dtype, group), best, {**figures, "loads": loads}
 
 
-def write(path: Path, chip: dict[str, Any], key: str, config: DecodeConfig, figures: dict[str, float]) -> None:
+def tune_prefill(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """As `tune_decode`, for long chunks and for such as fill less than a tile."""
+    heads, kv_heads, key_dim, value_dim = SHAPES[dim]
+    group, chip = heads // kv_heads, configs.chip(device)
+    keys: set[str] = set()
+    for name in ("prefill", "short"):
+        loads = LOADS[name]
+        rows = group * max(queries for _, queries, _ in loads.values())
+        key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
+        if key in keys:  # so many heads share keys that short chunks fill tiles too
+            continue
+        keys.add(key)
+        default = prefill_configs.default_prefill_config(key_dim, value_dim, dtype, rows, False, chip)
+        best, figures = _tune(dim, dtype, loads, prefill_candidates(default), Problem.prefill, device)
+        yield key, best, {**figures, "loads": loads}
+
+
+KERNELS = {"decode": tune_decode, "prefill": tune_prefill}
+
+
+def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict[str, Any]) -> None:
     """Adds an entry to the table of a chip, with where its figures come from."""
     table = json.loads(path.read_text()) if path.exists() else {"configs": {}, "measured": {}}
     table["configs"][key] = dataclasses.asdict(config)
-    table["measured"][key] = {**figures, "loads": LOADS, "command": " ".join(sys.argv[1:]), **chip}
+    table["measured"][key] = {**figures, "command": " ".join(sys.argv[1:]), **chip}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
 
@@ -148,15 +220,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dims", type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"])
+    parser.add_argument("--kernels", nargs="+", choices=sorted(KERNELS), default=sorted(KERNELS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.tune measures kernels on a CUDA device, and there is none here")
     device = torch.device("cuda", torch.cuda.current_device())
     path = configs.FOLDER / f"{configs.chip(device)}.json"
-    for dim, name in itertools.product(options.dims, options.dtypes):
-        key, best, figures = tune_decode(dim, getattr(torch, name), device)
-        write(path, facts("cuda"), key, best, figures)
-        print(f"{key}: {best} {figures}", flush=True)
+    for kernel, dim, name in itertools.product(options.kernels, options.dims, options.dtypes):
+        for key, best, figures in KERNELS[kernel](dim, getattr(torch, name), device):
+            write(path, facts("cuda"), key, best, figures)
+            print(f"{key}: {best} {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from benchmarks import tune
+from hf_paged.attention import reference
 from hf_paged.attention.kernels import configs
 from hf_paged.attention.kernels.configs import DecodeConfig
-
-pytest.importorskip("triton")
+from hf_paged.attention.kernels.decode import paged_attention
+from hf_paged.attention.kernels.prefill_configs import PrefillConfig, prefill_config
+from tests.attention.kernels.device import DEVICE, available
 
 
 def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,8 +41,8 @@ def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch
 
 def test_committed_tables_are_readable() -> None:
     for path in configs.FOLDER.glob("*.json"):
-        for entry in json.loads(path.read_text())["configs"].values():
-            DecodeConfig(**entry)
+        for key, entry in json.loads(path.read_text())["configs"].items():
+            (PrefillConfig if key.startswith("prefill") else DecodeConfig)(**entry)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -53,7 +57,7 @@ def test_the_rule_gives_powers_of_two(dim: int, rows: int, dtype: torch.dtype) -
 
 def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
     default = DecodeConfig(tile=64)
-    options = list(tune.candidates(default))
+    options = list(tune.decode_candidates(default))
     assert options[0] == default and len(set(options)) == len(options)
     fast_but_wrong, too_large, best = options[1], options[2], options[3]
 
@@ -66,6 +70,32 @@ def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
     assert chosen == best and too_large not in times and fast_but_wrong not in times
     with pytest.raises(RuntimeError, match="no candidate"):
         tune.choose(iter(options), lambda config: False, time_us)
+
+
+@available
+def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is what the reference computes: a configuration of each kernel, at sizes of this machine."""
+    monkeypatch.setitem(tune.SHAPES, 16, (4, 2, 16, 16))
+    torch.manual_seed(0)
+    decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
+    chunks = tune.Problem.make(16, torch.float32, 2, 5, 40, DEVICE)
+    found = decode.run(paged_attention, config=DecodeConfig(tile=16)), chunks.prefill(PrefillConfig(16, 16, 4, 1))
+    for problem, output in zip((decode, chunks), found):
+        torch.testing.assert_close(output, problem.run(reference.paged_attention), atol=2e-5, rtol=2e-5)
+
+
+def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cpu"), []
+    monkeypatch.setattr(tune, "_tune", lambda *arguments: (PrefillConfig(64, 64), {"best_us": 1.0}))
+    monkeypatch.setattr(configs, "_tables", lambda chip: {key: {"block_m": 32, "tile": 16} for key in asked})
+    for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
+        asked[:] = [key for key, *_ in tune.tune_prefill(dim, torch.bfloat16, device)]
+        assert len(asked) == len(set(asked)) >= 1
+        for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
+            config = prefill_config(key_dim, value_dim, torch.bfloat16, rows, False, device)
+            is_known = configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
+            assert (config == PrefillConfig(32, 16)) == is_known
+            assert is_known or rows < 4096
 
 
 def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,46 @@
+"""No access of a kernel is out of bounds: their small tests once more under NVIDIA's compute-sanitizer, on a GPU."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import CUDA_HOME
+
+pytestmark = pytest.mark.gpu
+
+FOLDER = Path(__file__).parent
+
+
+def find_sanitizer() -> str | None:
+    """From the path, the CUDA toolkit, or the wheel `nvidia-cuda-sanitizer-api`."""
+    places = [shutil.which("compute-sanitizer") or "", f"{CUDA_HOME}/bin/compute-sanitizer"]
+    for folder in site.getsitepackages():
+        places += glob.glob(f"{folder}/nvidia/**/compute-sanitizer", recursive=True)
+    return next((place for place in places if os.access(place, os.X_OK) and os.path.isfile(place)), None)
+
+
+@pytest.mark.parametrize("name", ["store", "decode", "prefill", "cascade", "packed"])
+def test_memcheck(name: str) -> None:
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    # one allocation a tensor, so that what lies behind it is nobody's
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / f"test_{name}.py")]
+    run = subprocess.run(
+        [sanitizer, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all", *tests],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout

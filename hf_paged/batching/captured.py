@@ -204,9 +204,10 @@ class CapturedDecodes:
             return None
         with self._groups[0].memory.lock:
             self._follow_blocks()
-            step = self._graphs.get(self._key(layout, adapter))
-            if step is None or self._prefers_cascade(layout):
+            key = self._key(layout, adapter)
+            if key not in self._graphs or self._prefers_cascade(layout):
                 return None
+            step = self._graphs[key] = self._graphs.pop(key)
             with self._forwards(forward):
                 return self._replay(step, layout, token_ids)
 

@@ -203,6 +203,22 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
         assert_drained(engine)
 
 
+def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> None:
+    """What is replayed ahead only must not be the first to go when there are too many graphs."""
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        for prompt, options in (job(5, 60, 0), job(9, 12, 1)):
+            engine.add_request(prompt, **options)
+        for _ in range(30):
+            engine.step()
+        kept = engine.memory.captured._graphs
+        assert [key.num_rows for key in kept][-1] == 1 and {key.num_rows for key in kept} == {1, 2}
+        engine.add_request(job(7, 12, 2)[0], job(7, 12, 2)[1]["generation_config"])
+        before = seen["used"]
+        for _ in range(4):
+            engine.step()
+        assert seen["used"] > before and [key.num_rows for key in kept][-1] == 2
+
+
 def test_requests_of_several_kinds_wait_for_the_host(seen: collections.Counter[str]) -> None:
     """Their tokens are chosen one kind after the other."""
     model, jobs = models.get("llama"), [job(5, 30, 0), job(9, 30, 1)]

@@ -85,7 +85,7 @@ class Problem:
         return cls(random(rows, heads, query_len, key_dim), keys, values, metadata)
 
     def run(self, function: Callable[..., torch.Tensor], **options: Any) -> torch.Tensor:
-        """Calls a backend's `paged_attention`: `(rows, heads, query_len, value_dim)`."""
+        """Calls a backend's `paged_attention`: `(rows, query_len, heads, value_dim)`."""
         return function(self.query, self.key_blocks, self.value_blocks, self.metadata, scale=self.scale, **options)
 
     def prefill(self, config: PrefillConfig) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Problem:
             scale=self.scale,
             config=config,
         )
-        return output.unflatten(0, (rows, query_len)).transpose(1, 2)
+        return output.unflatten(0, (rows, query_len))
 
     @property
     def scale(self) -> float:

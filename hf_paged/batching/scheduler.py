@@ -265,6 +265,8 @@ class Scheduler:
             return False
         for sequence in sequences:
             blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
+            if sequence.num_computed_tokens != num_tokens:
+                return False
             if num_tokens < blocks.capacity:
                 continue
             self.blocks.register(blocks, sequence.token_ids, num_tokens, sequence.request.namespace)

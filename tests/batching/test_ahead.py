@@ -284,6 +284,9 @@ def test_what_is_reserved() -> None:
     for _ in range(2):
         assert scheduler.reserve_next([sequence]) and len(table.block_ids) == 2 and table.num_tokens == SIZE
         manager.check_integrity()
+    other = manager.new()
+    assert manager.match(other, [*range(SIZE), 5], None) == SIZE, "what is full has its name"
+    manager.free(other)
     twin = manager.fork(sequence.blocks)
     assert len(twin.tables[0].block_ids) == 1, "what is reserved is one sequence's"
     manager.check_integrity()

@@ -277,8 +277,10 @@ def test_what_is_reserved() -> None:
     pool = BlockPool(6)
     manager = BlockManager([ManagedGroup(pool)], SIZE)
     scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
-    sequence = Sequence(list(range(SIZE)))
+    sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))
+    scheduler.schedule()
+    scheduler.append_token(sequence, SIZE - 1)  # the block gets full by a decode, which names nothing
     scheduler.schedule()
     table = sequence.blocks.tables[0]
     for _ in range(2):

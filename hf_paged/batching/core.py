@@ -283,7 +283,7 @@ class Core:
         start = time.perf_counter()
         try:
             with self._autocast():
-                logits = self._run_by_adapter(batch.items)
+                logits = self._logits(batch.items)
         except BaseException as error:
             with self.memory.lock:
                 self.scheduler.fail_step()
@@ -312,11 +312,14 @@ class Core:
         with self.step_lock, self._autocast(), use_adapter(self.model, only):
             return self.runner.run_ahead(sequences, token_ids, only)
 
-    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
+    def _logits(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        """Of what was launched ahead, then of the rest."""
         ahead, count = self._ahead.take(items) if self._ahead is not None else (None, 0)
-        if ahead is not None:
-            rest = items[count:]
-            return torch.cat([ahead, self._run_by_adapter(rest)]) if rest else ahead
+        if ahead is None:
+            return self._run_by_adapter(items)
+        return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
+
+    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
         names = {_adapter(sequence.request) for sequence, _ in items}
         if len(names) == 1:
             (only,) = names

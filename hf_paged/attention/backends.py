@@ -6,14 +6,18 @@ kernel, else the portable path, which gathers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import native
+from ..cache.memory import autocast_dtype
 from . import cpu, kernels, reference
 from .metadata import AttentionMetadata
 
@@ -99,11 +103,29 @@ def paged_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Arguments and result of `reference.paged_attention`, computed by `select`'s choice."""
+    """
+    Arguments and result of `reference.paged_attention`, computed by `select`'s choice; under autocast in its dtype, as a
+    model's own attention is.
+    """
+    query = as_autocast(query)
     backend = select(query, key_blocks, value_blocks, metadata, sinks, bias)
-    return backend.paged_attention(
-        query, key_blocks, value_blocks, metadata, scale=scale, softcap=softcap, sinks=sinks, bias=bias
-    )
+    with without_autocast(query.device):
+        return backend.paged_attention(
+            query, key_blocks, value_blocks, metadata, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+        )
+
+
+def as_autocast(query: Tensor) -> Tensor:
+    """`query` as autocast would give it to a product, which decides the dtype of what attention returns."""
+    dtype = autocast_dtype(query.device)
+    return query if dtype is None or query.dtype is torch.float64 else query.to(dtype)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within it the dtypes are the backend's choice: its sums are in float32 where plain PyTorch adds them up."""
+    if autocast_dtype(device) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _forced() -> str | None:

@@ -48,8 +48,7 @@ def paged_attention(
     def attend(part: Part) -> Tensor:
         first, last = part.heads[0] * group, part.heads[1] * group
         key, value = gather(part, key_blocks, value_blocks, reuse=not grads)
-        if key.dtype != query.dtype:
-            key, value = key.to(query.dtype), value.to(query.dtype)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         extra = None
         if softcap is not None or sinks is not None or bias is not None:
             extra = _Extra(softcap, None if sinks is None else sinks[first:last], _bias(bias, part, first, last))

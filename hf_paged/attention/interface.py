@@ -90,8 +90,8 @@ def paged_attention(
             ...).
 
     Returns:
-        `(batch, query_len, heads, value_dim)` in the query's dtype, and attention weights where the own implementation
-        gives them.
+        `(batch, query_len, heads, value_dim)` in the query's dtype, under autocast in autocast's, and attention weights
+        where the own implementation gives them.
     """
     if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer its time
         return _untraced(module, query, key, value, attention_mask, **kwargs)

@@ -52,7 +52,7 @@ def packed_attention(
         scale, softcap, sinks: As in `reference.paged_attention`.
 
     Returns:
-        `torch.Tensor` of shape `(1, num_tokens, heads, value_dim)`, in the query's dtype.
+        `torch.Tensor` of shape `(1, num_tokens, heads, value_dim)`, in the query's dtype; under autocast in autocast's.
 
     Raises:
         NotPackable: if the mask says anything that a packed step cannot keep apart by sequence.
@@ -60,7 +60,7 @@ def packed_attention(
     """
     if not (isinstance(key, PackedTensor) and isinstance(value, PackedTensor)):
         raise NotPackable("packed keys or values go with ordinary ones")
-    step = key.step
+    step, query = key.step, backends.as_autocast(query)
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
@@ -79,15 +79,15 @@ def packed_attention(
             return decoded
     if step.lengths is not None:
         raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
-    is_plain = softcap is None and sinks is None and query.dtype == key.dtype
+    is_plain = softcap is None and sinks is None
     parts = []
     for stretch in plan:
         part = _rows(query, stretch)  # [rows, heads, query_len, head_dim]
         if stretch.fresh and is_plain:
             output = scaled_dot_product_attention(
                 part,
-                _rows(key.fresh, stretch),
-                _rows(value.fresh, stretch),
+                _rows(key.fresh, stretch).to(query.dtype),
+                _rows(value.fresh, stretch).to(query.dtype),
                 is_causal=True,
                 scale=scale,
                 enable_gqa=query.shape[1] != key.shape[1],

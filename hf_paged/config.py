@@ -41,6 +41,12 @@ class PagedConfig:
             Record decode steps as CUDA graphs and replay them, on devices that have graphs and where the Triton kernels
             serve. A model that waits for the device in its forward runs without; the log says so. Graphs are kept with
             the pool, and `hf_paged.free(model)` or `engine.free()` frees both.
+        cache_salt (`str`, *optional*):
+            Whose prompts these are. Cached blocks serve only requests with the salt of the request that computed them:
+            how soon a first token comes then tells a tenant nothing about the prompts of others (the idea is vLLM's
+            `cache_salt`). Choose it where you know the tenant, not from what a tenant sends: equal salts share. A saved
+            `GenerationConfig` holds it as text. `PagedEngine.add_request` takes one for each request. `None`: all
+            requests without a salt share with one another.
 
     Raises:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
@@ -54,6 +60,7 @@ class PagedConfig:
     max_num_seqs: int = 256
     preemption: str = "auto"
     capture: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -78,6 +85,7 @@ class PagedConfig:
                 raise ValueError(f"`{name}` is {value!r}: it must be a whole number of at least 1")
         if self.preemption not in PREEMPTION:
             raise ValueError(f"`preemption` is {self.preemption!r}: it must be one of {', '.join(PREEMPTION)}")
+        check_cache_salt(self.cache_salt)
 
     @classmethod
     def coerce(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:
@@ -97,6 +105,12 @@ class PagedConfig:
     def to_dict(self) -> dict[str, Any]:
         """The plain dict that a `GenerationConfig` stores and saves."""
         return asdict(self)
+
+
+def check_cache_salt(value: Any) -> None:
+    """Raises `ValueError` unless `value` can be a `cache_salt`. Empty text is a tenant's missing name, not a tenant."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"`cache_salt` is {value!r}: it must be None or text of at least one character")
 
 
 def _is_int(value: Any) -> bool:

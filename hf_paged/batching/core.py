@@ -466,7 +466,7 @@ class Core:
 
 
 def _adapter(request: Request) -> str | None:
-    return request.namespace if isinstance(request.namespace, str) else None
+    return request.adapter
 
 
 def _take(logits: Tensor, places: list[int]) -> Tensor:

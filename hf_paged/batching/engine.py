@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..attention.masks import mask_observer
 from ..cache.memory import PagedMemory, autocast_dtype
-from ..config import PagedConfig
+from ..config import PagedConfig, check_cache_salt
 from ..viz.block_map import plot_block_map
 from ..viz.html import engine_html
 from ..viz.timeline import MAX_REQUESTS, plot_intervals
@@ -104,6 +104,7 @@ class PagedEngine:
         adapter: str | None = None,
         seed: int | None = None,
         return_logprobs: bool = False,
+        cache_salt: str | None = None,
     ) -> str:
         """
         Queues a request and returns its id. Nothing is computed before the next `step`.
@@ -119,6 +120,8 @@ class PagedEngine:
             adapter (`str`, *optional*): The PEFT adapter to run with, `"__base__"` for none; else the active one.
             seed (`int`, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
             return_logprobs (`bool`): Record log-probabilities of the new tokens.
+            cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; else the config's. Requests with
+                different salts share no cached prefix.
 
         Raises:
             ValueError: for a prompt that is empty or holds ids outside the vocabulary, an id in use, an adapter that
@@ -134,6 +137,7 @@ class PagedEngine:
                 raise ValueError(f"request id {request_id!r} is in use by an unfinished request: choose another")
             if adapter is not None:
                 check_adapter(self.model, adapter)
+            check_cache_salt(cache_salt)
             entry = new_entry(
                 self.model,
                 self.tokenizer,
@@ -147,6 +151,7 @@ class PagedEngine:
                 adapter=adapter,
                 seed=seed,
                 return_logprobs=return_logprobs,
+                cache_salt=self.config.cache_salt if cache_salt is None else cache_salt,
             )
             if not self._entries:
                 core.begin()

@@ -114,6 +114,7 @@ def new_entry(
     adapter: str | None,
     seed: int | None,
     return_logprobs: bool,
+    cache_salt: str | None,
 ) -> Entry:
     """A request from the arguments of `PagedEngine.add_request`, not queued yet. Raises its errors."""
     prompt = prompt_ids(input_ids, tokenizer)
@@ -134,7 +135,8 @@ def new_entry(
         request_id=request_id,
         sequences=[Sequence(list(prompt))],
         priority=as_priority(priority),
-        namespace=adapter,
+        namespace=(adapter, cache_salt),
+        adapter=adapter,
         max_num_tokens=decoding.max_length,
         num_rows=decoding.num_rows,
     )

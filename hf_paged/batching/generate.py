@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..attention.masks import mask_observer
 from ..cache.block_manager import UNCACHED
 from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
 from .assembly import packed_core
 from .beam import BeamDecoding
 from .capability import packable
@@ -154,6 +155,8 @@ class GenerateCall:
                 row_streamers=self.streamer.streamers if by_row else None,
             )
         paddings = self._paddings()
+        # not the memory's config, which calls of other threads may replace meanwhile
+        salt = PagedConfig.coerce(config.cache_config).cache_salt
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.input_ids), self.repeats):
             prompt = self.input_ids[row, paddings[row] :].tolist()
@@ -162,7 +165,7 @@ class GenerateCall:
                 sequences=[Sequence(prompt)],
                 max_num_tokens=self._max_length - paddings[row],
                 num_rows=self.repeats,
-                namespace=None if self._is_worth_keeping else UNCACHED,
+                namespace=(None, salt) if self._is_worth_keeping else UNCACHED,
             )
             rows += [(request, index) for index in range(self.repeats)]
         return Job(decoding, rows, keep_blocks)

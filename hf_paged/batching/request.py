@@ -79,8 +79,9 @@ class Request:
         max_num_tokens (`int`): The longest that a sequence of it can get, in tokens.
         num_rows (`int`, defaults to 1): Sequences that it will have after forking.
         priority (`int`, defaults to 0): Lower runs earlier.
-        namespace (`Hashable`, *optional*): Prefixes are shared only within it: the adapter.
+        namespace (`Hashable`, *optional*): Prefixes are shared only within it: the adapter and the cache salt.
         payload: The caller's.
+        adapter (`str`, *optional*): The PEFT adapter that its forwards run with.
 
     Attributes:
         arrival (`int`): Counts the requests added before it.
@@ -92,6 +93,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "key",
         "max_num_tokens",
@@ -118,9 +120,10 @@ class Request:
         priority: int = 0,
         namespace: Hashable = None,
         payload: Any = None,
+        adapter: str | None = None,
     ) -> None:
         self.request_id, self.max_num_tokens, self.priority = request_id, max_num_tokens, priority
-        self.namespace, self.payload = namespace, payload
+        self.namespace, self.payload, self.adapter = namespace, payload, adapter
         self.sequences: list[Sequence] = []
         self.adopt(sequences)
         self.num_rows = self.num_open_rows = max(num_rows, len(self.sequences))

@@ -25,6 +25,16 @@ class Node:
     parent: Node | None
 
 
+class Root(Node):
+    """Where the prefixes of a namespace begin. The index forgets it with the last of them: tenants come and go."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable, num_groups: int) -> None:
+        super().__init__(None, (), num_groups)
+        self.namespace = namespace
+
+
 class PrefixIndex:
     """
     Finds blocks by the tokens they hold and all tokens before them (prefix caching as in SGLang's RadixAttention, arXiv
@@ -43,15 +53,15 @@ class PrefixIndex:
     def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], block_size: int) -> None:
         self.block_size = block_size
         self._pools, self._windows = list(pools), list(windows)
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, Root] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
         self._on_evict: list[Callable[[int], None]] = [self._evictor(group) for group in range(len(self._pools))]
         self._step: list[tuple[int, int]] = []  # (group, block id) named since `begin_step`
 
-    def root(self, namespace: Hashable) -> Node:
-        """Where the prefixes of a namespace begin."""
+    def root(self, namespace: Hashable) -> Root:
+        """Where the prefixes of a namespace begin, for `add`."""
         if namespace not in self._roots:
-            self._roots[namespace] = Node(None, (), len(self._pools))
+            self._roots[namespace] = Root(namespace, len(self._pools))
         return self._roots[namespace]
 
     def first_needed(self, group: int, num_blocks: int) -> int:
@@ -61,7 +71,7 @@ class PrefixIndex:
 
     def find(self, token_ids: Sequence[int], namespace: Hashable, max_blocks: int) -> list[Node]:
         """The longest path of at most `max_blocks` nodes along `token_ids` behind which a sequence can start."""
-        node = self._roots.get(namespace)
+        node: Node | None = self._roots.get(namespace)
         if node is None:
             return []
         size, usable = self.block_size, 0
@@ -120,7 +130,7 @@ class PrefixIndex:
 
     @property
     def namespaces(self) -> list[Hashable]:
-        """The namespaces that have a root."""
+        """The namespaces that hold anything."""
         return list(self._roots)
 
     def _evictor(self, group: int) -> Callable[[int], None]:
@@ -162,11 +172,13 @@ class PrefixIndex:
             parent, node.parent = node.parent, None
             del parent.children[node.tokens]
             node = parent
+        if isinstance(node, Root) and not node.children:
+            self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless names and nodes agree, and every node can be reached and has its blocks."""
         seen: list[dict[int, Node]] = [{} for _ in self._pools]
-        pending = list(self._roots.values())
+        pending: list[Node] = list(self._roots.values())
         while pending:
             node = pending.pop()
             for tokens, child in node.children.items():

@@ -51,6 +51,19 @@ def test_a_prefix_is_found_in_whole_blocks_short_of_the_last_token() -> None:
     assert hit(blocks, tokens) == 8
 
 
+def test_item_12_a_namespace_without_blocks_is_forgotten() -> None:
+    """One salt for each request is a way to share nothing: what is kept for it must go with its blocks."""
+    blocks = manager(None, 3, num_blocks=6)
+    for number in range(20):
+        blocks.free(stored(blocks, range(9), f"tenant {number}"))
+        assert hit(blocks, range(9), f"tenant {number}") == 8
+    assert len(blocks.index.namespaces) <= 3
+    for group in blocks.groups:
+        group.pool.evict(6)
+    assert blocks.index.namespaces == []
+    blocks.check_integrity()
+
+
 def test_equal_hashes_are_not_equal_tokens() -> None:
     blocks = manager(None)
     stored(blocks, [-1, 0, 0, 0, 0])

@@ -1,0 +1,157 @@
+"""Tenants that do not share prefixes: `cache_salt`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, InfNanRemoveLogitsProcessor, LogitsProcessorList
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from tests import models
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+PROMPT = models.token_ids(1, 41, seed=5)[0].tolist()  # five full blocks and one token
+
+
+def hit(engine: PagedEngine, **options: Any) -> int:
+    """Tokens of the prompt that were not computed for a new request; its tokens are plain's."""
+    (result,) = engine.generate([PROMPT], GREEDY, **options)
+    assert result.error is None, result.error
+    ids = torch.tensor([PROMPT])
+    plain = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert result.token_ids == plain[0, len(PROMPT) :].tolist()
+    engine.check_integrity()
+    return result.num_prefix_hit_tokens
+
+
+def test_item_12_requests_with_different_salts_share_no_prefix() -> None:
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
+        assert hit(engine, cache_salt="alice") == 0
+        assert hit(engine, cache_salt="bob") == 0
+        assert hit(engine) == 0
+        assert [hit(engine, cache_salt="alice"), hit(engine, cache_salt="bob"), hit(engine)] == [40, 40, 40]
+
+
+def test_item_12_running_requests_with_different_salts_hold_no_block_together() -> None:
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
+        for salt in ("alice", "bob"):
+            engine.add_request(PROMPT, GREEDY, cache_salt=salt)
+            engine.step()
+        assert engine.stats().shared_blocks == 0
+        engine.add_request(PROMPT, GREEDY, cache_salt="bob")
+        engine.step()
+        assert engine.stats().shared_blocks == 5
+
+
+def test_item_12_a_requests_salt_comes_before_the_configs() -> None:
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64, cache_salt="alice")) as engine:
+        assert [hit(engine), hit(engine, cache_salt="bob")] == [0, 0]
+        assert [hit(engine, cache_salt="alice"), hit(engine), hit(engine, cache_salt="bob")] == [40, 40, 40]
+
+
+def test_item_12_salts_and_adapters_combine() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(models.build("llama"), config, adapter_name="first").eval()
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=64)) as engine:
+        kinds: list[dict[str, Any]] = [
+            {},
+            {"cache_salt": "first"},  # a salt with an adapter's name is no adapter
+            {"adapter": "first"},
+            {"adapter": "first", "cache_salt": "first"},
+            {"adapter": "__base__", "cache_salt": "first"},
+        ]
+        hit(engine, adapter="first", cache_salt="other")  # the first run with an adapter changes the fingerprint
+        assert [hit(engine, **kind) for kind in kinds] == [0] * 5
+        assert [hit(engine, **kind) for kind in kinds] == [40] * 5
+
+
+@pytest.mark.parametrize("door", ["dict", "PagedConfig", "generation_config", "model"])
+def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: str) -> None:
+    model = models.build("llama")
+    ids = torch.tensor([PROMPT] * 4)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**inputs, **GREEDY)
+
+    def call(salt: str | None) -> int:
+        """Cached blocks afterwards: a prompt that was found leaves none of its own."""
+        options: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "cache_salt": salt}
+        if door == "model":
+            model.generation_config.update(cache_implementation="paged", cache_config=options)
+            out = model.generate(**inputs, **GREEDY)
+        elif door == "generation_config":
+            config = GenerationConfig(cache_implementation="paged", cache_config=options, **GREEDY)
+            out = model.generate(**inputs, generation_config=config)
+        else:
+            given = PagedConfig(**options) if door == "PagedConfig" else options
+            out = model.generate(**inputs, **GREEDY, cache_implementation="paged", cache_config=given)
+        assert torch.equal(out, expected)
+        assert hf_paged.last_route(model).road == "engine"
+        hf_paged.check_integrity(model)
+        return hf_paged.memory_stats(model).cached_blocks
+
+    alone = call("alice")
+    assert alone > 0
+    assert [call(salt) for salt in ("alice", "bob", "alice", None, "bob", None)] == [
+        alone * n for n in (1, 2, 2, 3, 3, 3)
+    ]
+
+
+def test_item_12_a_call_keeps_its_own_salt_while_another_thread_calls_with_another() -> None:
+    """Both calls run on the model's one pool, whose config is the later call's."""
+    model = models.build("llama")
+    ids = torch.tensor([PROMPT] * 4)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
+
+    def call(salt: str, **options: Any) -> int:
+        config = {"block_size": 8, "num_blocks": 128, "cache_salt": salt}
+        model.generate(**inputs, cache_implementation="paged", cache_config=config, **options)
+        return hf_paged.memory_stats(model).cached_blocks
+
+    class Waits(LogitsProcessorList):
+        """Lets the other call begin and end once this one has its cache and before it runs."""
+
+        def __iter__(self) -> Iterator[Any]:
+            if not others:
+                others.append(threading.Thread(target=call, args=("bob",)))
+                others[0].start()
+                others[0].join(60)
+            return super().__iter__()
+
+    others: list[threading.Thread] = []
+    call("alice", logits_processor=Waits([InfNanRemoveLogitsProcessor()]))
+    assert others and not others[0].is_alive()
+    both = hf_paged.memory_stats(model).cached_blocks
+    assert both % 2 == 0 and call("alice") == both and call("bob") == both
+    assert call("carol") == both // 2 * 3
+
+
+@pytest.mark.parametrize("value", ["", 5, b"alice", ["alice"], True], ids=repr)
+def test_item_12_a_salt_is_text_or_none(value: Any) -> None:
+    message = f"`cache_salt` is {value!r}: it must be None or text of at least one character"
+    with pytest.raises(ValueError) as caught:
+        PagedConfig(cache_salt=value)
+    assert str(caught.value) == message
+    model = models.build("llama")
+    with pytest.raises(ValueError) as caught:
+        model.generate(torch.tensor([PROMPT]), cache_implementation="paged", cache_config={"cache_salt": value})
+    assert str(caught.value) == message
+    with PagedEngine(model) as engine:
+        with pytest.raises(ValueError) as caught:
+            engine.add_request(PROMPT, GREEDY, cache_salt=value)
+        assert str(caught.value) == message
+        assert not engine.has_unfinished
+
+
+def test_item_12_a_salt_is_saved_with_the_config(tmp_path: Path) -> None:
+    config = PagedConfig(cache_salt="alice")
+    assert PagedConfig.coerce(config.to_dict()) == config
+    assert PagedConfig.coerce({"block_size": 8}).cache_salt is None
+    GenerationConfig(cache_implementation="paged", cache_config=config.to_dict()).save_pretrained(tmp_path)
+    assert PagedConfig.coerce(GenerationConfig.from_pretrained(tmp_path).cache_config) == config

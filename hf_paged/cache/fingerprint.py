@@ -8,14 +8,19 @@ numpy move neither. So the bytes are read, which takes about as long as one deco
 
 from __future__ import annotations
 
+import array
+import enum
 import functools
 import hashlib
 import logging
 import marshal
+import sys
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +32,7 @@ CHUNK_BYTES = 8 << 20
 """Bytes that the portable hash reads at once; it takes some four times as much for its intermediate results."""
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
+_TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
 _MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
 # Not part of what the forward computes: what torch keeps in every module (parameters, buffers, modules and forward
@@ -38,13 +44,21 @@ _IGNORED = frozenset(vars(nn.Module())) | {
     "warnings_issued",
 }
 _OBSERVERS = frozenset({"transformers.utils.output_capturing"})  # modules whose hooks only look
+# Classes of these modules hold what no forward computes: loading, saving, generation.
+_PLUMBING = ("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations")
+_PLUMBING += ("transformers.modeling_utils", "transformers.utils")
+# Objects of these packages that are no modules, tensors or configs say nothing of a forward, and hold half the process.
+_LIBRARIES = sys.stdlib_module_names - {"__main__", "types"} | {"accelerate", "numpy", "peft", "torch", "transformers"}
+_MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read
+
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that cannot be read, once that is said
 
 
 def read_state(model: nn.Module) -> ModelState | None:
     """Everything about `model` but the content of its tensors; `None` if some of it cannot be read."""
     try:
         return ModelState(model)
-    except (_UnreadableError, RuntimeError) as error:
+    except Exception as error:  # whatever hangs on a model, looking at it fails no call
         logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
         return None
 
@@ -60,15 +74,19 @@ def addresses(model: nn.Module, state: ModelState) -> bytes:
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """
-    32 bytes that are the same as long as the model is, or `None` if it cannot be read; nothing may be served then.
+    32 bytes that are the same as long as the model is, or `None` if it cannot be read, which is said once for each
+    model; nothing may be served then.
 
-    Covered are names, types, shapes, dtypes and the content of all parameters, buffers and tensors that are plain
-    attributes; all attributes of modules and configs that are Python scalars or nested containers of them (the active,
-    disabled and merged adapters of PEFT among them); functions that replace `forward` or hook into it, with the scalars
-    and tensors they close over. Train or eval mode is not, nor what other Python objects hold.
+    Covered are names, shapes, dtypes and the content of all parameters, buffers, tensors and arrays that are plain
+    attributes; all attributes of modules and configs that are Python scalars, nested containers of them (the active,
+    disabled and merged adapters of PEFT among them) or objects of the user's own classes; the functions and scalars of
+    modules' classes; functions that replace `forward` or hook into it, with the scalars, tensors and functions they
+    close over; train or eval mode where code of the user's own classes looks at it. Not covered is what such code
+    reads elsewhere: globals of Python modules, files, attributes of objects that libraries made.
 
-    Tensors that are tied are read once. Subclasses of `Tensor` (sharded or quantised weights), sparse tensors and those
-    without content (meta) cannot be read. Comparable within one process only.
+    Tensors that are tied are read once. Subclasses of `Tensor` (quantised or sharded weights) are read by
+    `__tensor_flatten__`; those without it, sparse tensors and those without content (meta) cannot be read. Comparable
+    within one process only.
 
     Args:
         state ([`ModelState`], *optional*): What `read_state` returned just now.
@@ -78,8 +96,14 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
             state = ModelState(model)
         with torch.no_grad():
             content = _hash_tensors([_dense(tensor) for tensor in state.tensors])
-    except (_UnreadableError, RuntimeError) as error:  # torch's: no such operation for a dtype or a device, no memory
-        logger.debug("the fingerprint of %s cannot be taken: %s", type(model).__name__, error)
+    except Exception as error:  # no such operation for a dtype or a device, no memory, code of the user's
+        if model not in _told:
+            _told.add(model)
+            logger.warning(
+                "Prefix caching is off for this %s, since whether it changes cannot be read: %s",
+                type(model).__name__,
+                error,
+            )
         return None
     return hashlib.blake2b(marshal.dumps((state.structure, content), _MARSHAL_VERSION), digest_size=32).digest()
 
@@ -100,15 +124,21 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []
         self._tensor_numbers: dict[Any, int] = {}
-        self._objects: list[Any] = []  # modules and configs, in the order met
+        self._objects: list[Any] = []  # modules, configs and plain objects, in the order met
         self._object_numbers: dict[int, int] = {}
+        self._num_plain = 0
+        self._looks_at_mode: dict[type, bool] = {}  # of the classes met: whether their code reads `training`
         self.structure = self._read(model)
 
     def _read(self, model: nn.Module) -> list[Any]:
         self._number(model)
         found = []
         for item in self._objects:  # grows on the way
-            found.append(self._module(item) if isinstance(item, nn.Module) else self._config(item))
+            found.append(self._class(type(item)))
+            if isinstance(item, nn.Module):
+                found.append(self._module(item))
+            else:
+                found.append(self._config(item) if hasattr(item, "to_dict") else self._plain(item))
         return found
 
     def _number(self, item: Any) -> int:
@@ -117,8 +147,33 @@ class ModelState:
             self._objects.append(item)
         return number
 
+    def _class(self, kind: type) -> list[Any]:
+        """The functions and scalars of a class and its bases, the first time it is met."""
+        found: list[Any] = [kind.__qualname__]
+        if kind in self._looks_at_mode:
+            return found
+        self._looks_at_mode[kind] = False
+        for base in kind.__mro__:
+            if base.__module__.startswith(_PLUMBING):
+                continue
+            is_own = base.__module__.partition(".")[0] not in _LIBRARIES
+            for name, value in vars(base).items():
+                if isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                elif isinstance(value, property):
+                    value = value.fget
+                if isinstance(value, types.FunctionType):
+                    self._looks_at_mode[kind] |= is_own and "training" in value.__code__.co_names
+                    found.append((name, self._value(value)))
+                elif type(value) in _SCALARS and name[:2] != "__":
+                    found.append((name, value))
+        return found
+
+    def _plain(self, item: Any) -> list[Any]:
+        return [(name, self._value(value)) for name, value in _attributes(item)]
+
     def _module(self, module: nn.Module) -> list[Any]:
-        found: list[Any] = [type(module).__qualname__]
+        found: list[Any] = [module.training if self._looks_at_mode[type(module)] else None]
         for name, value in vars(module).items():
             if name in _IGNORED:
                 continue
@@ -155,31 +210,51 @@ class ModelState:
                 value = value.items()
             items = [self._value(item, depth + 1) for item in value]
             return kind.__qualname__, sorted(items, key=repr) if issubclass(kind, (set, frozenset)) else items
-        if isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-            return kind.__qualname__, repr(value)  # enums and the like
+        if isinstance(value, enum.Enum):
+            return kind.__qualname__, value.name
+        if isinstance(value, (bool, int, float, str, np.generic, *_TORCH_SCALARS)):
+            return kind.__qualname__, repr(value)
+        if isinstance(value, (np.ndarray, bytearray, array.array)):
+            return self._array(np.asarray(value))
+        if depth == _MAX_DEPTH:  # functions may hold one another
+            return "object", kind.__qualname__
         if isinstance(value, functools.partial):
             return "partial", [self._value(item, depth + 1) for item in (value.func, value.args, value.keywords)]
         if isinstance(value, types.MethodType):
-            return "method", value.__func__.__qualname__, self._value(value.__self__, depth + 1)
+            return "method", self._value(value.__func__, depth + 1), self._value(value.__self__, depth + 1)
         if isinstance(value, types.FunctionType):
-            code = hashlib.sha256(marshal.dumps(value.__code__)).hexdigest()
             defaults = self._value((value.__defaults__, value.__kwdefaults__), depth + 1)
-            return "function", value.__qualname__, code, defaults, [*map(self._cell, value.__closure__ or ())]
+            cells = [self._cell(cell, depth + 1) for cell in value.__closure__ or ()]
+            return "function", value.__qualname__, _code_hash(value.__code__), defaults, cells
+        if isinstance(value, (types.BuiltinFunctionType, type)):
+            return "named", value.__module__, value.__qualname__
+        is_read = kind.__module__.partition(".")[0] not in _LIBRARIES and self._num_plain < _MAX_PLAIN_OBJECTS
+        if is_read or id(value) in self._object_numbers:
+            before = len(self._objects)
+            number = self._number(value)
+            self._num_plain += len(self._objects) - before
+            return "object", number
         return "object", kind.__qualname__
 
-    def _cell(self, cell: types.CellType) -> Any:
+    def _cell(self, cell: types.CellType, depth: int) -> Any:
         try:
             value = cell.cell_contents
         except ValueError:  # not bound yet
             return "empty"
         # What a hook collects is none of ours.
-        if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module)):
-            return self._value(value)
+        if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module, types.FunctionType)):
+            return self._value(value, depth)
         return type(value).__qualname__
+
+    def _array(self, value: np.ndarray) -> Any:
+        if value.dtype.hasobject:
+            return "array", self._value(value.tolist())
+        content = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
+        return "array", str(value.dtype), value.shape, content
 
     def _tensor(self, tensor: Tensor) -> Any:
         if type(tensor) not in (nn.Parameter, Tensor):
-            raise _UnreadableError(f"a tensor of type {type(tensor).__qualname__}")
+            return self._flattened(tensor)
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise _UnreadableError(f"a tensor of layout {tensor.layout} on {tensor.device}")
         if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
@@ -189,6 +264,30 @@ class ModelState:
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return "tensor", number, form
+
+    def _flattened(self, tensor: Tensor) -> Any:
+        """A subclass by the tensors that it says it consists of."""
+        kind = type(tensor)
+        if not hasattr(tensor, "__tensor_flatten__"):
+            raise _UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
+        names, context = tensor.__tensor_flatten__()
+        parts = [(name, self._value(getattr(tensor, name))) for name in names]
+        return kind.__qualname__, _name(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
+
+
+def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
+    """Of a plain object: those in its `__dict__` and its slots."""
+    yield from getattr(item, "__dict__", {}).items()
+    for base in type(item).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(item, name):
+                yield name, getattr(item, name)
+
+
+@functools.lru_cache(maxsize=8192)
+def _code_hash(code: types.CodeType) -> str:
+    return hashlib.sha256(marshal.dumps(code)).hexdigest()
 
 
 @functools.cache

@@ -1,0 +1,221 @@
+"""Issue 11, items 3 and 6b: a model that the fingerprint cannot read is served without prefix cache; what it can read."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import hf_paged
+from hf_paged import PagedEngine
+from tests import models
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+PROMPT = models.token_ids(1, 34)[0].tolist()
+HITS = 32  # tokens in full blocks of 8, short of the last
+
+
+def plain(model: Any) -> list[int]:
+    return model.generate(torch.tensor([PROMPT]), **GREEDY)[0, len(PROMPT) :].tolist()
+
+
+def paged(engine: PagedEngine) -> tuple[list[int], int]:
+    """Tokens, and how many of the prompt came from the cache."""
+    (result,) = engine.generate([PROMPT], GREEDY)
+    assert result.error is None, result.error
+    engine.check_integrity()
+    return result.token_ids, result.num_prefix_hit_tokens
+
+
+# -------------------------------------------------------------------------------------- what cannot be read, item 3
+
+
+class Sealed(torch.Tensor):
+    """A tensor whose content may be anywhere."""
+
+
+def bound_partial(model: Any) -> None:
+    """As torchao leaves it on every layer that it quantises."""
+    for layer in model.model.layers:
+        linear = layer.mlp.up_proj
+        linear.extra_repr = types.MethodType(functools.partial(lambda note, self: note, "int8"), linear)
+
+
+def sealed_tensor(model: Any) -> None:
+    model.model.layers[0].scales = torch.ones(3).as_subclass(Sealed)
+
+
+@pytest.mark.parametrize("change", [bound_partial, sealed_tensor])
+@pytest.mark.parametrize("door", ["generate", "engine"])
+def test_item_03_a_call_does_not_fail_for_what_hangs_on_a_model(door: str, change: Callable[[Any], None]) -> None:
+    model = models.build("llama")
+    change(model)
+    inputs = {"input_ids": torch.tensor([PROMPT] * 4), "attention_mask": torch.ones(4, len(PROMPT), dtype=torch.long)}
+    for _ in range(2):
+        if door == "generate":
+            found = model.generate(**inputs, **GREEDY, **models.PAGED)
+            assert torch.equal(found, model.generate(**inputs, **GREEDY))
+            hf_paged.check_integrity(model)
+        else:
+            with PagedEngine(model, {"block_size": 8}) as engine:
+                assert paged(engine)[0] == plain(model)
+
+
+def test_item_03_what_cannot_be_read_is_not_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build("llama")
+    sealed_tensor(model)
+    with caplog.at_level(logging.WARNING, "hf_paged"), PagedEngine(model, {"block_size": 8}) as engine:
+        for _ in range(3):
+            assert paged(engine) == (plain(model), 0)
+    told = [record.getMessage() for record in caplog.records if "Prefix caching" in record.getMessage()]
+    assert told == [
+        "Prefix caching is off for this LlamaForCausalLM, since whether it changes cannot be read: a tensor of type "
+        "Sealed, which has no `__tensor_flatten__`"
+    ]
+    del model.model.layers[0].scales
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        assert [paged(engine)[1] for _ in range(2)] == [0, HITS]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that consists of another, as quantised weights do."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], {"bits": 8}
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _pytree.tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        found = function(*args, **kwargs)
+        return Wrapped(found) if function is torch.ops.aten.detach.default else found
+
+
+def test_item_03_wrapped_weights_are_read_by_their_parts() -> None:
+    model = models.build("llama")
+    wrapped = []
+    for layer in model.model.layers:
+        wrapped.append(Wrapped(layer.mlp.up_proj.weight.detach()))
+        layer.mlp.up_proj.weight = nn.Parameter(wrapped[-1], requires_grad=False)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        before = plain(model)
+        assert [paged(engine) for _ in range(2)] == [(before, 0), (before, HITS)]
+        model.model.layers[0].mlp.up_proj.weight.inner.mul_(-1)
+        after = plain(model)
+        assert after != before, "the change does nothing: the test is void"
+        assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
+
+
+# ---------------------------------------------------------------------------- what is part of a model, item 6 (b)
+
+
+class Scale:
+    """A plain object that a module holds."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+def scaled_mlp(body: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[nn.Module]:
+    """A class of the same name for every body."""
+
+    class ScaledMLP(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.array, self.object = np.array([0.5, 2.0], np.float32), Scale(2.0)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return body(self, self.inner(hidden))
+
+    return ScaledMLP
+
+
+def by_array(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * float(self.array[1])
+
+
+def by_object(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * self.object.factor
+
+
+class ModeMLP(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * (-2.0 if self.training else 1.0)
+
+
+def put(model: Any, kind: Callable[[nn.Module], nn.Module]) -> None:
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = kind(getattr(mlp, "inner", mlp)).eval()
+
+
+def redefine(model: Any) -> None:
+    put(model, scaled_mlp(lambda self, hidden: hidden * -1.0))
+
+
+def write_array(model: Any) -> None:
+    model.model.layers[0].mlp.array[1] = -1.0
+
+
+def write_object(model: Any) -> None:
+    model.model.layers[0].mlp.object.factor = -1.0
+
+
+CASES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Any], Any]]] = {
+    "class redefined": (scaled_mlp(lambda self, hidden: hidden * 2.0), redefine),
+    "numpy array": (scaled_mlp(by_array), write_array),
+    "plain object": (scaled_mlp(by_object), write_object),
+    "train": (ModeMLP, lambda model: model.train()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_item_06b_a_change_beside_the_weights_is_seen(case: str) -> None:
+    kind, change = CASES[case]
+    model = models.build("llama")
+    put(model, kind)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        before = plain(model)
+        assert [paged(engine) for _ in range(2)] == [(before, 0), (before, HITS)]
+        change(model)
+        after = plain(model)
+        assert after != before, "the change does nothing: the test is void"
+        assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
+
+
+def test_item_06b_a_patched_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("llama")
+    original = LlamaAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, *others = original(self, *args, **kwargs)
+        return -output, *others
+
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        before = plain(model)
+        assert [paged(engine) for _ in range(2)] == [(before, 0), (before, HITS)]
+        monkeypatch.setattr(LlamaAttention, "forward", forward)
+        after = plain(model)
+        assert after != before, "the patch does nothing: the test is void"
+        assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]

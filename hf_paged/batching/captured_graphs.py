@@ -43,7 +43,12 @@ class NothingUnrecorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags = getattr(func, "tags", ())
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        if func in _READS_AT:  # the tag is for masks: the host has to know how many elements they choose
+            waits = _has_mask(args[1])
+        elif func in _WRITES_AT:
+            waits = _has_mask(args[1]) and args[2].numel() > 1
+        if waits:
             raise NotCapturable(f"its forward waits for the device ({func})")
         if torch.Tag.nondeterministic_seeded in tags:
             raise NotCapturable(f"its forward draws random numbers ({func})")
@@ -55,6 +60,12 @@ class NothingUnrecorded(TorchDispatchMode):
 
 
 _COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+_READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
+_WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _crosses(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -570,9 +570,17 @@ def test_operations_that_cannot_be_recorded() -> None:
     x = torch.arange(6.0)
     with NothingUnrecorded():
         y = torch.softmax(x * 2, 0).to(torch.float16)[1:3]
-        for wait in (lambda: x[0].item(), lambda: x[x > 2], lambda: x.unique(), lambda: bool(x.sum() > 3)):
+        mask = x > 2
+        waits = [lambda: x[0].item(), lambda: x.unique(), lambda: bool(x.sum() > 3), lambda: mask.nonzero()]
+        waits += [lambda: x[mask], lambda: x[mask.byte()], lambda: x.masked_select(mask), lambda: torch.where(mask)]
+        waits += [lambda: x[None, mask], lambda: x.index_put_((mask,), y.float())]
+        for wait in waits:
             with pytest.raises(NotCapturable, match="waits for the device"):
                 wait()
+        indices = torch.tensor([2, 0])
+        assert x[indices].tolist() == x[indices.int()].tolist() == [2, 0]
+        x[indices] = x[indices] + 0
+        x[x > 100] = 7.0  # filled in place, nothing is counted
         with pytest.raises(NotCapturable, match="random"):
             torch.rand(3)
         with pytest.raises(NotCapturable, match="between host and device"):

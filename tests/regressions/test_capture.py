@@ -1,0 +1,67 @@
+"""Decode steps as graphs, with a stand-in for a device's graphs on the CPU: which models they are recorded of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_paged
+from hf_paged import native
+from tests import models
+from tests.architecture_configs import tiny_model
+from tests.batching.captured_helpers import FakeGraphs, use_fake_graphs
+
+OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    return use_fake_graphs(monkeypatch)
+
+
+def captured_steps(model: Any) -> int:
+    """Of a call of `generate` whose tokens are plain's."""
+    inputs = models.padded_prompt("mixtral")
+    expected = model.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == "engine"
+    return route.num_captured_steps
+
+
+@pytest.mark.parametrize("name", ["mixtral", "Qwen3MoeForCausalLM"])
+def test_item_21_models_with_experts_are_captured(name: str, graphs: FakeGraphs) -> None:
+    model = models.get(name) if name in models.NAMES else tiny_model(getattr(transformers, name))
+    assert captured_steps(model) > 30
+    assert graphs.num_replays > 30
+
+
+class _Masked(nn.Module):
+    """A product that indexes with a mask of all tokens."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.isfinite().all(-1).to(self.dtype)
+        return self.inner(x[mask]).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_item_21_a_model_that_indexes_with_a_mask_is_not(
+    dtype: torch.dtype, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.build("llama")
+    mlp: Any = model.model.layers[0].mlp
+    mlp.down_proj = _Masked(mlp.down_proj, dtype)
+    assert captured_steps(model) == 0
+    assert not graphs.graphs
+    assert "its forward waits for the device (aten.index.Tensor)" in caplog.text

@@ -177,7 +177,7 @@ class Core:
         with self.step_lock:
             state = read_state(self.model) if is_caching or (check_weights and self.runner.can_capture) else None
             self.runner.begin(state)
-            if is_caching and state is not None:
+            if is_caching:
                 weights = fingerprint(self.model, state)
         if not is_caching:
             return

@@ -45,8 +45,10 @@ _IGNORED = frozenset(vars(nn.Module())) | {
 }
 _OBSERVERS = frozenset({"transformers.utils.output_capturing"})  # modules whose hooks only look
 # Classes of these modules hold what no forward computes: loading, saving, generation.
-_PLUMBING = ("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations")
-_PLUMBING += ("transformers.modeling_utils", "transformers.utils")
+_PLUMBING = (
+    *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),
+    *("transformers.modeling_utils", "transformers.utils"),
+)
 # Objects of these packages that are no modules, tensors or configs say nothing of a forward, and hold half the process.
 _LIBRARIES = sys.stdlib_module_names - {"__main__", "types"} | {"accelerate", "numpy", "peft", "torch", "transformers"}
 _MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read

@@ -1,4 +1,4 @@
-"""Issue 11, items 3 and 6b: a model that the fingerprint cannot read is served without prefix cache; what it can read."""
+"""What the fingerprint of a model reads (issue 11, item 6b), and a model that it cannot read (item 3)."""
 
 from __future__ import annotations
 

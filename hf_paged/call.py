@@ -74,12 +74,15 @@ class Call:
         """The model's own causal mask says which leading positions are padding: those need not be stored."""
         if mask.pattern is None or not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
             return
+        config = self.model.config.get_text_config(decoder=True)
+        if getattr(config, "cross_attention_layers", None):  # what those hold is not the text that is padded
+            return
         columns = mask.visible_columns()
         if columns is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
             return
         for cache in self.built:
             if cache.kind == "self" and cache.is_empty:
-                cache.expect_padding(columns[0])
+                cache.expect_padding(columns[0], mask.arguments["kv_length"])
 
     def route(self) -> Route:
         counters = [cache.counters for cache in self.caches]

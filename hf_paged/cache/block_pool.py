@@ -26,6 +26,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: dict[int, Callable[[int], None]] = {}  # whom to tell of a block's eviction; used blocks too
         self._num_shared = 0
+        self._wrong_write: str | None = None
         self.grow(num_blocks)
 
     @property
@@ -146,6 +147,21 @@ class BlockPool:
             on_evict(block_id)
         return before - len(self._cached)
 
+    def note_write(self, block_ids: Iterable[int]) -> None:
+        """
+        These blocks are about to be written to. Raises `AssertionError`, now and from `check_integrity` ever after, if
+        more than one table holds one of them or its content is to be kept: others would read what they did not write.
+        """
+        if not (self._num_shared or self._kept):
+            return
+        for block_id in block_ids:
+            if self._refcounts[block_id] != 1 or block_id in self._kept:
+                self._wrong_write = (
+                    f"block {block_id} was to be written to: refcount {self._refcounts[block_id]}, kept: "
+                    f"{block_id in self._kept}"
+                )
+                raise AssertionError(self._wrong_write)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises `AssertionError` unless refcounts, free and cached blocks and the ids that `tables` hold agree."""
         held = Counter(block_id for table in tables for block_id in table)
@@ -158,6 +174,8 @@ class BlockPool:
 
     def check_counts(self) -> None:
         """The part of `check_integrity` that needs no tables."""
+        if self._wrong_write is not None:
+            raise AssertionError(self._wrong_write)
         for block_id, refcount in enumerate(self._refcounts):
             state = (block_id in self._free, block_id in self._cached)
             if state != (refcount == 0 and block_id not in self._kept, refcount == 0 and block_id in self._kept):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .block_pool import BlockPool
 
@@ -46,7 +46,33 @@ class BlockTable:
         if self.num_tokens % self.block_size == 0 or not self.block_ids:
             return None
         tail = self.block_ids[-1]
-        return tail if self.pool.refcount(tail) > 1 or self.pool.is_kept(tail) else None
+        return tail if self._is_shared(tail) else None
+
+    def _is_shared(self, block_id: int) -> bool:
+        return self.pool.refcount(block_id) > 1 or self.pool.is_kept(block_id)
+
+    def places(self, first: int, last: int) -> range:
+        """Indices into `block_ids` of the blocks that hold tokens `[first, last)`, as far as they are there."""
+        begin, end = first // self.block_size, -(-last // self.block_size)
+        return range(max(0, begin - self.num_dropped), max(0, min(end - self.num_dropped, len(self.block_ids))))
+
+    def shared_blocks(self, first: int, last: int) -> list[int]:
+        """The blocks that hold tokens `[first, last)` and must not be written to, as `shared_tail` says."""
+        return [self.block_ids[place] for place in self.places(first, last) if self._is_shared(self.block_ids[place])]
+
+    def own(self, first: int, last: int) -> list[tuple[int, int]]:
+        """
+        Replaces the blocks of tokens `[first, last)` that must not be written to, and returns the copies to make before
+        anything is. There must be blocks for it: `num_copies` of what `shared_blocks` names.
+        """
+        copies = []
+        for place in self.places(first, last):
+            source = self.block_ids[place]
+            if self._is_shared(source):
+                (self.block_ids[place],) = self.pool.allocate(1)
+                self.pool.release([source])
+                copies.append((source, self.block_ids[place]))
+        return copies
 
     def num_needed(self, num_tokens: int) -> int:
         """Blocks that `append(num_tokens)` takes, copy-on-write included."""
@@ -145,8 +171,13 @@ def num_blocks_needed(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -
         needed += table.num_new_blocks(count)
         if count and (tail := table.shared_tail) is not None:
             writers[tail] += 1
-    pool = tables[0].pool if tables else BlockPool()
+    return needed + num_copies(tables[0].pool if tables else BlockPool(), writers)
+
+
+def num_copies(pool: BlockPool, writers: Mapping[int, int]) -> int:
+    """Blocks that copy-on-write takes when `writers[block_id]` tables are going to write to each block."""
     # the last holder of a block writes to it in place, unless its content is to be kept
-    return needed + sum(
-        count if pool.is_kept(tail) else min(count, pool.refcount(tail) - 1) for tail, count in writers.items()
+    return sum(
+        count if pool.is_kept(block_id) else min(count, pool.refcount(block_id) - 1)
+        for block_id, count in writers.items()
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from .block_pool import OutOfBlocksError
-from .block_table import BlockTable
+from .block_table import BlockTable, num_copies
 from .handles import PagedTensor, ReadCounters, Step
 from .memory import PagedMemory
 
@@ -34,7 +35,7 @@ class LayerGroup:
         self.tables: list[BlockTable] = []
         self.length = 0  # logical positions, padding included
         self.paddings: tuple[int, ...] = ()
-        self.expected_paddings: tuple[int, ...] | None = None
+        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # of a first step of so many positions
         self.record_past = False
         self.num_operations = 0
         self.num_layers = 0
@@ -68,13 +69,15 @@ class LayerGroup:
         Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
         """
         if not self.tables:
-            self._open(batch_size)
+            self._open(batch_size, query_len)
         if batch_size != len(self.tables):
             raise ValueError(f"the cache holds {len(self.tables)} rows, but keys of {batch_size} rows came")
         length = context_len + query_len
         step = self._step
         if step is not None and (step.length, step.context_len) == (length, context_len) and self._slots is not None:
             return step, self._slots
+        if context_len < self.length:
+            self._own(context_len, length)
         if length > self.length:
             try:
                 self._extend(length, context_len)
@@ -82,16 +85,18 @@ class LayerGroup:
                 if not self.length:  # nothing is held: be as if never asked
                     self.free()
                 raise
+        for table, padding in zip(self.tables, self.paddings):
+            places = table.places(max(0, context_len - padding), max(0, length - padding))
+            self.blocks.pool.note_write(table.block_ids[place] for place in places)
         self._view = None
         self._step = self._snapshot(length, context_len)
         self._slots = self._new_slots(self._step).to(device)
         return self._step, self._slots
 
-    def _open(self, batch_size: int) -> None:
-        expected, self.expected_paddings = self.expected_paddings, None
-        if expected is None or len(expected) != batch_size:
-            expected = (0,) * batch_size
-        self.paddings = expected
+    def _open(self, batch_size: int, length: int) -> None:
+        (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
+        is_expected = len(paddings) == batch_size and expected_length == length
+        self.paddings = paddings if is_expected else (0,) * batch_size
         self.tables = [BlockTable(self.blocks.pool, self.blocks.block_size) for _ in range(batch_size)]
 
     def _extend(self, length: int, context_len: int) -> None:
@@ -109,6 +114,25 @@ class LayerGroup:
             self.blocks.copy_on_write(copies)
         self.length = length
         self.memory.note_peak()
+
+    def _own(self, context_len: int, length: int) -> None:
+        """
+        Copies the blocks of logical positions `[context_len, length)` that are there already and that others hold too.
+        Some are there where a layer holds fewer tokens than another of the group: its own, beside cross attention's.
+        """
+        if context_len == 0 and any(self.paddings):
+            raise ValueError(
+                f"a layer starts with {length} tokens where another of its kind holds {self.length}, of which the "
+                f"first {self.paddings} of each row were padding and are not stored: pass rows without padding in front"
+            )
+        ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
+        writers = Counter(block for table, tokens in zip(self.tables, ranges) for block in table.shared_blocks(*tokens))
+        if writers:
+            self.blocks.reserve(num_copies(self.blocks.pool, writers))
+            copies = [copy for table, tokens in zip(self.tables, ranges) for copy in table.own(*tokens)]
+            self.blocks.copy_on_write(copies)
+            self._host_tables = None
+            self.memory.note_peak()
 
     def _drop_outside_window(self, length: int) -> None:
         """Gives back what no query at logical position `length` or later can see."""
@@ -155,7 +179,7 @@ class LayerGroup:
             slots = []
             for ids, padding, dropped in zip(step.host_tables, step.paddings, step.dropped):
                 token = position - padding - dropped
-                slots.append([ids[token // size] * size + token % size if position >= padding else -1])
+                slots.append([ids[token // size] * size + token % size if token >= 0 else -1])
             return torch.tensor(slots)
         tables = step.block_tables(torch.device("cpu")).long()
         behind = torch.tensor([padding + dropped for padding, dropped in zip(step.paddings, step.dropped)])
@@ -247,6 +271,7 @@ class LayerGroup:
         twin = LayerGroup(self.memory, self.key, self.window, counters)
         with self.memory.lock:
             twin.tables = [table.fork() for table in self.tables]
+            self._forget_steps()  # a layer that is still to write its part of the step shares the blocks now
         twin.length, twin.paddings, twin.record_past = self.length, self.paddings, self.record_past
         twin.expected_paddings, twin.num_layers = self.expected_paddings, self.num_layers
         return twin

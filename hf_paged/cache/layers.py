@@ -166,9 +166,10 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "`crop` was called, but the sliding window is full and older tokens were given back: call "
                 "`activate_past_recording` on the cache first"
             )
-        self.num_seen = max(0, self.num_seen + count)
-        if self._is_turn():
-            self.group.crop(self.num_seen)
+        removed = min(self.num_seen, -count)
+        self.num_seen -= removed
+        if self._is_turn():  # another layer may hold more: what is too long is written over
+            self.group.crop(self.group.length - removed)
 
     def reset(self) -> None:
         """Empties the layer; blocks go back to the pool."""

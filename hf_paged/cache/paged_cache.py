@@ -106,13 +106,14 @@ class PagedCache(DynamicCache):
         """Whether no token is held."""
         return not any(group.length for group in self.groups.values())
 
-    def expect_padding(self, paddings: tuple[int, ...]) -> None:
+    def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
         """
-        Rows of the first prefill start with so many padding positions, which every mask will hide: do not store them.
+        Rows of the first prefill, `length` positions, start with so many padding positions, which every mask will hide:
+        do not store them.
         """
         for group in self.groups.values():
             if not group.tables:
-                group.expected_paddings = paddings
+                group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int) -> None:
         """Expect up to `num_blocks` blocks a layer, so that memory need not grow step by step."""

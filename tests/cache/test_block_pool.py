@@ -126,3 +126,19 @@ def test_counts_shared_blocks() -> None:
     assert pool.num_shared == 1
     pool.release([ids[0]])
     assert pool.num_shared == 0
+
+
+def test_item_16_a_write_to_a_block_that_others_read_is_seen_ever_after() -> None:
+    pool = BlockPool(3)
+    shared, kept, own = pool.allocate(3)
+    pool.acquire([shared])
+    pool.keep(kept, lambda _: None)
+    tables = [[shared, kept, own], [shared]]
+    pool.note_write([own])
+    pool.check_integrity(tables)
+    for block_id, found in ((shared, "refcount 2, kept: False"), (kept, "refcount 1, kept: True")):
+        message = f"block {block_id} was to be written to: {found}"
+        with pytest.raises(AssertionError, match=message):
+            pool.note_write([own, block_id])
+        with pytest.raises(AssertionError, match=message):
+            pool.check_integrity(tables)

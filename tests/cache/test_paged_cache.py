@@ -359,3 +359,21 @@ def test_memory_fraction_bounds_one_call_and_not_the_next() -> None:
     logits(model, tokens(1, 40), cache)
     assert cache.stats().used_bytes == 5 * block_bytes
     cache.check_integrity()
+
+
+def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded() -> None:
+    keys = {length: torch.randn(2, 2, length, 4) for length in (5, 9)}
+    cache = PagedCache(paged_config={"block_size": 8})
+    cache.update(keys[9], keys[9], 0)
+    cache.reset()
+    cache.expect_padding((0, 2), 5)
+    for index, length in enumerate((9, 5)):
+        cache.update(keys[length], keys[length], index)
+    for index, length in enumerate((9, 5)):
+        torch.testing.assert_close(cache.layers[index].keys.clone(), keys[length])
+    cache.reset()
+    cache.expect_padding((0, 2), 5)
+    cache.update(keys[5], keys[5], 0)
+    with pytest.raises(ValueError, match=r"starts with 9 tokens where another of its kind holds 5, .* first \(0, 2\)"):
+        cache.update(keys[9], keys[9], 1)
+    cache.check_integrity()

@@ -1,0 +1,187 @@
+"""Layers of one cache that hold different numbers of tokens, as cross attention beside self attention does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, MllamaConfig, MllamaForConditionalGeneration
+
+import hf_paged
+from hf_paged import PagedCache
+
+HEADS, DIM = 2, 4
+CROSS_TOKENS = 10  # of `image_inputs`: 2 tiles of 2 x 2 patches and a class token
+
+
+def states(rows: int, tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (rows, HEADS, tokens, DIM)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def assert_equal(plain: DynamicCache, paged: PagedCache, what: str) -> None:
+    paged.check_integrity()
+    for index, (mine, theirs) in enumerate(zip(plain.layers, paged.layers)):
+        for name in ("keys", "values"):
+            expected, found = getattr(mine, name), getattr(theirs, name)
+            assert torch.equal(expected, found.clone()), f"{name} of layer {index} after {what}"
+
+
+def filled(lengths: tuple[int, ...], rows: int = 2) -> tuple[DynamicCache, PagedCache, torch.Generator]:
+    plain, paged, generator = DynamicCache(), PagedCache(paged_config={"block_size": 8}), torch.Generator()
+    generator.manual_seed(0)
+    for index, length in enumerate(lengths):
+        new = states(rows, length, generator)
+        for cache in (plain, paged):
+            cache.update(*new, index)
+    assert_equal(plain, paged, "the first update")
+    return plain, paged, generator
+
+
+@pytest.mark.parametrize("lengths", [(5, 40), (40, 5), (5, 5, 41)], ids=str)
+def test_item_16_rows_that_share_a_block_write_to_their_own(lengths: tuple[int, ...]) -> None:
+    plain, paged, generator = filled(lengths)
+    new = states(2, 1, generator)
+    for cache in (plain, paged):
+        cache.reorder_cache(torch.tensor([0, 0]))
+        for index, length in enumerate(lengths):
+            if length == 5:
+                cache.update(*new, index)
+    assert_equal(plain, paged, "an update of rows that were one")
+
+
+def test_item_16_a_deep_copy_is_not_written_to() -> None:
+    plain, paged, generator = filled((5, 40))
+    twins = copy.deepcopy(plain), copy.deepcopy(paged)
+    for pair in (twins, (plain, paged)):
+        new = states(2, 1, generator)
+        for cache in pair:
+            cache.update(*new, 0)
+    assert_equal(*twins, "a write to what it was copied from")
+    assert_equal(plain, paged, "a write to its copy")
+
+
+def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
+    plain, paged, generator = filled((5, 5))
+    first, second, other = (states(2, 1, generator) for _ in range(3))
+    for cache in (plain, paged):
+        cache.update(*first, 0)
+    twins = copy.deepcopy(plain), copy.deepcopy(paged)
+    for cache in twins:
+        cache.update(*other, 1)
+    for cache in (plain, paged):
+        cache.update(*second, 1)
+    assert_equal(plain, paged, "its own step")
+    assert_equal(*twins, "the copy's step")
+
+
+def test_item_16_crop_takes_as_many_tokens_of_every_layer() -> None:
+    plain, paged, generator = filled((5, 40))
+    new = states(2, 3, generator)
+    for cache in (plain, paged):
+        cache.crop(-2)
+    assert_equal(plain, paged, "crop")
+    for cache in (plain, paged):
+        cache.update(*new, 0)
+        cache.update(*new, 1)
+    assert_equal(plain, paged, "an update after crop")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> None:
+    choose = random.Random(seed)
+    plain, paged, generator = filled(tuple(choose.choice([3, 8, 11, 21]) for _ in range(3)), rows=3)
+    pairs = [(plain, paged)]
+    for _ in range(25):
+        plain, paged = choose.choice(pairs)
+        rows = plain.layers[0].keys.shape[0]
+        what = choose.choice(["update", "update", "rows", "crop", "copy", "pickle"])
+        if what == "update":
+            new, index = states(rows, choose.choice([1, 1, 2, 6]), generator), choose.randrange(3)
+            for cache in (plain, paged):
+                cache.update(*new, index)
+        elif what == "rows":
+            indices = torch.tensor([choose.randrange(rows) for _ in range(choose.choice([rows, 2, 4]))])
+            for cache in (plain, paged):
+                cache.batch_select_indices(indices)
+        elif what == "crop" and min(layer.get_seq_length() for layer in plain.layers) > 2:
+            count = choose.choice([1, 2])
+            for cache in (plain, paged):
+                cache.crop(-count)
+        elif what == "copy":
+            pairs.append((copy.deepcopy(plain), copy.deepcopy(paged)))
+        elif what == "pickle":
+            pairs[pairs.index((plain, paged))] = copy.deepcopy(plain), pickle.loads(pickle.dumps(paged))
+        for pair in pairs:
+            assert_equal(*pair, what)
+
+
+def image_model() -> Any:
+    text: dict[str, Any] = dict(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        cross_attention_layers=[1, 3],
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    vision: dict[str, Any] = dict(
+        hidden_size=32,
+        image_size=32,
+        patch_size=16,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_global_layers=1,
+        attention_heads=4,
+        vision_output_dim=96,
+        intermediate_layers_indices=[0, 1],
+        max_num_tiles=2,
+        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
+    )
+    torch.manual_seed(0)
+    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=127)
+    model = MllamaForConditionalGeneration(config).eval()
+    for name, parameter in model.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(1.0)  # closed at first: the image would not count
+        elif parameter.dim() > 1:
+            parameter.data.mul_(8)
+    return model
+
+
+def image_inputs(length: int, padding: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 120, (2, length))
+    mask = torch.ones_like(ids)
+    ids[0, :padding] = mask[0, :padding] = 0
+    return dict(
+        input_ids=ids,
+        attention_mask=mask,
+        pixel_values=torch.randn(2, 1, 2, 3, 32, 32),
+        aspect_ratio_ids=torch.full((2, 1), 2),
+        aspect_ratio_mask=torch.ones(2, 1, 2, dtype=torch.long),
+        cross_attention_mask=torch.ones(2, length, 1, 2, dtype=torch.long),
+    )
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["even", "padded"])
+@pytest.mark.parametrize("length", [7, CROSS_TOKENS, 13], ids=["fewer", "as-many", "more"])
+def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
+    model = image_model()
+    for options in ({}, {"num_beams": 3, "num_return_sequences": 2}):
+        calls: list[torch.Tensor] = []
+        for paged in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8}}):
+            calls.append(
+                model.generate(**image_inputs(length, padding), max_new_tokens=12, do_sample=False, **options, **paged)
+            )
+        assert torch.equal(*calls), f"{options}: {calls}"
+    hf_paged.check_integrity(model)

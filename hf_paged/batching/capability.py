@@ -51,7 +51,7 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     parts = _parts(model)
     if reason := _visible_obstacle(model, cache, parts):
         return reason
-    # what is above is cheap and may change at any time; what follows costs four forwards, so it is done once
+    # what is above is cheap and may change at any time; what follows costs seven short forwards, so it is done once
     layers = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
     key = (_fingerprint(model, parts), layers)
     with _lock:

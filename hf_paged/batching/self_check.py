@@ -1,4 +1,4 @@
-"""What a model computes packed, against what it computes without a cache: a few short forwards on random tokens."""
+"""What a model computes packed, against what it computes plain: a few short forwards on random tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
+from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from .runner import PackedRunner
 
@@ -29,7 +30,7 @@ PREPARE = "prepare_inputs_for_generation"
 TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
-_FIRST, _SECOND, _CHUNK = 5, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
+_FIRST, _SECOND, _CHUNK = 8, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
 
 
 def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
@@ -50,22 +51,29 @@ def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
             for layer in held.layers:
                 if not isinstance(layer, EMPTY_LAYERS):
                     layer.update(states, states)
-        arguments = {
-            "input_ids": rows[:, :length],
-            "attention_mask": torch.ones_like(rows[:, :length]),
-            "past_key_values": held,
-            "next_sequence_length": length - past,
-            "is_first_iteration": past == 0,
-            "use_cache": True,
-        }
+        arguments = _arguments(rows[:, :length], past, held)
         try:
             with torch.random.fork_rng([]), _unchanged(model), torch.no_grad():
                 given, expected = (_without_defaults(model, make(model, **arguments)) for make in (own, stock))
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return f"its own `{PREPARE}` fails: {_first_line(error)}"
         if given.keys() != expected.keys() or not all(_same(given[name], expected[name]) for name in given):
             return f"its own `{PREPARE}` gives other inputs"
     return None
+
+
+def _arguments(token_ids: torch.Tensor, past: int, held: DynamicCache) -> dict[str, Any]:
+    """What `generate` prepares the inputs from of a forward over `token_ids`, the first `past` of which are cached."""
+    return {
+        "input_ids": token_ids,
+        "attention_mask": torch.ones_like(token_ids),
+        "past_key_values": held,
+        "next_sequence_length": token_ids.shape[1] - past,
+        "is_first_iteration": past == 0,
+        "use_cache": True,
+    }
 
 
 def _without_defaults(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -91,29 +99,37 @@ def _first_line(error: Exception) -> str:
 
 def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """
-    Compares packed steps, with prompts side by side, decodes beside a chunk, and a chunk after what is cached, with a
-    plain forward without a cache over three sequences of one length. The model, the random state and the memory
-    behind `cache` are left as they were. Returns why they differ, or `None`.
+    Compares packed steps, with prompts side by side, decodes beside a chunk, and a chunk after what is cached, with
+    plain forwards: of whole sequences without a cache, and of decode steps over a `DynamicCache`. The model, the random
+    state and the memory behind `cache` are left as they were. Returns why they differ, or `None`. Raises what says that
+    memory ran out, and so nothing about the model.
     """
     devices = [] if model.device.type in ("cpu", "meta") else [model.device]
     kind = model.device.type if devices else "cuda"
     try:
         with torch.random.fork_rng(devices, device_type=kind), _unchanged(model), torch.no_grad():
             rows = _test_tokens(model)
-            expected = model(input_ids=rows, use_cache=False, return_dict=True).logits
+            whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
+            decoded = _decoded_logits(model, _stock_twin(cache), rows[:2])
             memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
             found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise  # says nothing about the model
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return f"packed, its forward fails: {_first_line(error)}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
-    plain = torch.stack([expected[row, end - 1] for row, end in positions]).float()
-    gap = _gap(plain, found.float())
+    alone = torch.stack([whole[row, end - 1] for row, end in positions])
+    in_steps = torch.stack([decoded[0, 0], decoded[1, 1], decoded[0, 1]])
+    return _difference(model, alone, found, "logits") or _difference(model, in_steps, found[2:5], "logits of decode steps")
+
+
+def _difference(model: PreTrainedModel, plain: torch.Tensor, packed: torch.Tensor, what: str) -> str | None:
+    """How far logits `(n, vocab_size)` are apart, if that is too far."""
+    gap = _gap(plain.float(), packed.float())
     half = HALF_TOLERANCE.get(autocast_dtype(model.device) or model.dtype)  # some models widen their logits
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):  # NaN too
-        return f"packed, its logits are {worst:.1e} standard deviations from those of a sequence alone"
+        return f"packed, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
     return None
 
 
@@ -148,6 +164,16 @@ def _stock_twin(cache: PagedCache) -> DynamicCache:
         else:
             stock.layers.append(DynamicLayer() if isinstance(layer, PagedLayer) else type(layer)())
     return stock
+
+
+def _decoded_logits(model: PreTrainedModel, held: DynamicCache, rows: torch.Tensor) -> torch.Tensor:
+    """`(rows, 2, vocab_size)`: after each of the two tokens that follow the first `_FIRST`, as `generate` computes them."""
+    logits, past = [], 0
+    for length in (_FIRST, _FIRST + 1, _FIRST + 2):
+        inputs = getattr(model, PREPARE)(**_arguments(rows[:, :length], past, held))
+        logits.append(model(**inputs, return_dict=True).logits[:, -1])
+        past = length
+    return torch.stack(logits[1:], dim=1)
 
 
 def _packed_logits(model: PreTrainedModel, cache: PagedCache, rows: torch.Tensor) -> torch.Tensor:

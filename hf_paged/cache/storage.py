@@ -176,6 +176,20 @@ class Storage:
                 ]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error`, or what it was raised from, says that an allocation failed: torch has no one type for that."""
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(words in message for words in _OUT_OF_MEMORY)
+
+
+# of the allocators for the CPU (on Linux and macOS, on Windows) and of the devices that raise a plain RuntimeError
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
 def store(
     keys: torch.Tensor,
     values: torch.Tensor,

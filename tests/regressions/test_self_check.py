@@ -1,0 +1,113 @@
+"""What the check before a model's first packed step finds out, and what it forgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import hf_paged
+from hf_paged import PagedEngine, last_route
+from tests import models
+
+OPTIONS = {"max_new_tokens": 12, "do_sample": False}
+PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
+
+
+class _Single(nn.Module):
+    """Computes something else of a row of one token, as code that tells decode steps by their shape does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * (0.5 if hidden.shape[1] == 1 else 1.0)
+
+
+class _CountsCached(transformers.LlamaForCausalLM):
+    """Moves its logits on by how much is cached."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        outputs = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        outputs.logits = torch.roll(outputs.logits, cached, dims=-1)
+        return outputs
+
+
+def _single() -> Any:
+    model = models.build("llama")
+    mlp: Any = model.model.layers[0]
+    mlp.mlp = _Single(mlp.mlp)
+    return model
+
+
+def _counts() -> Any:
+    model = _CountsCached(models.config("llama")).eval()
+    models.init_weights(model, 0)
+    model.generation_config = models.build("llama").generation_config
+    return model
+
+
+@pytest.mark.parametrize("build", [_single, _counts])
+def test_item_18_code_that_acts_on_decode_steps_is_found_out(build: Any) -> None:
+    model = build()
+    inputs = models.padded_prompt("llama")
+    expected = model.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+    route = last_route(model)
+    assert route is not None and route.road == "hf_loop"
+    assert "packed, its logits of decode steps are" in route.reason
+    with PagedEngine(model) as engine:
+        results = engine.generate(PROMPTS, OPTIONS)
+    for prompt, result in zip(PROMPTS, results):
+        assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("build", [_single, _counts])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_item_18_in_half_precision(build: Any, dtype: torch.dtype) -> None:
+    model = build().to(dtype)
+    model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and "packed, its logits of decode steps are" in route.reason
+
+
+class _Fails(nn.Module):
+    """Raises in its first forward."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.left = inner, kind, [1]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.left:
+            self.left.pop()
+            if self.kind == "cpu":
+                torch.empty(1 << 50)
+            raise MemoryError if self.kind == "python" else torch.OutOfMemoryError("CUDA out of memory")
+        return self.inner(hidden)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device", "python"])
+def test_item_09_memory_that_ran_out_is_no_verdict(kind: str) -> None:
+    model = models.build("llama")
+    model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, kind)  # type: ignore[union-attr]
+    inputs = models.padded_prompt("llama")
+    with pytest.raises((MemoryError, RuntimeError)):
+        model.generate(**inputs, **OPTIONS, **models.PAGED)
+    hf_paged.check_integrity(model)
+    paged = model.generate(**inputs, **OPTIONS, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and route.road == "engine"
+    assert torch.equal(paged, model.generate(**inputs, **OPTIONS))

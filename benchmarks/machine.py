@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 import transformers
 
+CLEAN = "clean"
+BF16_FLAGS = ("amx_bf16", "avx512_bf16")
+
 
 def devices() -> list[str]:
     """The devices that this machine has, for `--device`."""
@@ -26,6 +29,7 @@ def facts(device: str = "cpu") -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
         "cpu": cpu,
         "isa": torch.backends.cpu.get_cpu_capability(),
+        "bf16": ", ".join(flag for flag in BF16_FLAGS if flag in _flags()) or "no instructions",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "ram_gib": _ram_gib(),
@@ -33,7 +37,8 @@ def facts(device: str = "cpu") -> dict[str, str | int | float]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "revision": _revision(),
+        "revision": revision(),
+        "tree": tree(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
     if device.startswith("cuda"):
@@ -49,6 +54,11 @@ def _lines(path: str) -> list[str]:
         return []
 
 
+def _flags() -> list[str]:
+    """Of the first processor in /proc/cpuinfo."""
+    return next((line.split(":", 1)[1].split() for line in _lines("/proc/cpuinfo") if line.startswith("flags")), [])
+
+
 def _ram_gib() -> float:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
@@ -56,16 +66,29 @@ def _ram_gib() -> float:
         return 0.0
 
 
-def _revision() -> str:
-    """The commit, with `+` if the work tree differs from it."""
-    root = Path(__file__).resolve().parent
+def _git(*arguments: str) -> str | None:
+    """What git says about this checkout; `None` without git or outside of a checkout."""
+    root = Path(__file__).resolve().parent.parent
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10
-        )
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, timeout=10)
+        found = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def revision() -> str:
+    """The commit, with `+` if the work tree differs from it."""
+    head = _git("rev-parse", "--short", "HEAD")
+    if head is None:
         return "unknown"
-    if head.returncode:
+    return head if tree() == CLEAN else f"{head}+"
+
+
+def tree() -> str:
+    """`CLEAN`, or what differs from the commit; results, which a run writes itself, do not count."""
+    changed = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    if changed is None:
         return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    names = [line.split(maxsplit=1)[-1] for line in changed.splitlines()]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"changed: {', '.join(names[:3])}{more}" if names else CLEAN

@@ -30,6 +30,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from benchmarks import machine
 from tests.architecture_configs import tiny_model
 from tests.architecture_inputs import make_inputs
 
@@ -43,6 +44,8 @@ FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts fo
 BLOCK_SIZE = 8  # tokens; equal to the sliding window of the tiny models, and below every sequence checked
 SECONDS_PER_ARCHITECTURE = 120.0
 END_TOKENS = list(range(100, 112))  # enough of them that some rows end before the others
+TEXT = ("input_ids", "attention_mask")
+MEDIA = {"pixel_values", "input_features", "input_values"}  # images and sound
 LOGITS_TOLERANCE = 1e-3  # of the logits' standard deviation; float32 sums in another order stay far below
 
 MODES: dict[str, dict[str, Any]] = {
@@ -84,6 +87,7 @@ class Result:
     reason: str = ""
     in_place: bool | None = None  # None: not reported
     latent: bool | None = None
+    inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that it got beside ids and masks
     seconds: float = 0.0
 
 
@@ -123,6 +127,7 @@ def _check(result: Result) -> None:
     except Exception as error:
         result.status, result.detail = "cannot build", describe(error)
         return
+    result.inputs = sorted(k for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in TEXT)
     try:
         first = _generate(model, inputs, "greedy", paged=False)
         problem = "" if _same(first, _generate(model, inputs, "greedy", paged=False)) else "not deterministic"
@@ -353,9 +358,9 @@ def summary(results: list[Result]) -> str:
 
 
 def overview(results: list[Result]) -> str:
-    """The table of the README: counts per family, then the classes by what the call does with them."""
+    """Counts per family: what the README has as a table."""
     header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
-    header += ["blocks read in place", "of them MLA latents"]
+    header += ["blocks read in place", "of them MLA latents", "given images or sound"]
     lines = [header, ["---"] * len(header)]
     families = [*dict.fromkeys(result.family for result in results), "all"]
     for family in families:
@@ -364,17 +369,54 @@ def overview(results: list[Result]) -> str:
         counts = [len(members), len(served), sum(result.status == "equal" for result in members)]
         counts.append(sum(result.road == "engine" for result in served))
         counts += [sum(bool(result.in_place) for result in served), sum(bool(result.latent) for result in served)]
+        counts.append(sum(bool(MEDIA & set(result.inputs)) for result in served))
         lines.append([family, *map(str, counts)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def class_lists(results: list[Result]) -> str:
+    """The classes by what the call does with them."""
     groups = {
         "on the engine": [r for r in results if r.modes and r.road == "engine"],
         "transformers' own loop, blocks read in place": [
             r for r in results if r.modes and r.in_place and r.road != "engine"
         ],
-        "keys and values gathered, or none in blocks": [r for r in results if r.modes and not r.in_place],
+        "keys and values gathered, or none in blocks": [
+            r for r in results if r.modes and not r.in_place and r.road != "engine"
+        ],
         "not built tiny, or not served by plain `generate`": [r for r in results if not r.modes],
     }
     lists = [f"**{title}**: {', '.join(result.name for result in group)}." for title, group in groups.items() if group]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + "\n\n".join(lists)
+    return "\n\n".join(lists)
+
+
+def section(data: dict[str, Any]) -> str:
+    """What stands in the README between the marks, of the content of `--json`."""
+    results = [
+        Result(**{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}})
+        for row in data["results"]
+    ]
+    facts = data["facts"]
+    given = [result.name for result in results if result.modes and MEDIA & set(result.inputs)]
+    different = [f"{result.name} ({result.status})" for result in results if result.status in ("different", "error")]
+    others = ["", f"Not equal: {', '.join(different)}."] if different else []
+    lines = [
+        f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']}, `{data['command']}`",
+        "(greedy with left padding and its logits, 3 beams, sampling with `num_return_sequences`):",
+        "",
+        overview(results),
+        *others,
+        "",
+        "Only these classes got images or sound; all others, most image-text classes among them, were run on text alone:",
+        f"{', '.join(given)}.",
+        "",
+        "<details><summary>The classes</summary>",
+        "",
+        class_lists(results),
+        "",
+        "</details>",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -384,10 +426,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
+    facts = machine.facts()
     results = sweep(names, options.jobs)
-    print(table(results), summary(results), overview(results), sep="\n\n")
+    print(table(results), summary(results), overview(results), class_lists(results), sep="\n\n")
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+        head = {"command": "python -m tests.architectures", "facts": facts}
+        rows = ",\n".join(json.dumps(dataclasses.asdict(result)) for result in results)
+        options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
     return int(any(result.status in ("different", "error") for result in results))
 
 

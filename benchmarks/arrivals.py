@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,17 @@ from benchmarks.systems import Engine, Generate, NotAvailable
 from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegpt_like
 
 MAX_BATCH = 32
-SHARES = (0.3, 0.6, 0.9)  # of the engine's rate when all requests wait
+SHARES = (0.3, 0.6, 0.9, 1.2, 2.0)  # of the engine's rate when all requests wait
 WORKLOAD = Workload("arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0), 0, GREEDY)
 COLUMNS = {
+    "share": "of capacity",
     "rate": "requests/s",
     "system": "system",
     "tokens_per_s": "tokens/s",
-    "normalized_ms": "normalized latency, ms/token",
+    "requests_per_s": "served/s",
+    "normalized_ms": "normalized latency, mean, ms/token",
+    "normalized_p50_ms": "p50",
+    "normalized_p99_ms": "p99",
     "ttft_p50_ms": "TTFT p50, ms",
     "ttft_p99_ms": "TTFT p99, ms",
     "tpot_p50_ms": "TPOT p50, ms",
@@ -149,21 +153,23 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
     if given != list(asked):
         raise RuntimeError(f"gave {sum(given)} tokens, not {sum(asked)}")
     seconds = max(record.finished for record in records)
-    normalized = statistics.mean((r.finished - r.arrived) / len(r.tokens) for r in records)
+    normalized = [1e3 * (record.finished - record.arrived) / len(record.tokens) for record in records]
     times, starts = [record.tokens for record in records], [record.arrived for record in records]
     return {
         "tokens_per_s": sum(given) / seconds,
         "requests_per_s": len(records) / seconds,
-        "normalized_ms": 1e3 * normalized,
+        "normalized_ms": statistics.mean(normalized),
+        "normalized_p50_ms": latency.percentile(normalized, 50),
+        "normalized_p99_ms": latency.percentile(normalized, 99),
         **latency.summary(times, starts),
     }
 
 
-def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) -> list[dict[str, Any]]:
-    """Rows of the table, printed as they come."""
+def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) -> Iterator[list[dict[str, Any]]]:
+    """Rows of the table, those of one rate at a time, printed as they come; the order of the systems alternates."""
     systems: dict[str, Serve] = {"engine": by_engine, "plain, static batches": by_generate}
     systems |= {name: by_generate_batch(peer) for name, peer in peers.items()}
-    device, rows = model.device.type, []
+    device = model.device.type
     everything = Trace.make(device, quick, shape.vocab, float("inf"), 0)
     by_engine(model, shape, everything)  # warm-up
     capacity = figures(by_engine(model, shape, everything), everything.batch.new_tokens)["requests_per_s"]
@@ -171,19 +177,20 @@ def run(model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool) 
     for turn, share in enumerate(SHARES[:2] if quick else SHARES, 1):
         trace = Trace.make(device, quick, shape.vocab, share * capacity, turn)
         found = []
-        for name, serve in systems.items():
+        for name in list(systems)[:: 1 if turn % 2 else -1]:
             row: dict[str, Any] = {"share": share, "rate": share * capacity, "system": name}
+            row["requests"] = len(trace.arrivals)
             try:
-                row |= figures(serve(model, shape, trace), trace.batch.new_tokens)
+                row |= figures(systems[name](model, shape, trace), trace.batch.new_tokens)
             except NotAvailable as error:
                 row["problem"] = str(error)
             except Exception as error:  # a peer that fails is a result
                 row["problem"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             found.append(row)
+        found.sort(key=lambda row: list(systems).index(row["system"]))
         table = report.markdown(found, COLUMNS).split("\n")
-        print("\n".join(table if not rows else table[2:]), flush=True)
-        rows += found
-    return rows
+        print("\n".join(table if turn == 1 else table[2:]), flush=True)
+        yield found
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:

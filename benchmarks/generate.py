@@ -3,17 +3,23 @@ Whole calls: plain `generate`, `cache_implementation="paged"`, `PagedEngine` and
 
     python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,arrivals] [--quick] [--results DIRECTORY]
 
-Random weights in bfloat16; every system runs in this process, in turns whose order rotates, on fresh prompts in every
-repeat. Targets are printed beside the ratios and never asserted. What is missing or fails is listed with its reason.
-The results are written after each workload.
+Random weights in bfloat16. Every system runs in this process, in turns whose order alternates, on fresh prompts in
+every turn; W6 has as many turns in a second process. Targets are printed beside the ratios and never asserted. What is
+missing or fails is listed with its reason. The results are written after each workload. On a CPU workloads get as many
+turns as fit into `--minutes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import math
+import multiprocessing
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +33,24 @@ from benchmarks.external import VLLM, OpenVINO
 from benchmarks.generate_tables import COLUMNS, Result
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, call_seconds
-from benchmarks.systems import Answer, Engine, Generate, NotAvailable, System, quiet
+from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
 PEERED = ("W1", "W2", "W3")  # with generate_batch
+SMALL_POOL = "engine, a third of its peak"
+MINUTES = 33.0
+SHARES = {"W1": 12, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "arrivals": 15, "memory": 3}
+"""Of a run's time, in its order; what a part leaves goes to those after it."""
 
 
 def systems_for(workload: Workload, tuned_peer: GenerateBatch | None, quick: bool) -> dict[str, System]:
     """By name; plain comes first, once for each batch size. Without `tuned_peer` only plain and ours."""
     sizes = workload.batch_sizes or (0,)
     found: dict[str, System] = {f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes}
-    found |= {"ours": Generate(cache="paged"), "engine": Engine()}
+    engine = Engine()
+    found |= {"ours": Generate(cache="paged"), "engine": engine}
+    if workload.name == "W2":
+        found[SMALL_POOL] = SmallPool(of=engine)
     if tuned_peer is None:
         return found
     found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
@@ -98,28 +111,47 @@ def turn(
 
 
 def run(
-    model: Any, shape: Shape, workload: Workload, systems: dict[str, System], repeats: int, floor: float
+    model: Any,
+    shape: Shape,
+    workload: Workload,
+    systems: dict[str, System],
+    repeats: int,
+    floor: float,
+    fewest: int | None = None,
+    until: float = math.inf,
+    first: int = 0,
 ) -> list[Result]:
     """
-    `repeats` turns of every system after a short warm-up of each (`tuned` has warmed `generate_batch` up); on a CPU one
-    turn of the slow peers. Batch sizes of plain that are not the fastest in the first turn have no other.
+    Turns of every system after a short warm-up of each (`tuned` has warmed `generate_batch` up), in one order and in
+    its reverse by turns; on a CPU one turn of the slow peers. Batch sizes of plain that are not the fastest in the
+    first turn have no other.
+
+    Args:
+        repeats, fewest (`int`): Turns at most, and at least (all without it).
+        until (`float`): No further turn begins that may end after this moment of `time.perf_counter`.
+        first (`int`): The number of the first turn; each has prompts of its own.
     """
     results = {name: Result(workload.name, name, workload.target, floor=floor) for name in systems}
-    names = list(systems)
-    for repeat in range(-1, repeats):
+    names, longest = list(systems), 0.0
+    for repeat in (-1, *range(first, first + repeats)):
         tokens: dict[str, list[list[int]]] = {}
-        first = max(0, repeat) % len(names)
         best = generate_tables.best_plain(list(results.values()))
-        for name in names[first:] + names[:first]:
+        start, is_first = time.perf_counter(), repeat == first
+        if repeat - first >= (repeats if fewest is None else fewest) and start + longest > until:
+            break
+        for name in names[::-1] if repeat % 2 else names:
             system, result = systems[name], results[name]
-            slower_plain = repeat > 0 and name.startswith("plain") and result is not best
-            enough = system.is_peer and repeat > 0 and model.device.type == "cpu"
-            warm = isinstance(system, GenerateBatch) and repeat < 0
+            later = repeat >= 0 and not is_first
+            slower_plain = later and name.startswith("plain") and result is not best
+            enough = system.is_peer and later and model.device.type == "cpu"
+            warm = isinstance(system, GenerateBatch | SmallPool) and repeat < 0
             if result.problem or slower_plain or enough or warm:
                 continue
             rows = turn(system, result, model, shape, workload, repeat)
             if rows is not None:
                 tokens[name] = rows
+        if repeat > first:
+            longest = max(longest, time.perf_counter() - start)
         plain = next((tokens[name] for name in reversed(names) if name.startswith("plain") and name in tokens), None)
         for name, rows in tokens.items():
             if plain is not None and (not workload.sampled or name == "ours"):  # other draws are other samples
@@ -128,6 +160,24 @@ def run(
         system.free()
     hf_paged.free(model)
     return list(results.values())
+
+
+def apart(device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int) -> list[Result]:
+    """The turns of plain and ours in a process of their own: another layout of memory, another build of the model."""
+    arguments = device, shape, workload, floor, repeats, first, torch.get_num_threads()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_apart, *arguments).result()
+
+
+def _apart(
+    device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, threads: int
+) -> list[Result]:
+    torch.set_num_threads(threads)
+    with quiet():
+        model = build(shape, device, torch.bfloat16)
+        gc.collect()
+        gc.freeze()
+        return run(model, shape, workload, systems_for(workload, None, False), repeats, floor, first=first)
 
 
 def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
@@ -166,7 +216,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="workloads, for example W1,arrivals; without it all, and the memory")
     parser.add_argument("--no-peers", action="store_true", help="only plain and ours")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory measurements")
-    parser.add_argument("--repeats", type=int, help="turns of each system; each workload has its own number without it")
+    parser.add_argument("--repeats", type=int, help="turns of each system in a process, whatever time they take")
+    parser.add_argument("--minutes", type=float, help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere")
     parser.add_argument("--threads", type=int, help="of PyTorch; as many as it takes without it")
     parser.add_argument("--quick", action="store_true", help="short texts and one turn: only to see that it runs")
     parser.add_argument("--results", type=Path, help="directory for the files (benchmarks/results; none with --quick)")
@@ -178,6 +229,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})")
     args.model = args.model or ("llama-tiny" if args.quick else "llama-100m")
     args.results = args.results or (None if args.quick else report.RESULTS)
+    if args.minutes is None:
+        args.minutes = MINUTES if args.device == "cpu" else math.inf
     return args
 
 
@@ -186,14 +239,40 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, facts: dict[str, Any], limits: ceilings.Ceilings) -> None:
         self.args, self.facts, self.limits = args, facts, limits
+        self.start = time.perf_counter()
         self.name = "-".join(["generate", args.device, args.model, *map(str.lower, args.only)])
         self.rows: list[dict[str, Any]] = []
         self.columns = {k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"}
         self.extra: dict[str, Any] = {"ceilings": asdict(limits), "model": asdict(SHAPES[args.model])}
+        self.extra |= {"seconds": {}, "problems": []}
+
+    def asks_for(self, part: str) -> bool:
+        """Whether the arguments do."""
+        return part in self.args.only or not self.args.only
+
+    def until(self, part: str) -> float:
+        """The moment at which a part that begins now should end, by its share of the time that is left."""
+        later = [name for name in list(SHARES)[list(SHARES).index(part) :] if self.asks_for(name)]
+        now, end = time.perf_counter(), self.start + 60 * self.args.minutes
+        return now + (end - now) * SHARES[part] / sum(SHARES[name] for name in later)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Notes how long a part takes, and what ends it early, which the others outlive; then writes all files."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.extra["problems"].append(f"{name} failed: {type(error).__name__}: {error}")
+            print(traceback.format_exc(), flush=True)
+        self.extra["seconds"][name] = round(time.perf_counter() - start, 1)
+        self.write()
 
     def write(self) -> None:
-        """All files anew."""
-        directory, notes = self.args.results, [str(self.limits)]
+        """All files anew. A checkout that is no longer what it was at the start is not called clean."""
+        directory, notes = self.args.results, [str(self.limits), *self.extra["problems"]]
+        if machine.revision() != self.facts["revision"]:
+            self.facts["tree"] = "changed during the run"
         if directory is None:
             return
         for title, columns in (("peers", None), ("arrivals", arrivals.COLUMNS), ("memory", None)):
@@ -222,47 +301,86 @@ def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
     return peer
 
 
+def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | None) -> list[Result]:
+    """All turns of one workload, and their rows."""
+    args, shape = state.args, SHAPES[state.args.model]
+    systems = systems_for(workload, peer, args.quick)
+    floor = floor_of(Cost.of(model, shape), state.limits, workload)
+    repeats, fewest = args.repeats or workload.repeats, args.repeats or workload.fewest
+    found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))
+    for process in range(1, workload.processes):
+        try:
+            others = {one.system: one for one in apart(args.device, shape, workload, floor, repeats, process * repeats)}
+        except Exception as error:  # the turns of this process stay
+            state.extra["problems"].append(f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}")
+            continue
+        for result in found:
+            if result.system in others and not result.problem:
+                result.add(others[result.system])
+    rows = generate_tables.rows_of(found)
+    table = report.markdown(rows, state.columns).split("\n")
+    print("\n".join(table if not state.rows else table[2:]), flush=True)
+    state.rows += rows
+    third = systems.get(SMALL_POOL)
+    blocks = third.cache_config.num_blocks if isinstance(third, SmallPool) and third.cache_config else None
+    state.extra["memory"] += map(asdict, kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks))
+    return found
+
+
 def benchmark(args: argparse.Namespace) -> None:
     """Everything that the arguments ask for."""
     shape = SHAPES[args.model]
     workloads = [workload for name, workload in WORKLOADS.items() if name in args.only or not args.only]
     if args.quick:
-        workloads = [replace(workload.scaled(0.125, 0.06), repeats=1, target=None) for workload in workloads]
+        workloads = [
+            replace(workload.scaled(0.125, 0.06), repeats=1, fewest=1, processes=1, target=None)
+            for workload in workloads
+        ]
     facts, limits = machine.facts(args.device), ceilings.measure(args.device, args.quick)
+    print("; ".join(f"{name} {value}" for name, value in facts.items()))
+    if facts["tree"] != machine.CLEAN:
+        print(f"This is no run of a revision that others can check out: the work tree is {facts['tree']}.")
     model = build(shape, args.device, torch.bfloat16)
     cost, state = Cost.of(model, shape), Run(args, facts, limits)
-    print("; ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token, bfloat16\n", flush=True)
     if args.quick:
         print("A quick run shows that everything runs; its figures and targets say nothing.\n")
-    peer = None if args.no_peers else tune(state, model, shape, args.quick)
+    peer: GenerateBatch | None = None
+    if not args.no_peers:
+        with state.part("tuning of generate_batch"):
+            peer = tune(state, model, shape, args.quick)
     print("\n".join(f"{workload.name}: {workload.title}" for workload in workloads) + "\n", flush=True)
+    state.extra |= {"workloads": {one.name: one.title for one in workloads}, "memory": [], "arrivals": []}
     results: list[Result] = []
-    for workload in workloads:
-        systems, floor = systems_for(workload, peer, args.quick), floor_of(cost, limits, workload)
-        found = run(model, shape, workload, systems, args.repeats or workload.repeats, floor)
-        rows = generate_tables.rows_of(found)
-        table = report.markdown(rows, state.columns).split("\n")
-        print("\n".join(table if not state.rows else table[2:]), flush=True)
-        results += found
-        state.rows += rows
-        state.extra["peers"] = generate_tables.peer_rows(results)
-        state.write()
-    if state.extra.get("peers"):
-        print(f"\n{report.markdown(state.extra['peers'])}\n", flush=True)
-    if "arrivals" in args.only or not args.only:
-        peers = {} if peer is None else {"generate_batch, tuned": peer}
-        state.extra["arrivals"] = arrivals.run(model, shape, peers, args.quick)
-        state.write()
-    state.extra["float32"] = check(args.device, workloads)
-    checked = "; ".join(" ".join(line) for line in state.extra["float32"])
-    print(f"\nfloat32, tiny: {checked}\n", flush=True)
-    if not args.no_memory:
-        found_memory = kv_memory.measure(model, shape, workloads, args.quick)
-        print("\n".join(map(str, found_memory)))
-        state.extra["memory"] = [asdict(line) for line in found_memory]
-    state.write()
-    state.draw()
+    try:
+        for workload in workloads:
+            with state.part(workload.name):
+                results += measure(state, model, workload, peer)
+                state.extra["peers"] = generate_tables.peer_rows(results)
+        if state.extra.get("peers"):
+            print(f"\n{report.markdown(state.extra['peers'])}\n", flush=True)
+        if state.asks_for("arrivals"):
+            with state.part("arrivals"):
+                peers = {} if peer is None else {"generate_batch, tuned": peer}
+                for rows in arrivals.run(model, shape, peers, args.quick):
+                    state.extra["arrivals"] += rows
+                    state.write()
+        with state.part("tokens in float32"):
+            state.extra["float32"] = check(args.device, workloads)
+            checked = "; ".join(" ".join(line) for line in state.extra["float32"])
+            print(f"\nfloat32, tiny: {checked}\n", flush=True)
+        if not args.no_memory:
+            with state.part("memory"):
+                state.extra["memory"] += map(asdict, kv_memory.measure(args.device, workloads, args.quick))
+        if state.extra["memory"]:
+            print(report.markdown(state.extra["memory"]), flush=True)
+    finally:
+        state.draw()
+    for problem in state.extra["problems"]:
+        print(problem)
+    taken = ", ".join(f"{name} {seconds:.0f}" for name, seconds in state.extra["seconds"].items())
+    print(f"\nseconds: {taken}; in all {time.perf_counter() - state.start:.0f}")
+    print(f"revision {facts['revision']}, work tree {facts['tree']}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

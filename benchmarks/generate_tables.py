@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import paired, report
 
 OURS = ("ours", "engine")
 PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}  # its time over ours, on W1 to W3
@@ -20,9 +20,11 @@ COLUMNS = {
     "turns": "turns",
     "tokens_per_s": "tokens/s",
     "plain_over": "plain / it",
+    "interval": "95% interval",
     "target": "target",
-    "equal": "equal",
+    "equal": "equal tokens",
     "ttft_p50_ms": "TTFT p50, ms",
+    "ttft_p99_ms": "TTFT p99, ms",
     "tpot_p50_ms": "TPOT p50, ms",
     "tpot_p99_ms": "TPOT p99, ms",
     "kv_mib": "peak KV, MiB",
@@ -45,6 +47,7 @@ class Result:
         equal (`list[float]`): Share of tokens equal to plain's, of each repeat.
         latencies (`list[dict[str, float]]`): `latency.summary` of each repeat.
         kv_bytes, device_bytes (`int`, *optional*): Most bytes of keys and values, and that PyTorch held on the device.
+        processes (`int`): In which the turns ran, one after the other.
     """
 
     workload: str
@@ -59,25 +62,26 @@ class Result:
     latencies: list[dict[str, float]] = field(default_factory=list)
     kv_bytes: int | None = None
     device_bytes: int | None = None
+    processes: int = 1
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    def add(self, other: Result) -> None:
+        """The turns of another process."""
+        self.seconds += other.seconds
+        self.cpu_seconds += other.cpu_seconds
+        self.equal += other.equal
+        self.latencies += other.latencies
+        self.processes += other.processes
+        self.problem = self.problem or other.problem
 
 
 def best_plain(results: Sequence[Result]) -> Result | None:
     """The fastest batch size of plain `generate`."""
     plain = [result for result in results if result.system.startswith("plain") and result.seconds]
     return min(plain, key=lambda result: result.median, default=None)
-
-
-def ratio(slower: Result, faster: Result) -> float:
-    """Median over the repeats that both ran of one's time over the other's."""
-    return statistics.median(a / b for a, b in zip(slower.seconds, faster.seconds))
-
-
-def verdict(value: float, target: float | None) -> str:
-    return "" if target is None else f"at least {target:g}: {'met' if value >= target else 'not met'}"
 
 
 def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -90,15 +94,18 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
         if result.problem or not result.seconds:
             row["time"] = result.problem
             continue
-        speed = ratio(plain, result) if plain else None
+        speeds = paired.ratios(plain.seconds, result.seconds) if plain else []
+        interval = paired.interval(speeds) if result is not plain else None
         row |= {
             "time": f"{result.median:.2f} ({min(result.seconds):.2f}..{max(result.seconds):.2f})",
             "seconds": result.seconds,
             "cpu_s": statistics.median(result.cpu_seconds),
             "turns": len(result.seconds),
             "tokens_per_s": result.tokens / result.median,
-            "plain_over": speed,
-            "target": verdict(speed, result.target) if speed is not None and result.system in OURS else "",
+            "processes": result.processes,
+            "plain_over": statistics.median(speeds) if speeds else None,
+            "interval": paired.span(interval),
+            "target": paired.verdict(speeds, result.target) if speeds and result.system in OURS else "",
             "equal": f"{statistics.mean(result.equal):.0%}" if result.equal else "",
             "kv_mib": None if result.kv_bytes is None else result.kv_bytes / 2**20,
             "device_mib": None if result.device_bytes is None else result.device_bytes / 2**20,
@@ -116,9 +123,10 @@ def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     for (workload, system), peer in found.items():
         for ours in OURS:
             if system in PEER_TARGETS and (workload, ours) in found:
-                value = ratio(peer, found[workload, ours])
-                target = verdict(value, PEER_TARGETS[system])
-                rows.append({"workload": workload, "peer": system, "time over": ours, "ratio": value, "target": target})
+                values = paired.ratios(peer.seconds, found[workload, ours].seconds)
+                row = {"workload": workload, "peer": system, "time over": ours, "ratio": statistics.median(values)}
+                row |= {"turns": len(values), "target": paired.verdict(values, PEER_TARGETS[system])}
+                rows.append(row)
     return rows
 
 

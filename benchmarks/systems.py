@@ -175,6 +175,25 @@ class Engine(System):
             self.engine = None
 
 
+@dataclass
+class SmallPool(Engine):
+    """
+    An engine with a third of the blocks that another had in use at most in its turn before.
+
+    Args:
+        of ([`Engine`]): That other.
+    """
+
+    of: Engine | None = None
+
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        if self.engine is None:
+            if self.of is None or self.of.engine is None:
+                raise NotAvailable("skipped: the engine that it is compared with did not run")
+            self.cache_config = hf_paged.PagedConfig(num_blocks=self.of.engine.stats().peak_blocks // 3)
+        return super().__call__(model, shape, workload, batch)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the warnings and logs that the libraries would put between the lines of a table."""

@@ -33,6 +33,8 @@ class Workload:
         options (`dict`): Of `generate`.
         target (`float`, *optional*): Plain's time over ours, at least; from the issue.
         batch_sizes (`tuple[int, ...]`): Of plain `generate`; the best counts.
+        repeats, fewest (`int`): Turns of each system: as many as the run has time for, never fewer than `fewest`.
+        processes (`int`): That run so many turns each.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Workload:
     target: float | None = None
     batch_sizes: tuple[int, ...] = ()
     repeats: int = 5
+    fewest: int = 2
+    processes: int = 1
 
     @property
     def rows_per_prompt(self) -> int:
@@ -86,11 +90,9 @@ GREEDY = {"do_sample": False}
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("W1", "32 ragged prompts of 32..256, 64 new", 32, (32, 256), (64, 64), 0, GREEDY, 1.3, repeats=4),
-        Workload("W2", "64 such prompts, 8..256 new", 64, (32, 256), (8, 256), 0, GREEDY, 2.0, (16, 32, 64), repeats=2),
-        Workload(
-            "W3", "64 prompts, 512 tokens shared + 8..64, 32 new", 64, (8, 64), (32, 32), 512, GREEDY, 3.0, repeats=3
-        ),
+        Workload("W1", "32 ragged prompts of 32..256, 64 new", 32, (32, 256), (64, 64), 0, GREEDY, 1.3),
+        Workload("W2", "64 such prompts, 8..256 new", 64, (32, 256), (8, 256), 0, GREEDY, 2.0, (32, 64)),
+        Workload("W3", "64 prompts, 512 tokens shared + 8..64, 32 new", 64, (8, 64), (32, 32), 512, GREEDY, 3.0),
         Workload(
             "W4",
             "16 samples of one prompt of 512, 64 new",
@@ -100,11 +102,20 @@ WORKLOADS = {
             0,
             {"do_sample": True, "num_return_sequences": 16, "top_k": 0},
             2.0,
+            fewest=3,
         ),
         Workload(
-            "W5", "8 beams over 512, 64 new", 1, (512, 512), (64, 64), 0, {"do_sample": False, "num_beams": 8}, 1.5
+            "W5",
+            "8 beams over 512, 64 new",
+            1,
+            (512, 512),
+            (64, 64),
+            0,
+            {"do_sample": False, "num_beams": 8},
+            1.5,
+            fewest=3,
         ),
-        Workload("W6", "one prompt of 16, 64 new", 1, (16, 16), (64, 64), 0, GREEDY, 1.0, repeats=9),
+        Workload("W6", "one prompt of 16, 64 new", 1, (16, 16), (64, 64), 0, GREEDY, 1.0, (), 8, 8, processes=2),
     )
 }
 

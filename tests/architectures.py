@@ -407,7 +407,7 @@ def section(data: dict[str, Any]) -> str:
         overview(results),
         *others,
         "",
-        "Only these classes got images or sound; all others, most image-text classes among them, were run on text alone:",
+        "Only these classes got images or sound; all others, most image-text classes among them, ran on text alone:",
         f"{', '.join(given)}.",
         "",
         "<details><summary>The classes</summary>",

@@ -38,8 +38,11 @@ COLUMNS = {"table": "table", "name": "what", "published": "published", "ours": "
     "why": "why they differ",
 }
 NOTES = (
-    f"`{READ}`: the figure was looked up in the paper; `{TOLD}`: it is what this project was asked to reproduce, its "
-    "source was not found. What each table has in common with the paper's is in its docstring, `benchmarks/paper/`."
+    f"`{READ}`: the figure was looked up in the paper. `{TOLD}`: it is from the document S4 of those that this project "
+    "was asked for in, an article on the PagedAttention paper (2026-02-17, Japanese), and the paper does not have it. "
+    "A value with a range is the median with the least and the greatest over several seeds, or turns if it is timed; "
+    "the spread is that of the lengths' logarithms, a constant that the paper does not give. What each table has in "
+    "common with the paper's is in its docstring, `benchmarks/paper/`."
 )
 
 

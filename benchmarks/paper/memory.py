@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import statistics
+from functools import lru_cache
+
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
-from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size
+from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE, Outcome, serve_paged, serve_reserved
-from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
+from benchmarks.paper.traces import LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
 
 FIGURE_2 = {"Max": (20.4, 13.3, 57.3, 8.9), "Pow2": (26.8, 17.9, 13.6, 41.6), "Oracle": (38.2, 25.2, 0.0, 36.6)}
 """Token states, reservation, internal and external fragmentation (and others), in percent; arXiv 2309.06180."""
+FIGURE_13A = {"Max": 7.00, "Pow2": 9.81, "Oracle": 13.62, "ours": 30.42}
+"""Requests that run at a time."""
 PAGED_USED = 96.3
 SPREAD = "the spread of the lengths is ours, since the paper gives only their means"
+
+
+@lru_cache(maxsize=1)
+def outcomes(requests: int, seeds: int) -> dict[tuple[str, float], list[Outcome]]:
+    """By system and spread, of one trace for each seed: all requests wait from the start."""
+    found: dict[tuple[str, float], list[Outcome]] = {}
+    for sigma in SIGMAS:
+        for seed in range(seeds):
+            trace = make_trace(SHAREGPT, requests, seed=seed, sigma=sigma)
+            for name, policy in POLICIES.items():
+                one = serve_reserved(trace, A100, OPT_13B_SLOTS, policy, name)
+                found.setdefault((name, sigma), []).append(one)
+            found.setdefault(("ours", sigma), []).append(serve_paged(trace, A100, OPT_13B_SLOTS))
+    return found
+
+
+def _traces(size: Size) -> dict[tuple[str, float], list[Outcome]]:
+    return outcomes(max(60, size.short // 4), size.seeds)
+
+
+def _by_spread(values: dict[float, list[float]]) -> str:
+    """The median and the range at `SIGMA`, the medians at the other spreads."""
+    others = ", ".join(f"{statistics.median(values[one]):.1f} at spread {one:g}" for one in SIGMAS if one != SIGMA)
+    return f"{ranged(values[SIGMA], '.1f')}; {others}"
 
 
 def waste(size: Size) -> list[Row]:
@@ -19,57 +48,38 @@ def waste(size: Size) -> list[Row]:
     PagedAttention (arXiv 2309.06180), figure 2 and section 6.2: shares of the memory while requests wait for room.
 
     The same: OPT-13B's 15.7K slots, the data set's mean lengths, the three reservations with a buddy allocator, blocks
-    of 16. Different: log-normal lengths instead of the data set; steps cost what a roofline says, which only weighs the
-    steps; all requests wait from the start, so that memory is always short. Ours is the scheduler and the block manager
-    of the engine.
+    of 16. Different: log-normal lengths instead of the data set, whose spread is a free constant: medians and ranges
+    are over several seeds at spread 1, with the medians at 0.5 and 1.5 beside them; steps cost what a roofline says,
+    which only weighs the steps; all requests wait from the start, so that memory is always short. Ours is the scheduler
+    and the block manager of the engine.
     """
-    trace = make_trace(SHAREGPT, size.short)
-    rows = []
-    for name, policy in POLICIES.items():
-        outcome = serve_reserved(trace, A100, OPT_13B_SLOTS, policy, name)
-        shares = outcome.usage.percent()
-        used, reserved, internal, external = FIGURE_2[name]
-        published = f"{used} used, {reserved} reserved, {internal} internal, {external} external"
-        rows.append(
-            Row(
-                f"memory by use, Orca ({name})",
-                published,
-                _shares(shares),
-                "% of the memory",
-                f"{PAPER}, figure 2 ({READ})",
-                _WHY[name],
-                shares,
-            )
-        )
-    empty = [100 - row.details["used"] for row in rows if row.details]
-    rows.append(
-        Row(
-            "memory that holds no token, best and worst reservation",
-            "60 to 80",
-            f"{min(empty):.1f} to {max(empty):.1f}",
-            "% of the memory",
-            f"{PAPER}, figure 2 ({READ}: 61.8 to 79.6)",
-            SPREAD,
-        )
-    )
-    outcome = serve_paged(trace, A100, OPT_13B_SLOTS)
-    shares = outcome.usage.percent()
-    why = f"{SPREAD}; free blocks, among them the 1 % that admission leaves to running requests, count as external"
-    source = f"{PAPER}, figure 2 ({READ})"
-    rows.append(
-        Row("memory by use, ours", f"{PAGED_USED} used", _shares(shares), "% of the memory", source, why, shares)
-    )
-    wasted = 100 * shares["internal"] / (shares["used"] + shares["internal"])
-    rows.append(
-        Row(
-            f"slots allocated and empty, ours, blocks of {BLOCK_SIZE}",
-            "under 4",
-            wasted,
-            "% of the blocks in use",
-            f"{PAPER}, figure 2 ({READ}: 100 - {PAGED_USED})",
-            "" if wasted < 4 else SPREAD,
-        )
-    )
+    found = _traces(size)
+    rows, empty = [], []
+    for name in (*POLICIES, "ours"):
+        shares = {sigma: [outcome.usage.percent() for outcome in found[name, sigma]] for sigma in SIGMAS}
+        parts = {part: statistics.median(one[part] for one in shares[SIGMA]) for part in shares[SIGMA][0]}
+        used = _by_spread({sigma: [one["used"] for one in of] for sigma, of in shares.items()})
+        more = ", ".join(f"{parts[part]:.1f} {part}" for part in list(parts)[1:])
+        if name == "ours":
+            why = f"{SPREAD}; free blocks, among them the 1 % that admission leaves to running requests, are external"
+            published, title = f"{PAGED_USED} used", "ours"
+        else:
+            why, title = _WHY[name], f"Orca ({name})"
+            names = ("used", "reserved", "internal", "external")
+            published = ", ".join(f"{share} {part}" for share, part in zip(FIGURE_2[name], names))
+            empty += [100 - one["used"] for one in shares[SIGMA]]
+        source = f"{PAPER}, figure 2 ({READ})"
+        shown = f"used {used}; {more}"
+        rows.append(Row(f"memory by use, {title}", published, shown, "% of the memory", source, why, parts))
+    source = f"{PAPER}, figure 2 ({READ}: 61.8 to 79.6)"
+    name, shown = "memory that holds no token, best and worst reservation", f"{min(empty):.1f} to {max(empty):.1f}"
+    rows.append(Row(name, "60 to 80", shown, "% of the memory", source, SPREAD))
+    shares = {sigma: [outcome.usage.percent() for outcome in found["ours", sigma]] for sigma in SIGMAS}
+    wasted = {s: [100 * one["internal"] / (one["used"] + one["internal"]) for one in of] for s, of in shares.items()}
+    source = f"{PAPER}, figure 2 ({READ}: 100 - {PAGED_USED})"
+    why = "" if max(wasted[SIGMA]) < 4 else SPREAD
+    name = f"slots allocated and empty, ours, blocks of {BLOCK_SIZE}"
+    rows.append(Row(name, "under 4", _by_spread(wasted), "% of the blocks in use", source, why))
     return rows
 
 
@@ -80,52 +90,36 @@ _WHY = {
 }
 
 
-def _shares(percent: dict[str, float]) -> str:
-    return ", ".join(f"{share:.1f} {name}" for name, share in percent.items())
-
-
-FIXED_SLOTS = 12 * LONGEST
-
-
 def batch_size(size: Size) -> list[Row]:
     """
-    Requests that run at a time in a fixed memory.
+    Requests that run at a time in OPT-13B's 15.7K slots: PagedAttention (arXiv 2309.06180), figure 13a; and how many
+    times as many ours runs, beside what S4 says of an unnamed model on an A100 of 40 GB: 12 with FasterTransformer, 16
+    with Orca (with which reservation it does not say), 48 with vLLM. The paper has none of the three.
 
-    First a memory of 24,576 slots, which is 12 of the longest sequences: 12 against 16 against 48 is the published
-    figure as it was told; 24,576 is also 16 times 1,536 and 48 times 512, so 48 stands for sequences of 512 slots, and
-    which reservation 16 stands for is our reading. Then PagedAttention (arXiv 2309.06180), figure 13a, in OPT-13B's
-    15.7K slots. The same: slots, mean lengths, reservations. Different: log-normal lengths; memory is always short,
-    while the paper's trace has 2 requests a second.
+    The same: slots, mean lengths, reservations. Different: log-normal lengths of a free spread, as in `waste`; memory
+    is always short, while the paper's trace has 2 requests a second.
     """
-    trace = make_trace(SHAREGPT, size.short)
+    found = _traces(size)
     rows = []
-    for slots, published, source in (
-        (FIXED_SLOTS, {"Max": "12", "Pow2": "16", "ours": "48"}, TOLD),
-        (
-            OPT_13B_SLOTS,
-            {"Max": "7.00", "Pow2": "9.81", "Oracle": "13.62", "ours": "30.42"},
-            f"{PAPER}, figure 13a ({READ})",
-        ),
-    ):
-        outcomes: dict[str, Outcome] = {
-            name: serve_reserved(trace, A100, slots, policy, name) for name, policy in POLICIES.items()
-        }
-        outcomes["ours"] = serve_paged(trace, A100, slots)
-        for name, outcome in outcomes.items():
-            known = published.get(name, "")
-            shown = name if name == "ours" else f"Orca ({name})"
-            why = _why_batch(outcome, source) if known else ""
-            details = {"slots": slots, "system": name, "preemptions": outcome.preemptions}
-            rows.append(
-                Row(f"batch size in {slots} slots, {shown}", known, outcome.rows, "requests", source, why, details)
-            )
+    for name in (*POLICIES, "ours"):
+        shown = name if name == "ours" else f"Orca ({name})"
+        ours = _by_spread({sigma: [outcome.rows for outcome in found[name, sigma]] for sigma in SIGMAS})
+        preemptions = sum(outcome.preemptions for outcome in found[name, SIGMA])
+        details = {"slots": OPT_13B_SLOTS, "system": name, "preemptions": preemptions}
+        fit = OPT_13B_SLOTS // LONGEST
+        why = f"arithmetic: {fit} sequences of {LONGEST} fit; the last ones do not fill the batch"
+        why = why if name == "Max" else SPREAD
+        published, source = f"{FIGURE_13A[name]:.2f}", f"{PAPER}, figure 13a ({READ})"
+        rows.append(
+            Row(f"batch size in {OPT_13B_SLOTS} slots, {shown}", published, ours, "requests", source, why, details)
+        )
+    said = {
+        "Max": ("FasterTransformer, which reserves the longest sequence", "4 (48 over 12)"),
+        "Pow2": ("Orca (Pow2)", "3 (48 over 16)"),
+        "Oracle": ("Orca (Oracle)", "3 (48 over 16)"),
+    }
+    for name, (title, published) in said.items():
+        times = {s: [a.rows / b.rows for a, b in zip(found["ours", s], found[name, s])] for s in SIGMAS}
+        why = "S4 says neither model nor lengths" + ("" if name == "Max" else ", nor how Orca reserves")
+        rows.append(Row(f"batch size, ours over {title}", published, _by_spread(times), "times", TOLD, why))
     return rows
-
-
-def _why_batch(outcome: Outcome, source: str) -> str:
-    if outcome.system == "Max":
-        return "the batch is not full while the last requests of the trace finish"
-    if source == TOLD and outcome.system == "ours":
-        held = outcome.usage.percent()["used"] / 100 * outcome.num_slots / outcome.rows
-        return f"long requests run longer, so that a running one holds {held:.0f} tokens on average; 48 is for 512"
-    return SPREAD

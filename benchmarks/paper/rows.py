@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 PAPER = "PagedAttention, arXiv 2309.06180"
 READ = "read"
 """The published figure was looked up in the paper's text or printed on its figure."""
-TOLD = "told"
-"""The published figure is what this project was asked to reproduce; its source was not found."""
+TOLD = "S4, not in the paper"
+"""
+The figure is from the document S4 of those that this project was asked for in: an article on the PagedAttention paper,
+of 2026-02-17, in Japanese. The paper itself does not have it.
+"""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Row:
         name (`str`): What is measured.
         published (`str`): As published; empty where the papers have no such figure.
         ours (`float` or `str`): In `unit`.
-        source (`str`): Section or figure, with `READ` or `TOLD`.
+        source (`str`): Section or figure with `READ`, or `TOLD`.
         why (`str`): Why ours differs.
         details (`dict`, *optional*): Numbers behind `ours`, for the JSON and the plots.
     """
@@ -54,6 +59,7 @@ class Size:
         beam_prompts (`int`): Prompts of each beam search.
         beam_tokens (`int`): Most tokens of such a prompt, and most new ones.
         repeats (`int`): Of everything that is timed.
+        seeds (`int`): Of traces, where a figure is shown with its range over them.
     """
 
     requests: int
@@ -65,8 +71,14 @@ class Size:
     beam_prompts: int
     beam_tokens: int
     repeats: int
+    seeds: int
 
 
-TINY = Size(60, 40, "llama-tiny", "llama-tiny", 64, 2, 2, 24, 1)
-QUICK = Size(10_000, 1_000, "llama-100m", "llama-tiny", 256, 8, 3, 64, 3)
-FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 8, 256, 9)
+TINY = Size(60, 40, "llama-tiny", "llama-tiny", 64, 2, 2, 24, 1, 2)
+QUICK = Size(10_000, 1_000, "llama-100m", "llama-tiny", 256, 8, 3, 64, 3, 2)
+FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 4, 256, 9, 5)
+
+
+def ranged(values: Sequence[float], digits: str = ".4g") -> str:
+    """The median of some values, and the least and the greatest of them."""
+    return f"{statistics.median(values):{digits}} ({min(values):{digits}}..{max(values):{digits}})"

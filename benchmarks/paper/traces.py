@@ -9,6 +9,8 @@ from dataclasses import dataclass
 LONGEST = 2048
 """Tokens of the longest sequence, prompt and output together: OPT's limit."""
 SIGMA = 1.0
+"""The spread of the lengths' logarithms. The paper does not give it, so tables show what `SIGMAS` give, too."""
+SIGMAS = (0.5, SIGMA, 1.5)
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,27 @@ class Trace:
         return len(self.arrivals)
 
 
-def make_trace(lengths: Lengths, count: int, rate: float = math.inf, seed: int = 0) -> Trace:
+def make_trace(lengths: Lengths, count: int, rate: float = math.inf, seed: int = 0, sigma: float = SIGMA) -> Trace:
     """
     `count` requests with Poisson arrivals.
 
     Args:
         rate (`float`): Requests a second; infinite: all are there at the start.
+        sigma (`float`): The spread of the lengths' logarithms.
     """
     draw = random.Random(seed)
     arrivals, prompts, outputs = [], [], []
     now = 0.0
     for _ in range(count):
-        prompt = _length(draw, lengths.mean_in, LONGEST - 1)
+        prompt = _length(draw, lengths.mean_in, LONGEST - 1, sigma)
         prompts.append(prompt)
-        outputs.append(_length(draw, lengths.mean_out, LONGEST - prompt))
+        outputs.append(_length(draw, lengths.mean_out, LONGEST - prompt, sigma))
         if rate != math.inf:
             now += draw.expovariate(rate)
         arrivals.append(now)
     return Trace(arrivals, prompts, outputs)
 
 
-def _length(draw: random.Random, mean: float, most: int) -> int:
+def _length(draw: random.Random, mean: float, most: int, sigma: float) -> int:
     # exp(mu + sigma^2 / 2) is a log-normal's mean
-    return max(1, min(most, round(draw.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA))))
+    return max(1, min(most, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))

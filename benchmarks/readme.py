@@ -1,0 +1,333 @@
+"""
+The figures of README.md and benchmarks/README.md, rendered from the committed JSON files between their marks.
+
+    python -m benchmarks.readme [--check]
+
+No figure there is written by hand: `tests/benchmarks/test_readme.py` renders the text again and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import arrivals, paired, report
+from benchmarks.generate_tables import COLUMNS, OURS, PEER_TARGETS
+from benchmarks.paper.rows import TOLD
+from benchmarks.report import RESULTS
+from benchmarks.workloads import WORKLOADS
+
+ROOT = Path(__file__).resolve().parent.parent
+WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "paper-cpu"
+ARCHITECTURES = "architectures"
+STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
+TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
+MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
+MORE += ("roofline_share",)
+MARGIN = 1.005  # below that two latencies are printed alike
+
+Data = Mapping[str, Any]
+
+
+def read(name: str, directory: Path = RESULTS) -> dict[str, Any]:
+    """The content of a result."""
+    return report.read(directory / f"{name}.json")
+
+
+def flow(text: str) -> str:
+    """One paragraph in one line."""
+    return " ".join(text.split())
+
+
+def machine_of(facts: Data) -> str:
+    """One line about where and on what a run was made."""
+    bf16 = f" ({facts['bf16']})" if facts.get("bf16") else ""
+    return flow(
+        f"""{facts["date"]} UTC, revision {facts["revision"]} (work tree: {facts.get("tree", "not recorded")});
+        {facts["cpu"]}{bf16}, {facts["cores"]} cores, {facts["threads"]} threads, {facts["ram_gib"]} GiB, load
+        {facts["load_1min"]} at the start; Python {facts["python"]}, torch {facts["torch"]}, transformers
+        {facts["transformers"]}"""
+    )
+
+
+def targets(data: Data) -> list[dict[str, Any]]:
+    """Every target of a run of `benchmarks.generate`, met or not."""
+    found: list[dict[str, Any]] = []
+
+    def add(what: str, value: Any, turns: Any, target: str) -> None:
+        limit, _, outcome = target.strip("()").rpartition(": ")
+        found.append({"target": f"{what}, {limit}", "value": value, "turns": turns, "outcome": outcome})
+
+    for row in data["rows"]:
+        if row.get("target"):
+            interval = f" ({row['interval']})" if row.get("interval") else ""
+            value = f"{report.text(row['plain_over'])}{interval}"
+            add(f"{row['workload']}: plain's time over {row['system']}'s", value, row["turns"], row["target"])
+    for row in data.get("peers", []):
+        what = f"{row['workload']}: time of {row['peer']} over {row['time over']}'s"
+        add(what, report.text(row["ratio"]), row.get("turns"), row["target"])
+    for row in data.get("memory", []):
+        value = row["problem"] or f"{report.text(row['value'])} {row['unit']}"
+        add(f"{row['what']}, {row['system']}", value, None, row["target"] or ": not met")
+    return found
+
+
+def not_run(rows: Sequence[Data]) -> str:
+    """Systems without figures, and why."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "seconds" not in row:
+            reasons.setdefault((row["system"], row["time"]), []).append(row["workload"])
+    parts = [f"{system} on {', '.join(names)} ({reason})" for (system, reason), names in reasons.items()]
+    return f"Without figures: {'; '.join(parts)}." if parts else "Every system ran."
+
+
+def slower_tails(rows: Sequence[Data]) -> str:
+    """Where a p99 of ours is above that of the fastest plain."""
+    plain: dict[str, Data] = {}
+    for row in rows:
+        if row["system"].startswith("plain") and row.get("plain_over") == 1:
+            plain[row["workload"]] = row
+    found = []
+    for row in rows:
+        of = plain.get(row["workload"])
+        for key in ("ttft_p99_ms", "tpot_p99_ms"):
+            if row["system"] in OURS and of and key in row and row[key] > MARGIN * of[key]:
+                pair = f"{report.text(row[key])} against {report.text(of[key])} ms"
+                found.append(f"{row['workload']} {row['system']} {COLUMNS[key][:8]} {pair}")
+    return f"p99 latencies of ours above plain's: {'; '.join(found)}." if found else "No p99 of ours is above plain's."
+
+
+def equality(data: Data) -> str:
+    """What the share of equal tokens says."""
+    checks = data.get("float32", [])
+    wrong = [" ".join(line) for line in checks if line[2] != "equal"]
+    text = f"In float32 on a tiny model {len(checks) - len(wrong)} of {len(checks)} checks give plain's tokens exactly"
+    text += f" (not: {'; '.join(wrong)})." if wrong else "."
+    own = [
+        f"{row['equal']} ({row['workload']}, {row['system']})"
+        for row in data["rows"]
+        if row["system"].startswith("plain,") and row.get("equal") not in (None, "", "100%")
+    ]
+    text += " " + flow(
+        """"Equal tokens" is the share of tokens that bfloat16 gives at the same place as plain generate: a text goes on
+        otherwise after its first near tie that falls the other way."""
+    )
+    return text + (f" Plain generate at another batch size: {', '.join(own)}." if own else "")
+
+
+def ahead_of_ours(rows: Sequence[Data]) -> str:
+    """Columns of the arrivals in which another system is ahead of the engine."""
+    columns = {key: arrivals.COLUMNS[key] for key in arrivals.COLUMNS if key.startswith(("ttft", "tpot", "normalized"))}
+    columns |= {f"normalized_{p}_ms": f"normalized latency {p}" for p in ("p50", "p99")}
+    engine = {row["rate"]: row for row in rows if row["system"] == "engine"}
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        ours = engine.get(row["rate"], {})
+        for key, title in columns.items():
+            if row["system"] != "engine" and key in row and key in ours and ours[key] > MARGIN * row[key]:
+                found.setdefault((row["system"], title.removesuffix(", ms")), []).append(report.text(row["rate"]))
+    parts = [f"{system} in {title} at {', '.join(rates)} requests/s" for (system, title), rates in found.items()]
+    return f"Ahead of the engine: {'; '.join(parts)}." if parts else "No other system is ahead of the engine."
+
+
+def whole_calls(data: Data) -> str:
+    """The section about `benchmarks.generate`."""
+    rows = [row for row in data["rows"] if "seconds" in row]
+    titles = data.get("workloads") or {name: workload.title for name, workload in WORKLOADS.items()}
+    judged = targets(data)
+    missed = [row for row in judged if row["outcome"] != "met"]
+    limits = data["ceilings"]
+    flops = ", ".join(f"{rate / 1e12:.3g} TFLOP/s {dtype}" for dtype, rate in limits["flops"].items())
+    peers = ", ".join(f"{target:g} for {name}" for name, target in PEER_TARGETS.items())
+    served = data.get("arrivals", [])
+    requests = next((row["requests"] for row in served if row.get("requests")), None)
+    parts = [
+        flow(
+            f"""**Whole calls** on a random Llama of 100M parameters in bfloat16: one run of `{data["command"]}`,
+            {machine_of(data["facts"])}. Measured ceilings: {limits["bandwidth"] / 1e9:.1f} GB/s, {flops}."""
+        ),
+        "\n".join(f"- {name}: {title}" for name, title in titles.items()),
+        flow(
+            f"""Here "ours" is `generate(cache_implementation="paged")`, "engine" is `PagedEngine`, `generate_batch` is
+            transformers' continuous batching, at its defaults and tuned by a short search. "plain / it" is the median
+            over the turns of plain's time over the system's in the same turn, with the 95% bootstrap interval of that
+            median where there are {paired.FEWEST} turns or more. A target is met if the median reaches it. W6 asks for
+            "not slower": with {paired.ENOUGH} turns or more, the interval of our time over plain's must not lie wholly
+            above {paired.NOT_SLOWER}."""
+        ),
+        report.markdown(rows, {key: COLUMNS[key] for key in TIMES}),
+        f"![Speed of whole calls over plain generate, by workload](benchmarks/results/{WHOLE_CALLS}.png)",
+        flow(
+            """The same turns: latencies are each turn's percentiles, medians over the turns; beams have none, since
+            their tokens are settled at the end."""
+        ),
+        report.markdown(rows, {key: COLUMNS[key] for key in MORE}),
+        f"{slower_tails(rows)} {equality(data)}",
+        flow(
+            f"""{not_run(data["rows"])} Engines made for processors that load a model from files (OpenVINO GenAI, vLLM)
+            run where they are installed; expect them to be faster than all of these."""
+        ),
+        flow(
+            f"""**Targets** of this run: {len(judged) - len(missed)} of {len(judged)} are met, {len(missed)} are not.
+            `generate_batch` is to take so many times as long as ours: {peers}."""
+        ),
+        report.markdown(judged),
+    ]
+    if served:
+        count = f"{requests} requests" if requests else "requests"
+        parts += [
+            flow(
+                f"""**Requests that arrive**: {count} of an eighth of ShareGPT's mean lengths, Poisson arrivals at
+                shares of what the engine serves when all wait; plain takes what has arrived, at most
+                {arrivals.MAX_BATCH} at a time. Normalized latency is a request's time from arrival to
+                end over its new tokens."""
+            ),
+            report.markdown(served, arrivals.COLUMNS),
+            ahead_of_ours(served),
+        ]
+    problems = "; ".join(data.get("problems", []))
+    return "\n\n".join(parts + ([f"Failed in this run: {problems}."] if problems else []))
+
+
+def attention(data: Data) -> str:
+    """The excerpt of `benchmarks.attention`."""
+    titles = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "llama-3.1-8b": "Llama-3.1-8B"}
+    found: dict[tuple[str, str, str], dict[str, Data]] = {}
+    for row in data["rows"]:
+        if row["heads"] in titles and (row["block_size"], row["dtype"]) == (16, "bf16"):
+            found.setdefault((row["heads"], row["phase"], row["case"]), {})[row["contender"]] = row
+    rows = []
+    for (heads, phase, case), by_name in found.items():
+        line: dict[str, Any] = {"heads of": titles[heads], "phase": phase, "rows x tokens": case}
+        for name, title in (("contiguous sdpa", "contiguous SDPA, µs"), ("ours", "ours, µs")):
+            line[title] = round(statistics.median(by_name[name]["us"]))
+        line["ours / contiguous"] = f"{by_name['ours']['over_contiguous']:.2f}"
+        for name in ("HF sdpa", "HF eager", "flex_attention"):
+            over = by_name.get(name, {}).get("over_contiguous")
+            line[name] = "" if over is None else f"{over:.2f}"
+        rows.append(line)
+    said = flow(
+        f"""**Attention alone** over a model's worth of layers, `{data["command"]}`, {machine_of(data["facts"])};
+        medians in microseconds a layer. "Contiguous" is SDPA over contiguous keys and values at its best, the ideal
+        without paging; the last four columns are times over it, so that above 1 is slower than the ideal:"""
+    )
+    more = flow(
+        f"""More shapes, block sizes, the portable path and float32:
+        [{ATTENTION}.md](benchmarks/results/{ATTENTION}.md) and [a picture](benchmarks/results/{ATTENTION}.png). Chunks
+        and prompts on the CPU gather their cached context first, which is what they lose."""
+    )
+    return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
+
+
+def paper(data: Data) -> str:
+    """The excerpt of `benchmarks.paper`."""
+    tables = ("waste", "batch_size")
+    rows = [row for row in data["rows"] if row["table"] in tables]
+    made = "; ".join(f"{name}: {machine_of(data['runs'][name]['facts'])}" for name in tables)
+    said = flow(
+        f"""**The papers' tables** on our own system, `{data["command"]}`: simulated with the engine's own scheduler and
+        block manager, so that the machine hardly matters ({made}). Medians and ranges over seeds; the spread of the
+        lengths' logarithms is a constant that the paper does not give. "{TOLD}": the figure is from a document that
+        this project was asked for in, an article on the paper, and the paper does not have it. Every row, and why it
+        differs:
+        [{PAPER}.md](benchmarks/results/{PAPER}.md)."""
+    )
+    columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
+    picture = f"![Memory by use: reservation against blocks, published and here](benchmarks/results/{PAPER}-waste.png)"
+    return f"{said}\n\n{report.markdown(rows, columns)}\n\n{picture}"
+
+
+def benchmarks_section() -> str:
+    """Of README.md."""
+    parts = [
+        flow(
+            """Every figure from here to the end of this section is rendered by `python -m benchmarks.readme` from the
+            JSON files in [benchmarks/results](benchmarks/results); a test compares the two."""
+        ),
+        whole_calls(read(WHOLE_CALLS)),
+        paper(read(PAPER)),
+        attention(read(ATTENTION)),
+    ]
+    return "\n\n".join(parts)
+
+
+def architectures_section() -> str:
+    """Of README.md."""
+    from tests.architectures import section
+
+    return section(read(ARCHITECTURES))
+
+
+def results_section() -> str:
+    """Of benchmarks/README.md."""
+    names = {
+        WHOLE_CALLS: "whole calls, arrivals, memory",
+        ATTENTION: "attention alone",
+        PAPER: "the papers' tables (each table has a run of its own, listed below them)",
+    }
+    lines = []
+    for name, title in names.items():
+        data = read(name)
+        files = f"[table](results/{name}.md), [JSON](results/{name}.json)"
+        lines.append(f"- {title}: `{data['command']}`, {machine_of(data['facts'])}; {files}")
+    facts = read(ARCHITECTURES)["facts"]
+    lines.append(
+        f"- every architecture against plain `generate`: `{read(ARCHITECTURES)['command']}`, {machine_of(facts)}; "
+        f"[JSON](results/{ARCHITECTURES}.json)"
+    )
+    for name in STEPS:
+        facts = read(name)["machine"]
+        lines.append(
+            f"- one decode step through transformers' own loop, before there was an engine: {facts['date']}, revision "
+            f"{facts['revision']}, {facts['cpu']}; [JSON](results/{name}.json)"
+        )
+    return "\n".join(lines)
+
+
+SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"architectures": architectures_section, "benchmarks": benchmarks_section},
+    ROOT / "benchmarks" / "README.md": {"results": results_section},
+}
+
+
+def between(text: str, mark: str) -> tuple[int, int]:
+    """Where the text between two marks begins and ends. Raises `ValueError` without them."""
+    begin, end = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->"
+    return text.index(begin) + len(begin), text.index(end)
+
+
+def render(path: Path) -> str:
+    """The file as it should be."""
+    text = path.read_text()
+    for mark, make in SECTIONS[path].items():
+        start, end = between(text, mark)
+        text = text[:start] + make() + "\n" + text[end:]
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not what it should be")
+    check = parser.parse_args(argv).check
+    status = 0
+    for path in SECTIONS:
+        text, name = render(path), os.path.relpath(path)
+        if text == path.read_text():
+            print(f"{name}: as the results say")
+        elif check:
+            print(f"{name}: differs from the results; run python -m benchmarks.readme")
+            status = 1
+        else:
+            path.write_text(text)
+            print(f"{name}: rendered from the results")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -56,17 +57,15 @@ def select(
     return cpu
 
 
-def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
-    """`cache.storage.store` by the Triton kernel, if it serves this call: whether it did."""
+def find_store(
+    keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
+) -> Callable[..., None] | None:
+    """The Triton kernel's `cache.storage.store`, if it serves a call with these arguments."""
     if not _uses_triton(_forced(), key_blocks):
-        return False
+        return None
     from .kernels import store as kernel
 
-    slots = slots.to(key_blocks.device, non_blocking=True)
-    if not kernel.supports(keys, values, key_blocks, value_blocks, slots):
-        return False
-    kernel.store(keys, values, key_blocks, value_blocks, slots)
-    return True
+    return kernel.store if kernel.supports(keys, values, key_blocks, value_blocks, slots) else None
 
 
 def uses_triton(tensor: Tensor) -> bool:

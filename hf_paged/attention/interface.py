@@ -28,7 +28,7 @@ def register() -> None:
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
     set_sdpa(sdpa_on_handles)
-    set_store_kernel(backends.store)
+    set_store_kernel(backends.find_store)
 
 
 @torch.compiler.disable

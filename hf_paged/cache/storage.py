@@ -207,12 +207,19 @@ def store(
         slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, each at
             most once; negative for a token that is not stored.
     """
-    if _kernel is not None and _kernel(keys, values, key_blocks, value_blocks, slots):
-        return
+    _choose(keys, values, key_blocks, value_blocks, slots)(keys, values, key_blocks, value_blocks, slots)
+
+
+def _choose(
+    keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
+) -> Callable[..., None]:
+    """Who does `store` of these arguments; nothing is stored."""
+    kernel = None if _find_kernel is None else _find_kernel(keys, values, key_blocks, value_blocks, slots)
+    if kernel is not None:
+        return kernel
     if native.supports_store(keys, values, key_blocks, value_blocks, slots) and native.is_available():
-        native.store(keys, values, key_blocks, value_blocks, slots)
-    else:
-        store_portable(keys, values, key_blocks, value_blocks, slots)
+        return native.store
+    return store_portable
 
 
 def prepare_store(
@@ -222,8 +229,8 @@ def prepare_store(
     `store` into `blocks` as a function of keys, values and slots, for states and slots of one row that look like these
     (shape, strides, dtype, device) as long as the blocks are alive. It keeps no tensor.
     """
-    taken = _kernel is not None and _kernel(keys, values, blocks.keys, blocks.values, slots)
-    if not taken and native.supports_store(keys, values, blocks.keys, blocks.values, slots) and native.is_available():
+    chosen = _choose(keys, values, blocks.keys, blocks.values, slots)
+    if chosen is native.store:
         return native.StoreCall(keys, values, blocks.keys, blocks.values)
     known = weakref.ref(blocks)
 
@@ -251,11 +258,11 @@ def store_portable(
     value_blocks[block_ids, :, offsets] = values[rows, :, tokens].to(value_blocks.dtype)
 
 
-_kernel: Callable[..., bool] | None = None
+_find_kernel: Callable[..., Callable[..., None] | None] | None = None
 
 
-def set_store_kernel(function: Callable[..., bool] | None) -> None:
-    """Who is asked first to do what `store` does, with its arguments, and says whether it did; set once by the
-    attention package."""
-    global _kernel
-    _kernel = function
+def set_store_kernel(function: Callable[..., Callable[..., None] | None] | None) -> None:
+    """Who is asked first for a kernel: given the arguments of `store`, it returns what does them, or `None`; set once
+    by the attention package."""
+    global _find_kernel
+    _find_kernel = function

@@ -89,7 +89,7 @@ def decode_kernel(
     head, token = kv_head * GROUP + m // QUERY_LEN, m % QUERY_LEN
     position = seq_len - QUERY_LEN + token
     row = row.to(tl.int64)
-    q_rows = query + row * query_row + (head.to(tl.int64) * query_head + token * query_token)[:, None]
+    q_rows = query + row * query_row + (head.to(tl.int64) * query_head + token.to(tl.int64) * query_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
     q = _load(q_rows + d, is_row[:, None], d < KEY_DIM, True).to(DOT_DTYPE)  # [BLOCK_M, KEY_MAIN]
     if KEY_REST > 0:
@@ -98,7 +98,7 @@ def decode_kernel(
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
     if bias is not None:
-        bias_rows = bias + row * bias_row + (head.to(tl.int64) * bias_head + token * bias_query)[:, None]
+        bias_rows = bias + row * bias_row + (head.to(tl.int64) * bias_head + token.to(tl.int64) * bias_query)[:, None]
 
     # Scores count in powers of two; with a bias in natural units, where a bias of its dtype's minimum absorbs the
     # score and stays finite, as it does in the masks that models build.
@@ -141,7 +141,7 @@ def decode_kernel(
             scores += (slopes * IN_UNITS)[:, None] * (t[None, :] - position[:, None]).to(tl.float32)
         if bias is not None:
             mask = is_row[:, None] & (is_seen & (t < bias_len))[None, :]
-            scores += tl.load(bias_rows + t[None, :] * bias_key, mask=mask, other=0.0).to(tl.float32)
+            scores += tl.load(bias_rows + t.to(tl.int64)[None, :] * bias_key, mask=mask, other=0.0).to(tl.float32)
         sees = is_seen[None, :]
         if CAUSAL and QUERY_LEN > 1:
             sees = sees & (t[None, :] <= position[:, None])

@@ -28,7 +28,7 @@ def merge_kernel(
     token = position
     if index is not None:
         token = tl.load(index + position).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     real = head < HEADS
     dim = tl.arange(0, VALUE_WIDTH)
     nothing = float("-inf")
@@ -41,7 +41,7 @@ def merge_kernel(
         own = tl.load(tail_lse + token * tail_lse_token + head, mask=real, other=nothing)
         top = own
     for part in range(0, parts):
-        top = tl.maximum(top, tl.load(lse_rows + part * lse_part, mask=real, other=nothing))
+        top = tl.maximum(top, tl.load(lse_rows + tl.cast(part, tl.int64) * lse_part, mask=real, other=nothing))
     anchor = tl.where(top == nothing, 0.0, top)
 
     total = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
@@ -52,7 +52,7 @@ def merge_kernel(
         acc += _take(tail, weight, token * tail_token + head * tail_head, dim, VALUE_DIM)
     rows = position * partials_token + head * partials_head
     for part in range(0, parts):
-        lse = tl.load(lse_rows + part * lse_part, mask=real, other=nothing)
+        lse = tl.load(lse_rows + tl.cast(part, tl.int64) * lse_part, mask=real, other=nothing)
         weight = tl.exp2((lse - anchor) * LOG2_E)
         total += weight
         acc += _take(partials + tl.cast(part, tl.int64) * partials_part, weight, rows, dim, VALUE_DIM)

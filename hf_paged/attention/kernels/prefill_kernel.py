@@ -68,7 +68,7 @@ def _attend_tile(
     if slopes is not None:
         scores += slopes[:, None] * (position[None, :] - query_position[:, None]).to(tl.float32)
     if bias is not None:
-        bias_rows = bias[:, None] + (position * bias_key)[None, :]
+        bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
         scores += _load(bias_rows, is_stored[None, :], True, MASKED, False).to(tl.float32)
     if MASKED:
         sees = is_stored[None, :]
@@ -129,7 +129,8 @@ def prefill_kernel(
     token = packed
     if query_index is not None:
         token = tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
-    q_rows = query + (token * query_token + head * query_head)[:, None]
+    # A head may be as far from the next as all tokens are long.
+    q_rows = query + (token * query_token + head.to(tl.int64) * query_head)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
     q = tl.load(q_rows + d, mask=is_row[:, None] & (d < KEY_DIM), other=0.0)  # [BLOCK_M, KEY_MAIN]
     q_rest = None
@@ -214,7 +215,7 @@ def prefill_kernel(
     has_seen = total > 0.0
     result = acc * tl.where(has_seen, 1.0 / tl.where(has_seen, total, 1.0), 0.0)[:, None]
     d = tl.arange(0, VALUE_WIDTH)[None, :]
-    out_rows = out + tl.cast(part, tl.int64) * out_part + (packed * out_token + head * out_head)[:, None]
+    out_rows = out + tl.cast(part, tl.int64) * out_part + (packed * out_token + head.to(tl.int64) * out_head)[:, None]
     tl.store(out_rows + d, result.to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM))
     if lse is not None:
         seen = tl.where(has_seen, (top * factor + tl.log2(tl.where(has_seen, total, 1.0))) * LN_2, float("-inf"))

@@ -46,20 +46,20 @@ def _store_kernel(
     BLOCK_VALUE: tl.constexpr,
 ):
     # One token and BLOCK_HEADS heads a program.
-    row, token = tl.program_id(0) // tokens, tl.program_id(0) % tokens
-    slot = tl.load(slots + row.to(tl.int64) * slots_row + token * slots_token).to(tl.int64)
+    # Addresses in int64: one layer's states of a long prompt pass 2^31 elements.
+    row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
+    slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
     # Out of the pool is skipped as -1 is: a captured graph cannot raise, and must not write elsewhere.
     if (slot < 0) | (slot >= num_slots):
         return
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    row, token = row.to(tl.int64), token.to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
-    d = tl.arange(0, BLOCK_KEY)[None, :]
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK_KEY).to(tl.int64)[None, :]
     mask = (head < HEADS) & (d < KEY_DIM)
     source = keys + row * key_row + token * key_token + head * key_head + d * key_d
     target = key_blocks + block * key_block + offset * key_block_token + head * key_block_head + d * key_block_d
     tl.store(target, tl.load(source, mask=mask).to(key_blocks.dtype.element_ty), mask=mask)
-    d = tl.arange(0, BLOCK_VALUE)[None, :]
+    d = tl.arange(0, BLOCK_VALUE).to(tl.int64)[None, :]
     mask = (head < HEADS) & (d < VALUE_DIM)
     source = values + row * value_row + token * value_token + head * value_head + d * value_d
     target = value_blocks + block * value_block + offset * value_block_token
@@ -68,11 +68,11 @@ def _store_kernel(
 
 
 def supports(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
-    """Whether `store` takes these arguments: the three dtypes of the kernels, as many heads of V as of K, all on one
-    device, no gradient wanted."""
+    """Whether `store` takes these arguments: the three dtypes of the kernels, as many heads of V as of K, all but
+    the slots on one device, no gradient wanted."""
     tensors = (keys, values, key_blocks, value_blocks)
     return (
-        all(tensor.dtype in DTYPES and tensor.device == slots.device for tensor in tensors)
+        all(tensor.dtype in DTYPES and tensor.device == key_blocks.device for tensor in tensors)
         and keys.shape[1] == values.shape[1]
         and slots.dtype in (torch.int32, torch.int64)
         and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
@@ -83,8 +83,10 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     """
     `cache.storage.store` in one launch, without waiting for the device.
 
-    Slots of `slots` `(batch, n)`, int32 or int64 on the device, that are negative or past the pool are not written.
+    Slots of `slots` `(batch, n)`, int32 or int64, that are negative or past the pool are not written; those of another
+    device are copied.
     """
+    slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:
         return

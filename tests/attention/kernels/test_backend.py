@@ -116,6 +116,6 @@ def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.Monkey
         "hf_paged.attention.kernels.dispatch"
     )
     pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
-    assert not backends.store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[3]]))
+    assert not backends.find_store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[3]]))
     storage.store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[3]]))
     assert (pool[0, :, 3] == 1).all()

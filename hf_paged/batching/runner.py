@@ -137,9 +137,10 @@ class PackedRunner:
     def _run_eagerly(self, layout: Layout) -> torch.Tensor:
         inputs, steps = self._prepare(layout)
         last = layout.last
+        kept = last or [len(layout.token_ids) - 1]  # a head with weights of another library's may refuse no rows
         arguments = {}
-        if self._picks_logits and len(last) < len(layout.token_ids):
-            arguments["logits_to_keep"] = torch.tensor(last, dtype=torch.long, device=self.device)
+        if self._picks_logits and len(kept) < len(layout.token_ids):
+            arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
         logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
         if logits.shape[0] != len(last):  # the forward gives those of every token
             logits = logits[torch.tensor(last, dtype=torch.long, device=logits.device)]

@@ -1,0 +1,151 @@
+"""Models that accelerate runs under bf16 autocast: prepared by hand, and by `Seq2SeqTrainer(bf16=True)`.
+
+bfloat16 keeps 8 bits, so that a random model's best two tokens are often equal, and the order of a sum decides. These
+models know answers by heart instead, each from its whole prompt: no choice hangs on rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+import hf_paged
+from tests import models
+from tests.callers.test_callers import assert_same_tokens, assert_used_pool, timeless
+
+NUM_PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 21, 10
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_left() -> Iterator[None]:
+    """accelerate keeps its mixed precision in globals, which another test's Accelerator or Trainer would meet."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Answers(Dataset):
+    """
+    Prompts that differ in their first token alone, and an answer to each.
+
+    Args:
+        joined (`bool`): Answers stand behind the prompts, as a decoder-only model is trained on them, and the loss is
+            that of the answer. Otherwise they are labels of the same number of tokens as they are of an encoder-decoder
+            model, or, for the evaluation of a decoder-only one, the prompt's.
+    """
+
+    def __init__(self, is_encoder_decoder: bool, joined: bool) -> None:
+        self.prompts = models.token_ids(1, PROMPT_LENGTH, seed=1).repeat(NUM_PROMPTS, 1)
+        self.prompts[:, 0] = torch.arange(NUM_PROMPTS) + 40
+        self.answers = models.token_ids(NUM_PROMPTS, ANSWER_LENGTH, seed=2)
+        self.labels = self.answers if is_encoder_decoder else self.prompts
+        self.ids = self.prompts
+        if joined and not is_encoder_decoder:
+            self.ids = torch.cat([self.prompts, self.answers], 1)
+            self.labels = torch.cat([torch.full_like(self.prompts, -100), self.answers], 1)
+
+    def __len__(self) -> int:
+        return NUM_PROMPTS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.ids[index]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": self.labels[index]}
+
+
+def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
+    is_encoder_decoder = model.config.is_encoder_decoder
+    settings = Seq2SeqTrainingArguments(
+        output_dir=str(folder),
+        bf16=True,
+        predict_with_generate=True,
+        generation_max_length=ANSWER_LENGTH + (1 if is_encoder_decoder else PROMPT_LENGTH),
+        per_device_eval_batch_size=3,
+        per_device_train_batch_size=NUM_PROMPTS,
+        learning_rate=4e-3,
+        lr_scheduler_type="constant",
+        max_steps=40,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    learned, asked = (Answers(is_encoder_decoder, joined) for joined in (True, False))
+    return Seq2SeqTrainer(model=model, args=settings, train_dataset=learned, eval_dataset=asked)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_item_02_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
+    """Predict, train until the answers are known, predict and evaluate, as plain does."""
+    results: dict[bool, list[Any]] = {}
+    for paged in (False, True):
+        model = models.build(name)
+        if paged:
+            model.generation_config.cache_implementation = "paged"
+            model.generation_config.cache_config = {"block_size": 8}
+        trainer = trainer_of(model, tmp_path)
+        before = trainer.predict(trainer.eval_dataset)
+        trainer.train()
+        after = [trainer.predict(trainer.eval_dataset, num_beams=num_beams) for num_beams in (1, 3)]
+        results[paged] = [before.predictions.shape, *(output.predictions for output in after)]
+        results[paged] += [timeless(output.metrics) for output in (*after, SimpleNamespace(metrics=trainer.evaluate()))]
+        if paged:
+            assert hf_paged.last_route(model).road == "hf_loop"
+            assert_used_pool(model)
+    start = 1 if model.config.is_encoder_decoder else PROMPT_LENGTH
+    for plain in results[False][1:3]:
+        answers = torch.tensor(plain)[:, start : start + ANSWER_LENGTH]
+        assert_same_tokens(trainer.eval_dataset.answers, answers, "plain does not know the answers: the test is void")
+    assert results[True][0] == results[False][0]
+    for plain, paged in zip(results[False][1:3], results[True][1:3]):
+        assert_same_tokens(torch.tensor(plain), torch.tensor(paged), "predictions")
+    for plain, paged in zip(results[False][3:], results[True][3:]):
+        assert plain == pytest.approx(paged)
+
+
+@functools.cache
+def _knowing(name: str) -> PreTrainedModel:
+    """A model that knows the answers, trained in float32."""
+    model = models.build(name).train()
+    data = Answers(model.config.is_encoder_decoder, joined=True)
+    batch = {key: torch.stack([data[i][key] for i in range(len(data))]) for key in data[0]}
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
+def test_item_02_accelerate_bf16(name: str, num_beams: int) -> None:
+    model = Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(_knowing(name)))
+    data = Answers(model.config.is_encoder_decoder, joined=False)
+    ids = data.prompts.clone()
+    seen: list[torch.dtype] = []
+    head = model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    mask = torch.ones_like(ids)
+    mask[1::2, : PROMPT_LENGTH // 2] = 0  # ragged; what those rows answer hangs on rounding no more than the others'
+    inputs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": ANSWER_LENGTH, "num_beams": num_beams}
+    expected = model.generate(**inputs, do_sample=False)
+    assert set(seen) == {torch.bfloat16}, "no autocast: the test is void"
+    hook.remove()
+    assert_same_tokens(
+        data.answers[::2], expected[::2, -ANSWER_LENGTH:], "plain does not know the answers: the test is void"
+    )
+    assert_same_tokens(expected, model.generate(**inputs, do_sample=False, **models.PAGED))
+    assert_used_pool(model)

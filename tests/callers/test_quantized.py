@@ -1,0 +1,85 @@
+"""Models whose weights torchao has quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torchao.quantization import (
+    Int8DynamicActivationIntxWeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    quantize_,
+)
+from transformers import PreTrainedModel
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from tests import models
+from tests.callers.test_callers import BEAMS, GREEDY, assert_same_tokens, assert_used_pool
+
+# int4 is what runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
+SCHEMES: dict[str, Callable[[], Any]] = {
+    "int8": Int8WeightOnlyConfig,
+    "int4": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+    "int8-activations-int4": lambda: Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=PerGroup(32)
+    ),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "beams": BEAMS,
+    "samples": {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12},
+}
+LENGTHS = (60, 33, 48, 21)  # enough tokens in all for the prefix cache to be used
+
+
+def quantized(name: str, scheme: str) -> PreTrainedModel:
+    model = models.build(name)
+    quantize_(model, SCHEMES[scheme]())
+    kinds = {type(parameter.data) for parameter in model.parameters()}
+    assert kinds - {torch.Tensor}, "nothing is quantized: the test is void"
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
+    """Every call twice: the second one finds cached blocks, where there are any."""
+    model, inputs = quantized(name, scheme), models.padded_prompt(name, LENGTHS)
+    for _ in range(2):
+        torch.manual_seed(0)
+        expected = model.generate(**inputs, **MODES[mode])
+        torch.manual_seed(0)
+        assert_same_tokens(expected, model.generate(**inputs, **MODES[mode], **models.PAGED))
+        assert_used_pool(model)
+    assert hf_paged.last_route(model).road == ("hf_loop" if name == "t5" else "engine")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_item_03_torchao_on_an_engine(scheme: str) -> None:
+    model = quantized("llama", scheme)
+    prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in LENGTHS]
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=40)) as engine:
+        for _ in range(2):
+            for prompt, result in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+                assert result.error is None, result.error
+                ids = torch.tensor([prompt])
+                expected = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+                assert_same_tokens(expected[:, len(prompt) :], torch.tensor([result.token_ids]))
+            engine.check_integrity()
+
+
+def test_item_03_torchao_quantizes_between_two_calls() -> None:
+    """Blocks of the float weights must not serve the quantized ones."""
+    model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
+    before = model.generate(**inputs, **GREEDY)
+    assert_same_tokens(before, model.generate(**inputs, **GREEDY, **models.PAGED), "float")
+    quantize_(model, SCHEMES["int4"]())
+    expected = model.generate(**inputs, **GREEDY)
+    assert not torch.equal(before, expected), "quantizing changes nothing: the test is void"
+    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED), "quantized")

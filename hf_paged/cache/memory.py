@@ -9,14 +9,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from ..config import PagedConfig
 from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed
-from .storage import LayerBlocks, Storage
+from .storage import LayerBlocks, Storage, free_bytes
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -112,11 +111,15 @@ class GroupMemory:
         try:
             self.storage.grow(pool.num_blocks + added, exactly=memory.config.memory_fraction is not None)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            raise OutOfBlocksError(
-                f"needs {added} more blocks of {self.block_size} tokens, for which there is no memory: free some, or "
-                f"set `num_blocks` or `memory_fraction` in `cache_config` ({error})"
-            ) from error
+            raise self._no_memory(f"{added} more blocks", error) from error
         pool.grow(added)
+
+    def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
+        return OutOfBlocksError(
+            f"needs {what} of {self.block_size} tokens, for which there is no memory: free some, or bound what is taken "
+            f"by `num_blocks` ({self.memory.config.num_blocks}) or `memory_fraction` "
+            f"({self.memory.config.memory_fraction}) in `cache_config`, which is an engine's `PagedConfig` ({error})"
+        )
 
     def copy_on_write(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, and counts them."""
@@ -133,6 +136,7 @@ class GroupMemory:
 
         Raises:
             ValueError: if what the layer holds has other heads, dims or device.
+            OutOfBlocksError: if there is no memory for them.
         """
         layer = self.storage.find(index, keys, values)
         if layer is not None:
@@ -146,7 +150,10 @@ class GroupMemory:
                 * self.block_size
                 * sum(states.shape[1] * states.shape[3] * states.element_size() for states in (keys, values))
             )
-            return self.storage.make(index, keys, values)
+            try:
+                return self.storage.make(index, keys, values)
+            except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
         return self.storage.promote(index, keys, values)
 
     def live_tables(self) -> Iterable[BlockTable]:
@@ -325,10 +332,3 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta":  # torch knows no autocast there
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes of memory free on `device`."""
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    return int(getattr(torch, device.type).mem_get_info(device)[0])

@@ -149,7 +149,14 @@ class Storage:
         for index, layer in self._layers.items():
             if layer.keys.shape[0] < self.capacity:
                 rows = layer.keys.shape[0]
-                self._layers[index] = layer.grown(self.capacity if exactly else max(self.capacity, rows + rows // 2))
+                num_blocks = self.capacity if exactly else max(self.capacity, rows + rows // 2)
+                try:
+                    grown = layer.grown(num_blocks)
+                except (MemoryError, RuntimeError):  # torch raises the latter
+                    if num_blocks == self.capacity:
+                        raise
+                    grown = layer.grown(self.capacity)
+                self._layers[index] = grown
 
     def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks | None:
         """The blocks of layer `index` if they exist and fit states like `keys` and `values`."""
@@ -161,10 +168,28 @@ class Storage:
         num_blocks = self.capacity
         if keys.device.type == "cpu" and self._reserved > num_blocks:
             block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
-            affordable = int(self._share * psutil.virtual_memory().available / max(block_bytes, 1))
+            affordable = int(self._share * free_bytes(keys.device) / max(block_bytes, 1))
             num_blocks = max(num_blocks, min(self._reserved, affordable))
-        self._layers[index] = layer = LayerBlocks.allocate(num_blocks, self.block_size, keys, values)
+        try:
+            layer = LayerBlocks.allocate(num_blocks, self.block_size, keys, values)
+        except (MemoryError, RuntimeError):  # torch raises the latter
+            if num_blocks == self.capacity:
+                raise
+            # The system promises less than it has: the layers get their shares of what it does promise.
+            self._reserved = int(self._share * self._most_blocks(num_blocks, keys, values))
+            layer = LayerBlocks.allocate(max(self.capacity, self._reserved), self.block_size, keys, values)
+        self._layers[index] = layer
         return layer
+
+    def _most_blocks(self, num_blocks: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """`num_blocks`, halved until so many can be made."""
+        while num_blocks > self.capacity:
+            try:
+                LayerBlocks.allocate(num_blocks, self.block_size, keys, values)
+                return num_blocks
+            except (MemoryError, RuntimeError):
+                num_blocks //= 2
+        return self.capacity
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, one batched copy a layer."""
@@ -174,6 +199,25 @@ class Storage:
                 tensor[torch.tensor(targets, device=tensor.device)] = tensor[
                     torch.tensor(sources, device=tensor.device)
                 ]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory free on `device`; on the CPU no more than the process may still map (`ulimit -v`)."""
+    if device.type != "cpu":
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    limit = _mapped_limit()
+    return free if limit is None else max(0, min(free, limit - psutil.Process().memory_info().vms))
+
+
+def _mapped_limit() -> int | None:
+    """Bytes of address space that the process may have; `None` without a limit, or on a system that knows none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_out_of_memory(error: BaseException) -> bool:

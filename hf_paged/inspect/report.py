@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..cache.memory import free_bytes
+from ..cache.storage import free_bytes
 from ..config import PagedConfig
 from ..viz.html import format_bytes
 from ..viz.optional import require

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hf_paged
-from hf_paged.cache.memory import free_bytes
+from hf_paged.cache.storage import free_bytes
 from hf_paged.inspect.__main__ import main
 from hf_paged.inspect.report import Report, examine
 from tests import models

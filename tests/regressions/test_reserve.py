@@ -1,0 +1,66 @@
+"""Memory that the process may not map: what an engine sets aside, and what it says when there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+resource = pytest.importorskip("resource")  # not on Windows
+
+CHILD = """
+import resource, psutil, torch
+from hf_paged import PagedConfig, PagedEngine
+from tests import models
+
+torch.set_num_threads(1)
+model = models.build("llama", **{sizes})
+prompt, options = models.token_ids(1, 5)[0].tolist(), {{"max_new_tokens": 6, "do_sample": False}}
+expected = model.generate(torch.tensor([prompt]), **options)[0, 5:].tolist()
+PagedEngine(model, PagedConfig(num_blocks=8)).generate([prompt], options)  # what is built on first use
+limit = psutil.Process().memory_info().vms + ({megabytes} << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+"""
+
+
+def run(code: str, megabytes: int, **sizes: int) -> str:
+    """What `code` prints in a child process that may map so much more than it does when the code begins."""
+    command = [sys.executable, "-c", CHILD.format(megabytes=megabytes, sizes=sizes) + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_item_09_a_default_engine_serves_under_a_limit_of_address_space() -> None:
+    code = """
+def serve():
+    engine = PagedEngine(model)
+    for _ in range(2):
+        result = engine.generate([prompt], options)[0]
+        assert result.error is None, result.error
+        assert result.token_ids == expected
+    many = engine.generate([prompt] * 64, {**options, "max_new_tokens": 100})  # several blocks each
+    assert all(result.error is None and result.token_ids[:6] == expected for result in many)
+    engine.check_integrity()
+    torch.empty(64 << 20, dtype=torch.uint8)  # the rest is not taken
+
+serve()
+resource.getrlimit = lambda which: (resource.RLIM_INFINITY,) * 2
+serve()  # as without overcommitting: nothing tells how much there is before it is asked for
+"""
+    run(code, megabytes=192)
+
+
+def test_item_09_an_error_that_remains_names_the_knobs() -> None:
+    code = """
+engine = PagedEngine(model, PagedConfig(block_size=256, num_blocks=8))
+result = engine.generate([prompt], options)[0]
+print(result.error)
+engine.check_integrity()
+assert PagedEngine(model, PagedConfig(num_blocks=2)).generate([prompt], options)[0].token_ids == expected
+"""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 1024}
+    message = run(code, megabytes=48, **heads)  # 64 a layer for a block of 256 tokens, 4 for one of 16
+    assert "needs 1 blocks of 256 tokens, for which there is no memory" in message
+    assert "`num_blocks` (8) or `memory_fraction` (None)" in message

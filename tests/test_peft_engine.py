@@ -27,10 +27,11 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets)
 
 
-def lora_model(name: str = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Two adapters that differ in rank and in what they target; the first is active."""
+def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Two adapters that differ in rank and in what they target; the first is active. `name`: or a new model."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(models.build(name), lora(**options), adapter_name="first")
+    base = models.build(name) if isinstance(name, str) else name
+    model = peft.get_peft_model(base, lora(**options), adapter_name="first")
     model.add_adapter(
         "second", lora(**({"r": 2, "target_modules": ["k_proj", "v_proj"]} if second is None else second))
     )

@@ -1,0 +1,297 @@
+"""
+Load test: engines with few blocks serve a random mixture of requests for a long time, in float32.
+
+    python -m tests.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--only RUN]
+
+Requests come at random with adapters, beams, samples, stop strings and priorities; some are cancelled, and now and then
+all are. The tokens of each are those of plain `generate` of that request alone; after each step what was streamed and
+what the pools say of themselves holds; in the end no block is in use. A line that fails says how to repeat its run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged import OutOfBlocksError, PagedEngine, RequestOutput
+from tests import load_cases, models
+from tests.batching.captured_helpers import addresses_of, use_fake_graphs
+from tests.batching.engine_helpers import assert_drained, assert_same_as_lone
+from tests.batching.test_invariance import count_chunks
+from tests.load_cases import Run, Wanted
+
+RUN_STEPS = 2500
+CHECKED_STEPS = 500  # of an engine, whose integrity is checked after each; then after every 5th
+MAX_STEPS_OF_A_REQUEST = 4000  # from the moment it comes; many times what any of them takes
+PREEMPTIONS = 0.05  # of the steps, below which nothing was shown
+
+
+class Difference(AssertionError):
+    """A request did not get plain's tokens."""
+
+
+class Client:
+    """Whoever uses one engine: sends requests, reads what comes and compares it."""
+
+    def __init__(self, run: Run, model: Any, known: list[Wanted], draw: random.Random) -> None:
+        self.run, self.model, self.known, self.draw = run, model, known, draw
+        self.engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.open: dict[str, tuple[Wanted, int]] = {}  # with the step at which it came
+        self.cancelled: set[str] = set()
+        self.streamed: dict[str, dict[int, list[int]]] = {}
+        self.too_large: set[int] = set()
+        self.step_number = self.num_requests = self.level = 0
+
+    def step(self) -> None:
+        """What a client does between two steps, then a step of the engine, then all that must hold."""
+        self._act()
+        while not self.engine.has_unfinished:
+            self.add()
+        for output in self.engine.step():
+            self.read(output)
+        self.step_number += 1
+        if self.step_number <= CHECKED_STEPS or self.step_number % 5 == 0:
+            self.engine.check_integrity()
+        if self.step_number % 256 == 0:
+            for request_id, (_, came) in self.open.items():
+                assert self.step_number - came < MAX_STEPS_OF_A_REQUEST, f"request {request_id} starves"
+
+    def drain(self) -> None:
+        """Until all requests have ended; nothing may be left of them."""
+        while self.engine.has_unfinished:
+            for output in self.engine.step():
+                self.read(output)
+            self.step_number += 1
+        assert not self.open and not self.streamed, f"requests {sorted(self.open)} got no result"
+        assert_drained(self.engine)
+        self.engine.reset_prefix_cache()
+        states = [state for pool in self.engine.block_map().values() for state in pool]
+        assert not any(states), f"blocks are left: {states}"
+        stats = self.engine.stats()
+        assert stats.num_finished == self.num_requests, f"{stats.num_finished} of {self.num_requests} requests ended"
+        self.seen["swaps"] += stats.num_swaps
+        self.seen["recomputes"] += stats.num_preemptions - stats.num_swaps
+        self.seen["prefix-hit tokens"] += stats.num_prefix_hit_tokens
+        self.seen["tokens"] += stats.num_generated_tokens
+        self.seen["captured steps"] += stats.num_captured_steps
+
+    # -- what a client does -------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        draw = self.draw
+        if self.step_number % 64 == 0:  # 0: whoever is there goes on alone
+            self.level = draw.choice([0, self.run.in_flight // 4, *3 * [self.run.in_flight]])
+        for _ in range(2):
+            if len(self.open) < self.level and draw.random() < 0.6:
+                self.add()
+        chance = draw.random()
+        if chance < 0.012 and self.open:
+            self.cancel(draw.choice(list(self.open)), again=draw.random() < 0.3)
+        elif chance > 0.9995:
+            self.seen["engines freed"] += 1
+            self.cancelled |= set(self.open)
+            self.engine.free()
+        elif chance > 0.999:
+            self.engine.reset_prefix_cache()
+        elif chance > 0.998:
+            self.call_generate()
+
+    def add(self, request_id: str | None = None) -> None:
+        """One more request of the catalogue."""
+        number = self.draw.randrange(len(self.known))
+        if number in self.too_large:
+            return
+        wanted = self.known[number]
+        request_id = f"{number}-{self.num_requests}" if request_id is None else request_id
+        try:
+            self.engine.add_request(
+                wanted.prompt,
+                wanted.options,
+                request_id=request_id,
+                priority=self.draw.choice([0, 0, 0, 0, -1, 1]),
+                logits_processor=wanted.processors,
+                adapter=wanted.adapter,
+                seed=wanted.seed,
+                return_logprobs=self.draw.random() < 0.1,
+            )
+        except OutOfBlocksError:  # at once, and for good
+            self.too_large.add(number)
+            return
+        if not self.num_requests:
+            count_chunks(self.engine, self.seen)
+        self.num_requests += 1
+        self.open[request_id] = wanted, self.step_number
+
+    def cancel(self, request_id: str, again: bool) -> None:
+        """Wherever the request is; `again`: another one takes its id at once."""
+        self.engine.cancel(request_id)
+        self.engine.check_integrity()
+        self.cancelled.add(request_id)
+        if again:
+            for output in self.engine.step():
+                self.read(output)
+            self.step_number += 1
+            self.add(request_id)
+
+    def call_generate(self) -> None:
+        """A `generate` call of its own on the same model, with blocks of its own."""
+        wanted = self.draw.choice(self.known)
+        rows = load_cases.plain(self.model, wanted, **models.PAGED)
+        self.seen["generate calls"] += 1
+        if rows != wanted.rows:
+            raise Difference(f"`generate` of {wanted}: {rows}")
+
+    # -- what comes back ----------------------------------------------------------------------------------------------
+
+    def read(self, output: RequestOutput) -> None:
+        """Notes new tokens, and compares the result when it is there."""
+        request_id, result = output.request_id, output.result
+        for row, token in output.new_tokens.items():
+            self.streamed.setdefault(request_id, {}).setdefault(row, []).append(token)
+        if result is None:
+            return
+        wanted, _ = self.open.pop(request_id)
+        streamed = self.streamed.pop(request_id, {})
+        what = f"request {request_id}, {wanted}"
+        if request_id in self.cancelled:
+            self.cancelled.remove(request_id)
+            self.seen["cancelled"] += 1
+            self.seen["cancelled after a preemption"] += bool(result.num_preemptions)
+            assert result.error is None, f"{what}: {result.error!r}"
+            pairs = [(row[: len(sequence.token_ids)], sequence) for row, sequence in zip(wanted.rows, result.sequences)]
+            if any(row != sequence.token_ids for row, sequence in pairs):
+                raise Difference(f"cancelled {what}: {[sequence.token_ids for _, sequence in pairs]}")
+        else:
+            try:
+                assert_same_as_lone(wanted.rows, result, wanted.options, what)
+            except AssertionError as error:
+                raise Difference(str(error)) from result.error
+            self.seen["finished"] += 1
+            self.seen["beams"] += wanted.is_beams
+            self.seen["samples"] += len(wanted.rows) > 1 and not wanted.is_beams
+            self.seen["preempted beams"] += wanted.is_beams and bool(result.num_preemptions)
+            self.seen["stop strings"] += any(s.finish_reason == "stop_string" for s in result.sequences)
+        tokens = {row: sequence.token_ids for row, sequence in enumerate(result.sequences) if sequence.token_ids}
+        if not wanted.is_beams and streamed != tokens:
+            raise Difference(f"{what}: streamed {streamed}, result {tokens}")
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> tuple[collections.Counter[str], str]:
+    """Plays the run. What happened, and what went wrong, with the line that repeats it."""
+    known = load_cases.catalogue(run.seed, run.name, run.lora, num_requests)
+    model = load_cases.build(run.name, run.lora)
+    draw = random.Random(f"load {run.seed} {run.number}")
+    seen: collections.Counter[str] = collections.Counter()
+    clients: list[Client] = []
+    failure = ""
+    start = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        if run.captured:
+            backend = use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
+            if run.num_engines == 1:  # else each has addresses of its own
+                backend.addresses = addresses_of(model, lambda: clients[0].engine.memory)
+        clients += [Client(run, model, known, draw) for _ in range(run.num_engines)]
+        try:
+            while sum(client.step_number for client in clients) < num_steps:
+                draw.choice(clients).step()
+            for client in clients:
+                client.drain()
+            hf_paged.check_integrity(model)
+        except Exception as error:
+            steps = sum(client.step_number for client in clients)
+            repeat = f"python -m tests.load --seed {run.seed} --only {run.number} --run-steps {num_steps}"
+            kind = "difference" if isinstance(error, Difference) else type(error).__name__
+            trace = "" if isinstance(error, AssertionError) else traceback.format_exc(limit=-6)
+            failure = f"run {run.number}, step {steps}, {kind}: {repeat}\n  {run}\n  {error}\n{trace}"
+    for client in clients:
+        seen += client.seen
+        seen["steps"] += client.step_number
+        seen["requests"] += client.num_requests
+    seen["milliseconds"] += round(1000 * (time.perf_counter() - start))
+    seen["failures"] += bool(failure)
+    hf_paged.free(model)
+    gc.collect()
+    return seen, failure
+
+
+def summary(seen: collections.Counter[str]) -> str:
+    """What happened, one line each."""
+    seconds = seen["milliseconds"] / 1000
+    lines = [f"{name:30}{seen[name]:>12,}" for name in seen if name != "milliseconds"]
+    rate = seen["steps"] / seconds if seconds else 0.0
+    return "\n".join([*lines, f"{'seconds':30}{seconds:>12.1f}", f"{'steps a second':30}{rate:>12.1f}"])
+
+
+def quieten() -> None:
+    """One thread, so that sums are the same at every run, and no reminders of transformers'."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+
+
+def attempt(seed: int, number: int, num_steps: int) -> tuple[collections.Counter[str], str]:
+    """Plays a run by its number."""
+    quieten()
+    return play(load_cases.draw_run(seed, number), num_steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000, help="of all runs together")
+    parser.add_argument("--run-steps", type=int, default=RUN_STEPS, help="of one configuration")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--only", type=int, metavar="RUN", help="this run alone, in this process")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    seen: collections.Counter[str] = collections.Counter()
+
+    def note(results: Iterable[tuple[collections.Counter[str], str]]) -> None:
+        for found, failure in results:
+            seen.update(found)
+            seen["runs"] += 1
+            print(failure or f"{seen['runs']} runs, {seen['steps']:,} steps", flush=True)
+
+    numbers = range(-(-args.steps // args.run_steps)) if args.only is None else [args.only]
+    calls = [(args.seed, number, args.run_steps) for number in numbers]
+    if args.jobs == 1 or args.only is not None:
+        note(attempt(*call) for call in calls)
+    else:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+            note(pool.map(attempt, *zip(*calls)))
+    print(summary(seen))
+    preemptions = seen["swaps"] + seen["recomputes"]
+    is_enough = preemptions >= PREEMPTIONS * seen["steps"] or args.only is not None
+    print(f"{preemptions:,} preemptions, {time.perf_counter() - start:.0f} s with plain's tokens")
+    if not is_enough:
+        print(f"too few preemptions: {PREEMPTIONS:.0%} of the steps are asked for")
+    return int(bool(seen["failures"]) or not is_enough)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What the load test draws: configurations of an engine, and a bounded catalogue of requests with plain's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from hf_paged import PagedConfig
+from tests import models
+from tests.batching.engine_helpers import MANY_ENDS, lone_run, prompts
+from tests.test_peft_engine import ADAPTERS, active, lora_model
+
+# full attention; that and a sliding window; a window only. As few layers as that takes: most steps are overhead
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {"num_hidden_layers": 1},
+}
+KINDS = tuple(LAYERS)
+# blocks for the largest requests of the catalogue, and for few of them at a time
+BUDGETS = {"llama": (10, 30), "gemma3": (16, 36), "mistral": (7, 16)}
+MAX_PROMPT = 40  # tokens
+CATALOGUE = 120  # requests of a kind, each with the adapters that are drawn for it
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """
+    One engine, or two on one model, under load.
+
+    Args:
+        name (`str`): The kind of model.
+        lora (`bool`): With two adapters, and requests for each of them and for none.
+        in_flight (`int`): Most unfinished requests.
+        num_engines (`int`): Engines that take turns.
+        captured (`bool`): With a stand-in for a device's graphs, so that steps are launched ahead too.
+    """
+
+    seed: int
+    number: int
+    name: str
+    lora: bool
+    config: PagedConfig
+    in_flight: int
+    num_engines: int = 1
+    captured: bool = False
+
+
+def draw_run(seed: int, number: int) -> Run:
+    """By its number alone. Kinds, ways of preemption and adapters take turns, so that few runs have all of them."""
+    draw = random.Random(f"run {seed} {number}")
+    name = KINDS[number % len(KINDS)]
+    least, most = BUDGETS[name]
+    size = 16 if draw.random() < 0.15 else 8
+    num_blocks = draw.choice([least, draw.randint(least, most), draw.randint(least, most)])
+    config = PagedConfig(
+        block_size=size,
+        num_blocks=max(num_blocks * 8 // size, 4),
+        prefix_caching=draw.random() < 0.8,
+        max_num_batched_tokens=draw.choice([5, 17, 40, 40, 2048, 2048]),
+        max_num_seqs=draw.choice([1, 4, 8, *13 * [256]]),
+        preemption=("recompute", "swap")[number // len(KINDS) % 2],
+    )
+    return Run(
+        seed,
+        number,
+        name,
+        lora=number % 5 != 4,
+        config=config,
+        in_flight=draw.choice([10, 16, 24]),
+        num_engines=2 if draw.random() < 0.15 else 1,
+        captured=draw.random() < 0.15,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the catalogue
+
+
+class NoRepeats(LogitsProcessor):
+    """A caller's own processor: the last token does not come again."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """As transformers calls it."""
+        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A request, and the new tokens of plain `generate` for it alone."""
+
+    prompt: list[int]
+    options: dict[str, Any]
+    adapter: str | None
+    seed: int
+    has_processor: bool
+    rows: list[list[int]]
+
+    @property
+    def is_beams(self) -> bool:
+        """Whether nothing of it is settled before its end."""
+        return self.options.get("num_beams", 1) > 1
+
+    @property
+    def processors(self) -> list[LogitsProcessor] | None:
+        """Its caller's own, new ones."""
+        return [NoRepeats()] if self.has_processor else None
+
+
+def draw_options(draw: random.Random) -> dict[str, Any]:
+    """Arguments of plain `generate`."""
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": draw.choice([draw.randint(1, 8), *3 * [draw.randint(12, 32)]]),
+    }
+    kind = draw.choice(["greedy", "greedy", "sample", "sample", "samples", "samples", "beams", "beams", "beam_sample"])
+    if kind in ("sample", "samples", "beam_sample"):
+        options["do_sample"] = True
+        options |= draw.choice([{}, {"temperature": 1.3, "top_k": 30, "top_p": 0.9}, {"top_k": 0, "min_p": 0.02}])
+    if kind == "samples":
+        options["num_return_sequences"] = draw.randint(2, 4)
+    if kind in ("beams", "beam_sample"):
+        beams = draw.randint(2, 4)
+        options |= {"num_beams": beams, "num_return_sequences": draw.randint(1, beams)}
+        options |= {"early_stopping": draw.choice([True, False]), "length_penalty": draw.choice([0.7, 1.0])}
+    if kind == "beam_sample":  # as many candidates as transformers draws
+        options |= {"top_k": 0, "top_p": 1.0, "eos_token_id": MANY_ENDS[:3]}
+    elif draw.random() < 0.5:
+        options["eos_token_id"] = draw.choice([MANY_ENDS, MANY_ENDS[:4], MANY_ENDS[3]])
+    if "eos_token_id" in options and draw.random() < 0.3:
+        options["min_new_tokens"] = min(options["max_new_tokens"], draw.randint(2, 9))
+    if draw.random() < 0.2:
+        options |= {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
+    if draw.random() < 0.2:
+        options["bad_words_ids"] = [[7], [9, 11]]
+    if draw.random() < 0.25:  # two letters are often in two tokens
+        options["stop_strings"] = draw.choice([["ba", "te", "n d"], ["la", "so", "ku", "ri"]])
+        if kind not in ("greedy", "sample"):  # rows that ended go on without one, until all have
+            options.setdefault("eos_token_id", MANY_ENDS[:4])
+    return options
+
+
+def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
+    """Of its own, or it begins with a prefix that others have, or with a request before it and its answer."""
+    tail = prompts(draw.randint(1, 12), seed=draw.randrange(30))[0]
+    kind = draw.random()
+    if kind < 0.6:
+        return tail
+    if kind < 0.9 or not known:
+        return (prompts(16, 24, seed=7)[draw.randrange(2)] + tail)[:MAX_PROMPT]
+    first = draw.choice(known)
+    return ([token for token in first.prompt + first.rows[0] if token != models.PAD] + tail)[:MAX_PROMPT]
+
+
+@functools.cache
+def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[Wanted]:
+    """Requests with the tokens of plain `generate`, computed by a model of its own."""
+    draw = random.Random(f"catalogue {seed} {name} {lora}")
+    model = build(name, lora)
+    found: list[Wanted] = []
+    while len(found) < count:
+        prompt, options, seed = draw_prompt(draw, found), draw_options(draw), draw.randrange(100)
+        has_processor = draw.random() < 0.05
+        # often one prompt for several adapters, of which none may see another's blocks
+        names = [*ADAPTERS, None] if draw.random() < 0.2 else ADAPTERS
+        adapters = draw.sample(names, draw.randint(1, 3)) if lora else [None]
+        for adapter in adapters:
+            wanted = Wanted(prompt, options, adapter, seed, has_processor, [])
+            wanted.rows.extend(plain(model, wanted))
+            found.append(wanted)
+    return found
+
+
+def build(name: str, lora: bool) -> Any:
+    """A model of its own; the same weights every time."""
+    model = models.build(name, **LAYERS[name])
+    return lora_model(model, target_modules=["q_proj", "v_proj"]) if lora else model
+
+
+def plain(model: Any, wanted: Wanted, **arguments: Any) -> list[list[int]]:
+    """New tokens of `generate` for this request alone."""
+    arguments |= {"tokenizer": models.tokenizer()} if "stop_strings" in wanted.options else {}
+    arguments |= {"logits_processor": wanted.processors} if wanted.has_processor else {}
+    if wanted.adapter is None:
+        return lone_run(model, wanted.prompt, wanted.options, wanted.seed, **arguments)
+    with active(model, wanted.adapter):
+        return lone_run(model, wanted.prompt, wanted.options, wanted.seed, **arguments)

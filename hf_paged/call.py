@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .attention.latent import wrap_expansion
 from .attention.masks import PagedMask, mask_observer
-from .attention.switch import switchable_configs, use_configs
+from .attention.switch import foreign_attention, switchable_configs, use_configs
 from .cache.paged_cache import PagedCache
 from .registry import Route, note_route
 
@@ -67,6 +67,10 @@ class Call:
             if "expand_kv" in vars(type(module)):
                 wrap_expansion(type(module))
         self.stack.enter_context(use_configs(switchable_configs(modules)))
+        foreign = foreign_attention(modules)
+        if foreign is not None:
+            self.reason += f"; keys and values are gathered: {foreign}"
+            return  # what it makes of padding is not known either, so that is stored
         token = mask_observer.set(self.observe)
         self.stack.callback(mask_observer.reset, token)
 

@@ -6,7 +6,6 @@ kernel, else the portable path, which gathers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -103,28 +102,22 @@ def paged_attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     """
-    Arguments and result of `reference.paged_attention`, computed by `select`'s choice; under autocast in its dtype, as a
-    model's own attention is.
+    Arguments and result of `reference.paged_attention`, computed by `select`'s choice; under autocast in its dtype, as
+    a model's own attention is.
     """
-    query = as_autocast(query)
+    features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks, bias=bias)
+    if autocast_dtype(query.device) is not None:  # a backend sums in float32, whatever it is given
+        query = as_autocast(query)
+        with torch.autocast(query.device.type, enabled=False):
+            return paged_attention(query, key_blocks, value_blocks, metadata, **features)
     backend = select(query, key_blocks, value_blocks, metadata, sinks, bias)
-    with without_autocast(query.device):
-        return backend.paged_attention(
-            query, key_blocks, value_blocks, metadata, scale=scale, softcap=softcap, sinks=sinks, bias=bias
-        )
+    return backend.paged_attention(query, key_blocks, value_blocks, metadata, **features)
 
 
 def as_autocast(query: Tensor) -> Tensor:
     """`query` as autocast would give it to a product, which decides the dtype of what attention returns."""
     dtype = autocast_dtype(query.device)
     return query if dtype is None or query.dtype is torch.float64 else query.to(dtype)
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within it the dtypes are the backend's choice: its sums are in float32 where plain PyTorch adds them up."""
-    if autocast_dtype(device) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _forced() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +11,24 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..cache.handles import PagedTensor, Step, set_sdpa
-from ..cache.packed import NotPackable, PackedTensor
+from ..cache.packed import NotPackable, PackedStep, PackedTensor
 from ..cache.storage import set_store_kernel
 from . import backends
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
 from .packed import packed_attention
 from .plan import in_table_coordinates, plan_attention, table_shift
-from .switch import NAME, eager_features, eager_function, native_function, native_implementation
+from .switch import (
+    NAME,
+    STOCK_FUNCTIONS,
+    eager_features,
+    makes_stock_masks,
+    native_function,
+    native_implementation,
+    native_mask_function,
+    sdpa_attention_forward,
+    stock_function,
+)
 
 # More queries than this in one row are a prefill chunk: gathering once and calling sdpa costs less than 3% more.
 MAX_IN_PLACE_QUERIES = 16
@@ -43,10 +54,11 @@ def paged_mask(
     config: Any = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """
     The mask interface for `"hf_paged"`: a [`PagedMask`] of shape `(batch_size, 1, q_length, kv_length)`, symbolic until
-    something other than our attention function uses it. Arguments are those of `transformers.masking_utils.sdpa_mask`.
+    something other than our attention function uses it. Where the masks of the model's own implementation are not
+    transformers', what it gets. Arguments are those of `transformers.masking_utils.sdpa_mask`.
     """
     arguments = dict(
         batch_size=batch_size,
@@ -60,7 +72,11 @@ def paged_mask(
         device=device,
         **kwargs,
     )
-    mask = PagedMask(arguments, native_implementation(config))
+    implementation = native_implementation(config)
+    if not makes_stock_masks(implementation):
+        own = native_mask_function(implementation)
+        return None if own is None else own(**arguments)
+    mask = PagedMask(arguments, implementation)
     observe = mask_observer.get()
     if observe is not None:
         observe(mask)
@@ -125,7 +141,7 @@ def _paged_attention(
     key, value = (x.dense() if isinstance(x, (PagedTensor, LatentTensor)) else x for x in (key, value))
     if isinstance(attention_mask, PagedMask):
         attention_mask = attention_mask.resolve(implementation)
-    return native_function(module, implementation)(module, query, key, value, attention_mask, **kwargs)
+    return native_function(type(module), implementation)(module, query, key, value, attention_mask, **kwargs)
 
 
 _untraced = torch.compiler.disable(_paged_attention)
@@ -141,8 +157,9 @@ def _packed(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of a packed step, which nothing else can compute: raises `NotPackable` where `_in_place` gives up."""
-    features = _features(module, implementation, kwargs)
-    if features is None and implementation == "sdpa":  # given a softcap, it raises or, until 5.17, ignores it
+    function = _stock_function(key.step, module, implementation)
+    features = _features(module, function, kwargs)
+    if features is None and function is sdpa_attention_forward:  # given a softcap, it raises or, until 5.17, ignores it
         features = None, None, kwargs.get("position_bias")
     if features is None or features[2] is not None or kwargs.get("dropout") or _needs_grad(query):
         raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks")
@@ -165,7 +182,7 @@ def _in_place(
     """Attention through the block tables, or `None` where only gathering gives the numbers of `implementation`."""
     if query.shape[2] > MAX_IN_PLACE_QUERIES or kwargs.get("dropout") or _needs_grad(query):
         return None
-    features = _features(module, implementation, kwargs)
+    features = _features(module, _stock_function(step, module, implementation), kwargs)
     if features is None:
         return None
     softcap, sinks, position_bias = features
@@ -201,15 +218,29 @@ def _needs_grad(query: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and query.requires_grad
 
 
+def _stock_function(step: Step | PackedStep, module: nn.Module, implementation: str) -> Callable[..., Any] | None:
+    """`switch.stock_function`, asked once a step for all layers of a class."""
+    key = (type(module), implementation)
+    if key not in step.memo:
+        step.memo[key] = stock_function(*key)
+    found: Callable[..., Any] | None = step.memo[key]
+    return found
+
+
 def _features(
-    module: nn.Module, implementation: str, kwargs: dict[str, Any]
+    module: nn.Module, function: Callable[..., Any] | None, kwargs: dict[str, Any]
 ) -> tuple[float | None, torch.Tensor | None, torch.Tensor | None] | None:
-    """Softcap, sinks and position bias as `implementation` would apply them; `None` if it does something else."""
+    """
+    Softcap, sinks and position bias as `function`, one of transformers', would apply them; `None` if it does something
+    else, or is none of those.
+    """
+    if function is None:
+        return None
     softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
-    if implementation == "sdpa":  # takes a bias, refuses a softcap, knows no sinks
+    if function is sdpa_attention_forward:  # takes a bias, refuses a softcap, knows no sinks
         return None if softcap is not None else (None, None, bias)
-    if implementation == "eager":
-        does = eager_features(eager_function(module))
+    if function not in STOCK_FUNCTIONS:  # a file's eager one
+        does = eager_features(function)
         if does is None:
             return None
         return (

@@ -14,6 +14,16 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    eager_mask,
+    flash_attention_mask,
+    flex_attention_mask,
+    sdpa_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "hf_paged"
@@ -76,18 +86,81 @@ def _file_supports_sdpa(module_name: str) -> bool:
     return any(value._supports_sdpa for value in classes) or not classes
 
 
-def eager_function(module: nn.Module) -> Callable[..., Any] | None:
-    """The `eager_attention_forward` of the file that defines the attention class."""
-    for cls in type(module).__mro__:
-        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
-        if function is not None:
-            return function
+def _of_file(cls: type, name: str) -> Any:
+    """What the file that defines a class calls `name`, else that of a base class; `None` if there is none."""
+    for base in cls.__mro__:
+        found = getattr(sys.modules.get(base.__module__), name, None)
+        if found is not None:
+            return found
     return None
 
 
-def native_function(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """What the module would have called with that implementation."""
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_function(module))
+def native_function(cls: type, implementation: str) -> Callable[..., Any]:
+    """What an attention layer of class `cls` would have called with that implementation."""
+    # a file may have an interface of its own, with functions that no other file sees
+    interface = _of_file(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
+    found: Callable[..., Any] = interface.get_interface(implementation, _of_file(cls, "eager_attention_forward"))
+    return found
+
+
+def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
+    """
+    `native_function` where that is transformers' own, with a mask that is, so that its maths are known; `None` for a
+    function that others registered, or put in the place of one of theirs.
+    """
+    if not makes_stock_masks(implementation):
+        return None
+    try:
+        function = native_function(cls, implementation)
+    except KeyError:  # plain raises this, too
+        return None
+    if function in STOCK_FUNCTIONS:
+        return function
+    is_eager = function is not None and function is _of_file(cls, "eager_attention_forward")
+    return function if is_eager and _is_from_transformers(function) else None
+
+
+# what our kernels compute the same as
+STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
+_STOCK_MASKS = (sdpa_mask, eager_mask, flash_attention_mask, flex_attention_mask)
+
+
+def native_mask_function(implementation: str) -> Callable[..., Any] | None:
+    """What makes the masks of that implementation; `None` if it gets no masks."""
+    # transformers looks for the name there, whatever an instance adds
+    known = implementation in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation] if known else None
+
+
+def makes_stock_masks(implementation: str) -> bool:
+    """Whether transformers' own functions make the masks of that implementation."""
+    return native_mask_function(implementation) in _STOCK_MASKS
+
+
+@functools.cache
+def _is_from_transformers(function: Any) -> bool:
+    """Whether the code is that of the file that the function says it comes from: a wrapper says the same."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    code = getattr(function, "__code__", None)
+    return function.__module__.startswith("transformers.") and code is not None and code.co_filename == file
+
+
+def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
+    """
+    Why keys and values are gathered for cached attention layers among `modules`, if these would call a function, or get
+    masks, that are not transformers' own.
+    """
+    seen = set()
+    for module in modules:
+        config = getattr(module, "config", None)
+        cls: type = type(module)
+        if not isinstance(config, PreTrainedConfig) or (cls, id(config)) in seen or not _calls_interface(cls):
+            continue
+        seen.add((cls, id(config)))
+        implementation = native_implementation(config, module)
+        if stock_function(cls, implementation) is None:
+            return f"its attention function or mask, {implementation!r}, is not transformers' own"
+    return None
 
 
 @contextlib.contextmanager

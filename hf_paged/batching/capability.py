@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
-from ..attention.switch import NAME, native_implementation, switchable_configs
+from ..attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
@@ -115,7 +115,7 @@ def _wrong_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> s
     loaded_with_ours = model.config.get_text_config(decoder=True)._attn_implementation_internal == NAME
     if not parts.configs and not loaded_with_ours:
         return "its attention does not go through the attention interface"
-    return None
+    return foreign_attention(module for _, module in parts.modules)
 
 
 def _watched(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:

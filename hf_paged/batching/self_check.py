@@ -120,7 +120,8 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])
     in_steps = torch.stack([decoded[0, 0], decoded[1, 1], decoded[0, 1]])
-    return _difference(model, alone, found, "logits") or _difference(model, in_steps, found[2:5], "logits of decode steps")
+    in_any_step = _difference(model, alone, found, "logits")
+    return in_any_step or _difference(model, in_steps, found[2:5], "logits of decode steps")
 
 
 def _difference(model: PreTrainedModel, plain: torch.Tensor, packed: torch.Tensor, what: str) -> str | None:
@@ -167,7 +168,7 @@ def _stock_twin(cache: PagedCache) -> DynamicCache:
 
 
 def _decoded_logits(model: PreTrainedModel, held: DynamicCache, rows: torch.Tensor) -> torch.Tensor:
-    """`(rows, 2, vocab_size)`: after each of the two tokens that follow the first `_FIRST`, as `generate` computes them."""
+    """`(rows, 2, vocab_size)`: after each of two tokens that follow the first `_FIRST`, computed as by `generate`."""
     logits, past = [], 0
     for length in (_FIRST, _FIRST + 1, _FIRST + 2):
         inputs = getattr(model, PREPARE)(**_arguments(rows[:, :length], past, held))

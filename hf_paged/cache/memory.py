@@ -116,8 +116,8 @@ class GroupMemory:
 
     def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
-            f"needs {what} of {self.block_size} tokens, for which there is no memory: free some, or bound what is taken "
-            f"by `num_blocks` ({self.memory.config.num_blocks}) or `memory_fraction` "
+            f"needs {what} of {self.block_size} tokens, for which there is no memory: free some, or bound what is "
+            f"taken by `num_blocks` ({self.memory.config.num_blocks}) or `memory_fraction` "
             f"({self.memory.config.memory_fraction}) in `cache_config`, which is an engine's `PagedConfig` ({error})"
         )
 

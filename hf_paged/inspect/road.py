@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..attention import backends
 from ..attention.metadata import AttentionMetadata
-from ..attention.switch import NAME, native_implementation, switchable_configs
+from ..attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
 from ..batching.assembly import empty_cache
 from ..batching.capability import packable, visible_obstacle
 from ..cache.layers import PagedLayer
@@ -57,7 +57,7 @@ def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device
     built, reason = _built_caches(model)
     if not built:
         return Road("plain", reason, False, {})
-    in_place = bool(switchable_configs(model.modules()))
+    in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
     kernels = {}
     if in_place:
         kernels = {label(group): _kernels(group, device) for group in footprint.groups}

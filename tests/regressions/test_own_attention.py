@@ -1,0 +1,161 @@
+"""Attention functions and masks of the user's own: called with gathered keys and values, never replaced by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from hf_paged import PagedEngine, check_integrity, last_route
+from tests import models
+
+OPTIONS = {"max_new_tokens": 12, "do_sample": False}
+
+
+def sharper(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """sdpa with doubled scores, on what code outside torch could read."""
+    assert type(key) is type(value) is torch.Tensor and key.data_ptr() and value.data_ptr()
+    if attention_mask is not None:
+        assert type(attention_mask) is torch.Tensor
+    if isinstance(kwargs.get("scaling"), float):
+        kwargs["scaling"] *= 2
+    else:
+        query = 2 * query
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def eager(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> Any:
+    """Written as transformers writes it, but for the factor."""
+    key, value = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling * 2
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return torch.matmul(scores.softmax(dim=-1), value).transpose(1, 2).contiguous(), None
+
+
+def nearest(*args: Any, **kwargs: Any) -> Any:
+    """A mask that hides all but the last four keys of each query."""
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(*args, **kwargs)
+    length, queries = mask.shape[-1], mask.shape[-2]
+    positions = torch.arange(length - queries, length)[:, None] - torch.arange(length)
+    return mask & (positions < 4)
+
+
+def _register_both() -> str:
+    AttentionInterface.register("mine", sharper)
+    AttentionMaskInterface.register("mine", sdpa_mask)
+    return "mine"
+
+
+def _register_without_mask() -> str:
+    AttentionInterface.register("mine", sharper)
+    return "mine"
+
+
+def _assign() -> str:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sharper
+    return "sdpa"
+
+
+def _register_again() -> str:
+    AttentionInterface.register("sdpa", sharper)
+    return "sdpa"
+
+
+def _register_mask() -> str:
+    AttentionMaskInterface.register("sdpa", nearest)
+    return "sdpa"
+
+
+def _replace_eager() -> str:
+    modeling_llama.eager_attention_forward = eager
+    return "eager"
+
+
+WAYS = [_register_both, _register_without_mask, _assign, _register_again, _register_mask, _replace_eager]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    interfaces = (AttentionInterface, AttentionMaskInterface)
+    before = [dict(interface._global_mapping) for interface in interfaces]
+    own = modeling_llama.eager_attention_forward
+    yield
+    for interface, mapping in zip(interfaces, before):
+        interface._global_mapping.clear()
+        interface._global_mapping.update(mapping)
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+    modeling_llama.eager_attention_forward = own
+
+
+def assert_gathered(model: Any, implementation: str) -> None:
+    route = last_route(model)
+    assert route is not None and route.road == "hf_loop" and not route.in_place
+    assert f"its attention function or mask, '{implementation}', is not transformers' own" in route.reason
+    assert model.config._attn_implementation == implementation
+    check_integrity(model)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_item_17_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    before = model.generate(**inputs, **OPTIONS, **models.PAGED)  # what is found out now does not hold later
+    implementation = way()
+    model.set_attn_implementation(implementation)
+    expected = model.generate(**inputs, **OPTIONS, num_beams=beams)
+    assert not torch.equal(expected, before)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, num_beams=beams, **models.PAGED), expected)
+    assert_gathered(model, implementation)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_item_17_is_called_by_the_engine(way: Callable[[], str]) -> None:
+    model = models.build("llama")
+    prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (9, 5)]
+    with PagedEngine(model) as engine:
+        engine.generate(prompts, OPTIONS)
+        model.set_attn_implementation(way())
+        results = engine.generate(prompts, OPTIONS)
+        engine.check_integrity()
+    for prompt, result in zip(prompts, results):
+        assert result.error is None
+        assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+
+
+def test_item_17_in_a_decoder_with_an_encoder() -> None:
+    model, inputs = models.build("bart"), models.padded_prompt("bart")
+    _assign()
+    expected = model.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+    assert_gathered(model, "sdpa")
+
+
+def test_item_17_a_name_for_one_of_transformers_own_is_no_obstacle() -> None:
+    AttentionInterface.register("mine", sdpa_attention_forward)
+    AttentionMaskInterface.register("mine", sdpa_mask)
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    model.set_attn_implementation("mine")
+    expected = model.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+    route = last_route(model)
+    assert route is not None and route.road == "engine"

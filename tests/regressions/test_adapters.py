@@ -1,0 +1,24 @@
+"""Requests with several adapters in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_paged import PagedConfig, PagedEngine
+from tests.batching.engine_helpers import assert_drained, assert_same_as_lone, prompts, run_all
+from tests.test_peft_engine import lone_with, lora_model
+
+BEAMS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "num_beams": 3}
+
+
+def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
+    """Beams that come back are computed once as far as they agree, which is no beam's end; here for two adapters."""
+    model, texts, adapters = lora_model(), prompts(20, 25, 18), ("first", "second", "first")
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=12, preemption="recompute")) as engine:
+        for i, (prompt, adapter) in enumerate(zip(texts, adapters)):
+            engine.add_request(prompt, BEAMS, request_id=str(i), adapter=adapter)
+        results = run_all(engine)
+        assert engine.stats().num_preemptions > 0
+        assert_drained(engine)
+    for i, (prompt, adapter) in enumerate(zip(texts, adapters)):
+        assert_same_as_lone(lone_with(model, adapter, prompt, BEAMS), results[str(i)], BEAMS, f"{i}, {adapter}")

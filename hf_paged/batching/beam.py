@@ -10,7 +10,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from .decoding import Advance, Decoding, Endings, Logprobs, hits
+from .decoding import Advance, Decoding, Endings, Logprobs, hits, values_at
 from .processors import are_row_wise
 
 _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
@@ -305,5 +305,5 @@ class BeamDecoding(Decoding):
     def _remember(self, raw: torch.Tensor, log_probs: torch.Tensor, top: tuple[torch.Tensor, ...]) -> None:
         rows = top[2][:, :, self.length - self.prompt_length].flatten().long()
         tokens = top[1][:, :, self.length].flatten()
-        pairs = zip(raw[rows, tokens].tolist(), log_probs[rows, tokens].tolist())
+        pairs = zip(values_at(raw, rows, tokens).tolist(), log_probs[rows, tokens].tolist())
         self._history.append(dict(zip(zip(rows.tolist(), tokens.tolist()), pairs)))

@@ -21,8 +21,10 @@ from ..cache.paged_cache import PagedCache
 from .locks import step_lock
 from .self_check import PREPARE, input_check, self_check
 
-# Where these are not transformers' own, a forward may get inputs that the engine does not know of.
-STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill")
+LOOP_CONDITION = "_has_unfinished_sequences"
+# Where these are not transformers' own, a forward may get inputs that the engine does not know of, or the loop end at
+# another time.
+STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill", LOOP_CONDITION)
 
 _lock = threading.Lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
@@ -106,9 +108,14 @@ def _wrong_cache(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str
     return None
 
 
+def is_stock(model: PreTrainedModel, name: str) -> bool:
+    """Whether a method of the model is transformers' own."""
+    return getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
+
+
 def _wrong_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     for name in STOCK_METHODS:
-        if getattr(getattr(model, name, None), "__func__", None) is not getattr(GenerationMixin, name):
+        if not is_stock(model, name):
             return f"it has a `{name}` of its own"
     if PREPARE in vars(model):
         return f"its `{PREPARE}` was replaced"

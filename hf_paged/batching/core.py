@@ -19,6 +19,7 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from .adapters import use_adapter
 from .ahead import LookAhead
 from .cost import CostModel
+from .decoding import Advance, num_embeddings
 from .job import Job
 from .locks import step_lock
 from .request import Request, Sequence
@@ -103,6 +104,7 @@ class Core:
         self.attention, self.states = attention, states
         self.step_lock = step_lock(model)
         self.autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
+        self._num_embeddings = num_embeddings(model)
         self.swapper, self.obstacle = swapper, obstacle
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
         self.seconds = 0.0
@@ -170,6 +172,7 @@ class Core:
         thread takes the steps. Without `check_weights` neither is used.
         """
         self.autocast = autocast_dtype(self.model.device)
+        self._num_embeddings = num_embeddings(self.model)
         if self._ahead is not None:
             self._ahead.clear()
         is_caching = check_weights and self.blocks.prefix_caching
@@ -309,8 +312,9 @@ class Core:
         if len(names) > 1:
             return None
         (only,) = names
+        known = token_ids.clamp(0, self._num_embeddings - 1)  # what was chosen is checked when the host has it
         with self.step_lock, self._autocast(), use_adapter(self.model, only):
-            return self.runner.run_ahead(sequences, token_ids, only)
+            return self.runner.run_ahead(sequences, known, only)
 
     def _logits(self, items: list[tuple[Sequence, int]]) -> Tensor:
         """Of what was launched ahead, then of the rest."""
@@ -403,14 +407,26 @@ class Core:
         fetch = self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
         results = advance_many([(job.decoding, logits) for job, logits in ready], fetch) if ready else []
         for (job, _), result in zip(ready, results):
-            if isinstance(result, Exception):
+            error = result if isinstance(result, Exception) else self._unknown_token(result)
+            if error is not None:
                 self.drop(job)
-                job.error = result
+                job.error = error
             else:
                 job.new_tokens = {} if result.parents is not None else {row: result.tokens[row] for row in result.rows}
                 with self.memory.lock:
                     self._apply(job, result)
             settled.append(job)
+
+    def _unknown_token(self, advance: Advance) -> Exception | None:
+        """An error if the next forward would get an id from this that has no embedding: a caller's own code chose it."""
+        for row in advance.rows:
+            token = advance.tokens[row]
+            if not 0 <= token < self._num_embeddings and row not in advance.finished:
+                return IndexError(  # as the embedding raises
+                    f"token id {token} was chosen, but ids from 0 to {self._num_embeddings - 1} have an embedding: a "
+                    "logits processor widened the scores, or a stopping criterion wrote the id"
+                )
+        return None
 
     def _apply(self, job: Job, advance: Any) -> None:
         """Gives the sequences their new tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -143,6 +144,20 @@ def hits(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | N
     """What a criterion says of each row; one that returns a single bool speaks for all, as in transformers' list."""
     none = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
     return (none | criterion(ids, scores)).tolist()
+
+
+def num_embeddings(model: Any) -> int:
+    """Rows of the model's input embedding: the token ids below it can be computed."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):  # it does not tell
+        return sys.maxsize
+
+
+def values_at(scores: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`scores[rows, tokens]`, minus infinity for tokens behind the last column, which a processor may have added."""
+    last = scores.shape[1] - 1
+    return scores[rows, tokens.clamp(max=last)].masked_fill(tokens > last, float("-inf"))
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .. import native
-from .decoding import Advance, Decoding, Endings, Fetch, Logprobs, argmax
+from .decoding import Advance, Decoding, Endings, Fetch, Logprobs, argmax, values_at
 from .processors import Shareable, are_row_wise, for_rows
 
 
@@ -22,10 +22,11 @@ class SampleDecoding(Decoding):
 
     Processors and criteria see the whole `(rows, cur_len)` batch in fixed order and draws are taken over all rows, so
     one seed gives the tokens of `generate`. Rows that ended leave `open_rows` when the criteria include EOS; without,
-    transformers keeps appending tokens to them until all rows have ended, and so does this.
+    transformers keeps appending tokens to them until all rows have ended, and so does this. Where scores or logits are
+    kept they stay as well, followed by padding, since transformers returns what it computes of that.
 
     Args:
-        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, int64, padded on the left.
+        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, int64 or int32, padded on the left.
         logits_processor, stopping_criteria, generation_config: As `GenerationMixin._sample` receives them.
         streamer (*optional*): Gets `(rows,)` tokens each step, and `end`.
         generator (`torch.Generator`, *optional*): Draws from it; else from torch's global one.
@@ -74,21 +75,21 @@ class SampleDecoding(Decoding):
         self._ids = input_ids
         self._new: list[list[int]] = []  # tokens of every row for each step that `_ids` does not hold yet
         self._filler: torch.Tensor | None = None  # [rows, vocab]: last logits of rows that left
-        keeps_scores = self.scores is not None or self.raw_logits is not None
+        self._keeps_scores = self.scores is not None or self.raw_logits is not None
         # the processors then run on open rows alone: nobody sees the others
-        self._narrows = are_row_wise(logits_processor, self.num_rows) and not keeps_scores
+        self._narrows = are_row_wise(logits_processor, self.num_rows) and not self._keeps_scores
         self._narrowed: tuple[list[int], LogitsProcessorList] | None = None
-        by_itself = self.num_rows == 1 and not keeps_scores and self.endings.is_row_wise
+        by_itself = self.num_rows == 1 and not self._keeps_scores and self.endings.is_row_wise
         self.shareable = Shareable.of(logits_processor, input_ids) if by_itself else None
 
     # -- what the engine reads ------------------------------------------------------------------------------------
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """`(rows, cur_len)` int64, contiguous; a later step makes a new tensor."""
+        """`(rows, cur_len)` int64 (prompts as they came), contiguous; a later step makes a new tensor."""
         if self._new:
-            columns = torch.tensor(self._new, dtype=self._ids.dtype, device=self._ids.device).t()
-            self._ids = torch.cat([self._ids, columns], dim=-1)
+            columns = torch.tensor(self._new, dtype=torch.long, device=self._ids.device).t()
+            self._ids = torch.cat([self._ids, columns], dim=-1)  # int64 from the first token on, as transformers' are
             self._new = []
         return self._ids
 
@@ -98,7 +99,7 @@ class SampleDecoding(Decoding):
         return [end or self.length for end in self._ends]
 
     def result(self, past_key_values: Any = None) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What `_sample` returns. Scores and logits of a row after its end are its last ones."""
+        """What `_sample` returns."""
         if not self.generation_config.return_dict_in_generate:
             return self.input_ids
         return GenerateDecoderOnlyOutput(
@@ -130,11 +131,12 @@ class SampleDecoding(Decoding):
             stop_string (`bool`, *optional*): Of a single row: what the criterion for stop strings says, if known.
         """
         rows, tokens = self.open_rows, chosen
-        if len(rows) < self.num_rows:
+        if self.endings.has_eos and any(self._ends):
             assert self.pad_token_id is not None
             tokens = [self.pad_token_id] * self.num_rows
             for row, token in zip(rows, chosen):
-                tokens[row] = token
+                if not self._ends[row]:
+                    tokens[row] = token
         self._new.append(tokens)
         self.length += 1
         if self.shareable is not None and self.shareable.needs_seen:
@@ -161,7 +163,7 @@ class SampleDecoding(Decoding):
         for row in newly:
             self._ends[row] = self.length
         finished: list[int] = []
-        if newly and self.endings.has_eos:
+        if newly and self.endings.has_eos and not self._keeps_scores:
             finished = newly
             self.open_rows = [row for row in rows if not self._ends[row]]
         elif newly and all(self._ends):
@@ -238,10 +240,10 @@ class SampleDecoding(Decoding):
     @property
     def can_split(self) -> bool:
         """
-        Whether rows may go on one by one: no code of a caller's own sees the batch, and no row's text depends on when
+        Whether rows may go on one by one: no code of a caller's own sees the batch, and nothing of a row depends on when
         others end. Draws come from one stream of random numbers whose order then is another.
         """
-        if self.streamer is not None or not are_row_wise(self.logits_processor, self.num_rows):
+        if self.streamer is not None or self._keeps_scores or not are_row_wise(self.logits_processor, self.num_rows):
             return False
         return self.endings.is_row_wise and (self.endings.has_eos or self.endings.ends_all_at_once)
 
@@ -264,9 +266,6 @@ class SampleDecoding(Decoding):
             part.finish_reasons, part._ends = [self.finish_reasons[row]], [self._ends[row]]
             part.open_rows = [0] if row in self.open_rows else []
             part.logprobs = [self.logprobs[row]]
-            for name in ("scores", "raw_logits"):
-                kept = getattr(self, name)
-                setattr(part, name, kept and tuple(step[row : row + 1] for step in kept))
             parts.append(part)
         return parts
 
@@ -282,11 +281,6 @@ class SampleDecoding(Decoding):
         self._ends = [part._ends[0] for part in parts]
         self.logprobs = [part.logprobs[0] for part in parts]
         self.open_rows = [row for row, part in enumerate(parts) if part.open_rows]
-        for name in ("scores", "raw_logits"):
-            if getattr(self, name) is not None:
-                kept = [getattr(part, name) for part in parts]
-                steps = range(max(len(steps) for steps in kept))
-                setattr(self, name, tuple(torch.cat([s[min(i, len(s) - 1)] for s in kept]) for i in steps))
         return self
 
 
@@ -297,5 +291,5 @@ def _pick(tokens: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> list[float]:
     """Log-probabilities of one token a row under `(rows, vocab)` scores."""
-    chosen = scores.gather(1, tokens[:, None].to(scores.device)).squeeze(1)
-    return (chosen - scores.logsumexp(dim=-1)).tolist()
+    rows = torch.arange(len(scores), device=scores.device)
+    return (values_at(scores, rows, tokens.to(scores.device)) - scores.logsumexp(dim=-1)).tolist()

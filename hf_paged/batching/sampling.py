@@ -11,7 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .. import native
 from .beam import BeamDecoding
-from .decoding import CHUNK, Advance, Decoding, Fetch, argmax, hits
+from .capability import LOOP_CONDITION, is_stock
+from .decoding import CHUNK, Advance, Decoding, Fetch, argmax, hits, num_embeddings
 from .processors import together
 from .sample import SampleDecoding, logprobs_of
 
@@ -55,9 +56,15 @@ def request_decoding(
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a mode other than greedy search, sampling and beam
-            search, outputs and caches that only `generate` serves, and everything that `generate` refuses.
+            search, outputs and caches that only `generate` serves, a model whose loop ends in a way of its own, and
+            everything that `generate` refuses.
     """
     host: Any = model
+    if not is_stock(model, LOOP_CONDITION):
+        raise ValueError(
+            f"the model has a `{LOOP_CONDITION}` of its own, which says when a whole call ends: call `model.generate(..., "
+            'cache_implementation="paged")` instead of an engine'
+        )
     ids = _checked(model, input_ids)
     config = _prepared_config(host, ids, generation_config)
     uses_beams = config.num_beams > 1
@@ -138,7 +145,7 @@ def _check_own(config: GenerationConfig, defaults: GenerationConfig) -> None:
 def _checked(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
     if not len(input_ids):
         raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = num_embeddings(model)
     low, high = min(input_ids), max(input_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

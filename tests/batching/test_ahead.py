@@ -192,6 +192,23 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
     assert "could not be launched ahead" in caplog.text and not seen["used"]
 
 
+def test_item_05_an_id_without_embedding_does_not_reach_the_device(
+    caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
+) -> None:
+    """A device's embedding would end the process for all; which id it was is told when the host has it."""
+
+    def widen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best = torch.full((len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf"))
+        return torch.cat([scores, best], dim=1)
+
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.ahead")
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        result = engine.generate([prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen])[0]
+        assert_drained(engine)
+    assert str(result.error).startswith(f"token id {models.VOCAB_SIZE} was chosen") and len(result.token_ids) == 11
+    assert seen["launched"] > seen["used"] > 5 and "could not be launched" not in caplog.text
+
+
 def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> None:
     """Ends by EOS are not known beforehand: what was launched for them is dropped with the step that finds out."""
     model = models.get("llama")

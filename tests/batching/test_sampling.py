@@ -190,11 +190,10 @@ def test_dicts_with_scores_and_logits(do_sample: bool, processors: dict[str, Any
     assert torch.equal(plain.sequences, ours.sequences) and len(set(decoding.lengths)) > 1
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         assert isinstance(mine, tuple) and len(mine) == len(theirs)
-        for step, (a, b) in enumerate(zip(theirs, mine)):
-            running = [row for row, length in enumerate(decoding.lengths) if 13 + step < length]
+        for a, b in zip(theirs, mine):  # those of rows that have ended as well
             assert a.shape == b.shape and a.dtype == b.dtype == torch.float32
-            torch.testing.assert_close(a[running], b[running], atol=1e-4, rtol=1e-4)
-            assert not b.isnan().any()
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert not decoding.can_split, "what a row computes after its end depends on when others end"
     marker = object()
     assert decoding.result(past_key_values=marker).past_key_values is marker
 
@@ -274,7 +273,7 @@ def test_logprobs(processors: dict[str, Any]) -> None:
 def test_split_rows_end_as_they_would_together(name: str, after: int) -> None:
     model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
     options = dict(ROW_WISE[name], eos_token_id=SOME_EOS, max_new_tokens=NEW)
-    options |= dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+    options |= dict(return_dict_in_generate=True)
 
     def split(decoding: SampleDecoding, mask: torch.Tensor) -> SampleDecoding:
         for _ in range(after):
@@ -292,9 +291,6 @@ def test_split_rows_end_as_they_would_together(name: str, after: int) -> None:
         joined = model.generate(**inputs, **options)
     assert torch.equal(whole.sequences, joined.sequences) and made[0].is_done
     assert len(set(made[0].lengths)) > 1 and set(made[0].finish_reasons) <= {"eos", "length"}
-    for theirs, ours in zip(whole.scores, joined.scores, strict=True):
-        assert theirs.shape == ours.shape
-    torch.testing.assert_close(whole.logits[0], joined.logits[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", NOT_ROW_WISE)

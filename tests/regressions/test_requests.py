@@ -1,0 +1,182 @@
+"""What one request may ask for, or its code may do: the answer is plain's, or an error of that request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+import hf_paged
+from hf_paged import PagedEngine
+from tests import models
+from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, build_bloom, lone_run, prompts
+
+GREEDY = MODES["greedy"]
+SOME_EOS = list(range(20, 50))
+UNKNOWN = (
+    f"token id 200 was chosen, but ids from 0 to {models.VOCAB_SIZE - 1} have an embedding: a logits processor widened "
+    "the scores, or a stopping criterion wrote the id"
+)
+
+
+class Widens(LogitsProcessor):
+    """From a length on, the scores have more columns than the model has tokens, and one of these is the best."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.at:
+            return scores
+        wide = torch.full((len(scores), 256), float("-inf"))
+        wide[:, : scores.shape[1]] = scores
+        wide[:, 200] = scores.amax(dim=-1) + 1
+        return wide
+
+
+class Writes(StoppingCriteria):
+    """At a length it replaces the last token."""
+
+    def __init__(self, at: int, token: int = 200) -> None:
+        self.at, self.token = at, token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] == self.at:
+            input_ids[:, -1] = self.token
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+# -- chosen ids that have no embedding --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        *(("logits_processor", mode) for mode in ("greedy", "sample", "samples", "beams")),
+        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),  # those of beams get a copy
+    ],
+)
+def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:
+    model = models.get("llama") if name == "llama" else build_bloom()
+    texts = prompts(9, 12, 7)
+    code = {"logits_processor": [Widens(15)]} if how == "logits_processor" else {"stopping_criteria": [Writes(15)]}
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        options: list[dict[str, Any]] = [{}, {**code, "return_logprobs": True}, {}]
+        for i, (text, option) in enumerate(zip(texts, options)):
+            engine.add_request(text, MODES["greedy" if i != 1 else mode], request_id=str(i), seed=i, **option)
+        results: dict[str, Any] = {}
+        while engine.has_unfinished:
+            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+            engine.check_integrity()
+        assert_drained(engine)
+    for i in (0, 2):
+        assert_same_as_lone(lone_run(model, texts[i], GREEDY), results[str(i)], GREEDY, str(i))
+    error = results["1"].error
+    assert isinstance(error, IndexError) and str(error) == UNKNOWN
+    assert results["1"].finish_reason == "error"
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40])
+def test_item_05_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
+    with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
+        result, other = engine.generate([[5, 6], [7, 8]], GREEDY, stopping_criteria=[Writes(5, token)])
+        assert str(result.error) == str(other.error) == UNKNOWN.replace("200", str(token))
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_item_05_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    at = inputs["input_ids"].shape[1] + 3
+    for options in ({}, models.PAGED):
+        with pytest.raises(IndexError) as caught:
+            model.generate(**inputs, **MODES[mode], logits_processor=[Widens(at)], **options)
+    assert str(caught.value) == UNKNOWN
+    hf_paged.check_integrity(model)
+    assert hf_paged.memory_stats(model).used_blocks == 0
+    assert torch.equal(model.generate(**inputs, **GREEDY, **models.PAGED), model.generate(**inputs, **GREEDY))
+
+
+def test_item_05_an_unknown_id_that_ends_its_row_is_no_error() -> None:
+    """No forward gets it: an EOS token that only a processor knows."""
+    model, prompt = models.get("llama"), prompts(9)[0]
+    options = {**GREEDY, "eos_token_id": 200, "pad_token_id": 0}
+    expected = lone_run(model, prompt, options, logits_processor=[Widens(14)])
+    assert expected[0][-1] == 200 and len(expected[0]) == 6
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        result = engine.generate([prompt], options, logits_processor=[Widens(14)], return_logprobs=True)[0]
+    assert result.error is None and result.token_ids == expected[0] and result.finish_reason == "eos"
+    assert result.logprobs is not None and result.logprobs[-1][0] == float("-inf"), "the model cannot say it"
+
+
+# -- fidelity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_item_19_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> None:
+    model, inputs = models.get("llama"), models.padded_prompt("llama")
+    inputs["input_ids"] = inputs["input_ids"].int()
+    outputs = []
+    for options in ({}, models.PAGED):
+        torch.manual_seed(3)
+        outputs.append(model.generate(**inputs, **MODES[mode], **options))
+    assert hf_paged.last_route(model).road == "engine"
+    assert outputs[0].dtype == outputs[1].dtype == torch.int64 and torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("num_blocks", [None, 14])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_item_19_scores_and_logits_of_rows_that_have_ended_are_plains(do_sample: bool, num_blocks: int | None) -> None:
+    """Also where blocks are short: rows then wait for one another."""
+    model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
+    options: dict[str, Any] = {"eos_token_id": SOME_EOS, "max_new_tokens": 20, "do_sample": do_sample}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": num_blocks}}
+    outputs = []
+    for kind in ({}, paged):
+        torch.manual_seed(3)
+        outputs.append(model.generate(**inputs, **options, **kind))
+    plain, ours = outputs
+    assert hf_paged.last_route(model).road == "engine"
+    assert num_blocks is None or hf_paged.memory_stats(model).peak_blocks <= num_blocks
+    assert torch.equal(plain.sequences, ours.sequences)
+    ends = [int((row[13:] != models.PAD).sum()) for row in plain.sequences]
+    assert len(set(ends)) > 1, "rows must end at different times"
+    for theirs, mine in zip((*plain.scores, *plain.logits), (*ours.scores, *ours.logits), strict=True):
+        torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_item_19_a_models_own_loop_condition_is_asked(mode: str, where: str) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    left = 0
+
+    def few(self: Any, *args: Any, **kwargs: Any) -> bool:
+        nonlocal left
+        left -= 1
+        return left >= 0
+
+    if where == "class":
+        model.__class__ = type("Own", (type(model),), {"_has_unfinished_sequences": few})
+    else:
+        model._has_unfinished_sequences = few.__get__(model)
+    outputs = []
+    for options in ({}, models.PAGED):
+        left = 5
+        outputs.append(model.generate(**inputs, **MODES[mode], **options))
+    plain, ours = outputs
+    assert torch.equal(plain, ours)
+    if mode == "greedy":
+        assert ours.shape[1] == inputs["input_ids"].shape[1] + 5
+    route = hf_paged.last_route(model)
+    assert route.road == "hf_loop" and "it has a `_has_unfinished_sequences` of its own" in route.reason
+    with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
+        engine.add_request([5, 6], GREEDY)
+    assert str(caught.value) == (
+        "the model has a `_has_unfinished_sequences` of its own, which says when a whole call ends: call "
+        '`model.generate(..., cache_implementation="paged")` instead of an engine'
+    )

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention import interface
 from .attention.latent import unwrap_expansions
 from .attention.switch import NAME
+from .batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer
 from .batching.generate import GenerateCall
 from .batching.streaming import ObservedCriteria, RowStreamers
 from .cache.paged_cache import PagedCache
@@ -43,6 +44,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
         if _requested(self, config, kwargs):
+            _check_arguments(self, config, args, kwargs)
             kwargs = _with_validated_config(self, config, kwargs)
             if isinstance(kwargs.get("streamer"), (list, tuple)):
                 kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
@@ -51,6 +53,25 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return generate
+
+
+def _check_arguments(
+    model: Any, config: GenerationConfig | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises `ValueError` on what would fail once memory is taken, or with an error that names no argument."""
+    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+    if getattr(model, "main_input_name", None) == "input_ids" and not model.config.is_encoder_decoder:
+        check_ids(ids)
+    check_numbers({**(vars(config) if config is not None else {}), **kwargs})
+    for name in ("logits_processor", "stopping_criteria"):
+        as_list(name, kwargs.get(name))
+    streamer = kwargs.get("streamer")
+    for each in streamer if isinstance(streamer, (list, tuple)) else [streamer]:
+        check_streamer(each)
+    if streamer is not None and isinstance(ids, torch.Tensor):
+        values = (getattr(own, "num_return_sequences", None) for own in (config, model.generation_config))
+        repeats = kwargs.get("num_return_sequences") or next(filter(None, values), 1)
+        check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one a row")
 
 
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:

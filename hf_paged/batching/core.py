@@ -418,7 +418,7 @@ class Core:
             settled.append(job)
 
     def _unknown_token(self, advance: Advance) -> Exception | None:
-        """An error if the next forward would get an id from this that has no embedding: a caller's own code chose it."""
+        """An error if the next forward would get an id that has no embedding: a caller's own code chose it."""
         for row in advance.rows:
             token = advance.tokens[row]
             if not 0 <= token < self._num_embeddings and row not in advance.finished:

@@ -20,6 +20,7 @@ from ..viz.block_map import plot_block_map
 from ..viz.html import engine_html
 from ..viz.timeline import MAX_REQUESTS, plot_intervals
 from .adapters import base_model, check_adapter
+from .arguments import check_names, shown
 from .assembly import empty_cache, make_core
 from .capability import packable
 from .core import Core
@@ -28,7 +29,7 @@ from .job import Job
 from .prompts import Prompt
 from .readers import Reader, read_in_thread
 from .request import Request
-from .results import EngineStats, RequestOutput, RequestResult
+from .results import EngineStats, RequestOutput, RequestResult, Unread
 from .timeline import Timeline
 
 # of a core
@@ -50,7 +51,8 @@ class PagedEngine:
         tokenizer (*optional*): For prompts and stop strings that are text, and for text in the results.
 
     Raises:
-        ValueError: for an encoder-decoder model, or prompt learning; both are served by `generate`.
+        ValueError: for what is no model or cannot generate; for an encoder-decoder model, or prompt learning, both of
+            which `generate` serves.
 
     Example:
 
@@ -68,6 +70,7 @@ class PagedEngine:
         tokenizer: Any = None,
     ) -> None:
         inner = base_model(model)
+        _check_generates(inner)
         if getattr(inner.config, "is_encoder_decoder", False):
             raise ValueError(
                 f"{type(inner).__name__} is an encoder-decoder model: call `model.generate(..., "
@@ -79,7 +82,7 @@ class PagedEngine:
         self._lock = threading.RLock()
         self._entries: dict[str, Entry] = {}
         self._unstarted: list[Entry] = []  # whose `max_time` does not run yet
-        self._done: deque[RequestOutput] = deque()  # still to be told: ended outside a step, or the step raised
+        self._unread = Unread()  # of steps that others took or that raised, and of what ended outside a step
         self._unreported: deque[Job] = deque()  # of the last step
         self._numbers = itertools.count()  # of the ids that are made up
         self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
@@ -110,27 +113,28 @@ class PagedEngine:
         Queues a request and returns its id. Nothing is computed before the next `step`.
 
         Args:
-            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, or `str`): The prompt.
+            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, or a mapping): The
+                prompt; a mapping is what a tokenizer makes of one text, `input_ids` and `attention_mask`.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`.
                 `max_time` counts from the step that first runs the request.
             request_id (`str`, *optional*): A name; one is made up otherwise.
-            priority (`int`): Lower runs earlier; waiting makes up for any difference in the end.
+            priority (`int`, within 2**31): Lower runs earlier; waiting makes up for any difference in the end.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this request's rows.
             streamer (*optional*): As in `generate`; gets the prompt at once. It is ended however the request ends.
             adapter (`str`, *optional*): The PEFT adapter to run with, `"__base__"` for none; else the active one.
-            seed (`int`, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
+            seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
             return_logprobs (`bool`): Record log-probabilities of the new tokens.
             cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; else the config's. Requests with
                 different salts share no cached prefix.
 
         Raises:
             ValueError: for a prompt that is empty or holds ids outside the vocabulary, an id in use, an adapter that
-                does not exist, options that contradict each other, that only `generate` serves or that the engine's
-                config decides.
+                does not exist, arguments of another type or outside their limits, options that contradict each other,
+                that only `generate` serves or that the engine's config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         with self._lock:
-            core = self._get_core()
+            check_names(request_id, adapter)
             if request_id is None:
                 request_id = self._make_id()
             if request_id in self._entries:
@@ -153,6 +157,7 @@ class PagedEngine:
                 return_logprobs=return_logprobs,
                 cache_salt=self.config.cache_salt if cache_salt is None else cache_salt,
             )
+            core = self._get_core()  # takes memory: not for what is refused
             if not self._entries:
                 core.begin()
             core.add(entry.job)
@@ -177,12 +182,12 @@ class PagedEngine:
             entry = self._entries.get(request_id)
             if entry is None:
                 raise ValueError(f"no unfinished request has the id {request_id!r}")
-            self._emit(RequestOutput(request_id, result=self._end(entry, "cancelled")), entry, self._done)
+            self._emit(RequestOutput(request_id, result=self._end(entry, "cancelled")), entry, self._unread)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do, or the end of a request to report."""
-        return bool(self._entries or self._done)
+        return bool(self._entries or self._unread)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -190,15 +195,17 @@ class PagedEngine:
         """
         One forward over whatever fits, and one token for each sequence that is ready. Requests that `generate` or
         `stream` wait for report to those.
+
+        Where other threads take the steps, outputs of the requests that were added here wait for the next call: all
+        results, and the last 16,384 outputs without one; the tokens of older ones are in the results.
         """
         with self._lock:
-            outputs = deque(self._done)
-            self._done.clear()
+            outputs = self._unread.take()
             try:
                 if self._entries:
                     self._step(outputs)
             except BaseException:
-                self._done.extendleft(reversed(outputs))
+                self._unread.extend(outputs)
                 raise
         return list(outputs)
 
@@ -244,8 +251,9 @@ class PagedEngine:
         finish.
 
         Args:
-            prompts (iterable of `list[int]`, `torch.Tensor` or `str`): As in `add_request`. Rows of a 2-D tensor are
-                taken as they are, padding included, unless a mask is given.
+            prompts (iterable of `list[int]`, `torch.Tensor` or `str`, or a mapping): As in `add_request`. Rows of a 2-D
+                tensor are taken as they are, padding included, unless a mask is given. A mapping is what a tokenizer
+                makes of several texts: `input_ids`, less the padding that `attention_mask` hides.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for all, or one each.
             attention_mask (`torch.Tensor`, *optional*): Of the shape of `prompts`, a 2-D tensor; zero where these are
                 padding, on the left or right, which is dropped.
@@ -254,8 +262,8 @@ class PagedEngine:
 
         Raises:
             TypeError: for options that `add_request` does not have.
-            ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, and `request_id` or
-                `streamer` with several prompts.
+            ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping with other
+                keys, and `request_id` or `streamer` with several prompts.
         """
         return Reader(self, prompts, generation_config, attention_mask, options).results(progress)
 
@@ -443,7 +451,7 @@ class PagedEngine:
             gone = [name for name, entry in entries.items() if entry is None or entry.outbox is not outbox]
             if gone:
                 raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
-            self._done.extend(self.step())
+            self._unread.extend(self.step())
 
     def _cancel_for(self, outbox: deque[RequestOutput]) -> None:
         """Ends whatever reports to `outbox`, which nobody reads any more."""
@@ -473,7 +481,7 @@ class PagedEngine:
             result = self._end(entry, None if error is None else "error", error)
         self._emit(RequestOutput(entry.request_id, tokens, text, result), entry, outputs)
 
-    def _emit(self, output: RequestOutput, entry: Entry, default: deque[RequestOutput]) -> None:
+    def _emit(self, output: RequestOutput, entry: Entry, default: deque[RequestOutput] | Unread) -> None:
         (default if entry.outbox is None else entry.outbox).append(output)
 
     def _end(self, entry: Entry, reason: str | None = None, error: Exception | None = None) -> RequestResult:
@@ -491,3 +499,16 @@ class PagedEngine:
         if entry in self._unstarted:
             self._unstarted.remove(entry)
         entry.close(reason)
+
+
+def _check_generates(model: Any) -> None:
+    """Raises `ValueError` for what is no model, and for one without a head."""
+    if not callable(getattr(model, "can_generate", None)):
+        raise ValueError(
+            f"`model` is {shown(model)}: it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
+        )
+    if not model.can_generate():
+        raise ValueError(
+            f"`model` is a {type(model).__name__}, which cannot generate: pass the model with its head, "
+            "a `...ForCausalLM`"
+        )

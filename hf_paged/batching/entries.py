@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
+from .arguments import as_config, as_list, as_priority, as_seed, check_streamed_rows, check_streamer
 from .beam import BeamDecoding
 from .job import Job
-from .prompts import Prompt, as_config, as_list, as_priority, prompt_ids
+from .prompts import Prompt, prompt_ids
 from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
 from .sampling import request_decoding
@@ -80,6 +81,10 @@ class Entry:
         if isinstance(decoding, BeamDecoding):
             if not decoding.is_done:  # nothing is settled
                 return [SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons], None
+            if decoding.finish_reasons[0] is None:
+                nothing = RuntimeError("no beam could end: the scores contain nan, or too few tokens have a finite one")
+                return [SequenceResult([], "error") for _ in decoding.finish_reasons], nothing
+            reason = "error"  # of beams that could not end, beside some that did
             scores = decoding.sequences_scores
             ids = decoding.sequences[:, : decoding.config.num_return_sequences].flatten(0, 1)
         else:
@@ -117,6 +122,8 @@ def new_entry(
     cache_salt: str | None,
 ) -> Entry:
     """A request from the arguments of `PagedEngine.add_request`, not queued yet. Raises its errors."""
+    priority, seed = as_priority(priority), as_seed(seed)
+    check_streamer(streamer)
     prompt = prompt_ids(input_ids, tokenizer)
     criteria = as_list("stopping_criteria", stopping_criteria)
     generator = None if seed is None else torch.Generator(device=model.device).manual_seed(seed)
@@ -131,10 +138,11 @@ def new_entry(
         tokenizer=tokenizer,
         record_logprobs=return_logprobs,
     )
+    check_streamed_rows(streamer, decoding.num_rows, "ask for one sequence a request")
     request = Request(
         request_id=request_id,
         sequences=[Sequence(list(prompt))],
-        priority=as_priority(priority),
+        priority=priority,
         namespace=(adapter, cache_salt),
         adapter=adapter,
         max_num_tokens=decoding.max_length,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .arguments import meant
 from .entries import new_entry
 from .prompts import Prompt, plain_ids, split_prompts
 from .results import RequestOutput, RequestResult
@@ -58,6 +59,7 @@ class Reader:
         if unknown:
             raise TypeError(
                 f"unknown arguments {unknown}: generation options go into `generation_config`, a dict for instance"
+                + meant(unknown)
             )
         self.engine, self.options = engine, options
         self.prompts, self.configs = split_prompts(prompts, generation_config, attention_mask)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+MAX_UNREAD = 1 << 14
+"""Outputs without a result that wait for whoever calls `step`: some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class SequenceResult:
 
     Args:
         token_ids (`list[int]`): The new tokens, up to and including the one that ended it.
-        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`.
+        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or `"error"`, which a
+            single beam may have when fewer were found than were asked for.
         text (`str`, *optional*): The new tokens decoded, when the engine has a tokenizer (that can decode them).
         logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability under the model (full
             vocabulary, no processors) and under the distribution it was chosen from.
@@ -109,6 +115,36 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.result is not None
+
+
+class Unread:
+    """
+    Outputs that nobody has taken: every one that brings a result, and the last `MAX_UNREAD` of the others. Tokens of
+    those that were dropped are in the request's result.
+    """
+
+    def __init__(self) -> None:
+        self._results: deque[RequestOutput] = deque()
+        self._others: deque[RequestOutput] = deque(maxlen=MAX_UNREAD)
+
+    def append(self, output: RequestOutput) -> None:
+        """Keeps an output, behind those of its request."""
+        (self._results if output.finished else self._others).append(output)
+
+    def extend(self, outputs: Iterable[RequestOutput]) -> None:
+        """Keeps outputs in this order."""
+        for output in outputs:
+            self.append(output)
+
+    def take(self) -> deque[RequestOutput]:
+        """All of them; a request's result comes last."""
+        taken = deque((*self._others, *self._results))
+        self._others.clear()
+        self._results.clear()
+        return taken
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._results)
 
 
 @dataclass(frozen=True)

@@ -240,8 +240,8 @@ class SampleDecoding(Decoding):
     @property
     def can_split(self) -> bool:
         """
-        Whether rows may go on one by one: no code of a caller's own sees the batch, and nothing of a row depends on when
-        others end. Draws come from one stream of random numbers whose order then is another.
+        Whether rows may go on one by one: no code of a caller's own sees the batch, and nothing of a row depends on
+        when others end. Draws come from one stream of random numbers whose order then is another.
         """
         if self.streamer is not None or self._keeps_scores or not are_row_wise(self.logits_processor, self.num_rows):
             return False

@@ -62,8 +62,8 @@ def request_decoding(
     host: Any = model
     if not is_stock(model, LOOP_CONDITION):
         raise ValueError(
-            f"the model has a `{LOOP_CONDITION}` of its own, which says when a whole call ends: call `model.generate(..., "
-            'cache_implementation="paged")` instead of an engine'
+            f"the model has a `{LOOP_CONDITION}` of its own, which says when a whole call ends: call "
+            '`model.generate(..., cache_implementation="paged")` instead of an engine'
         )
     ids = _checked(model, input_ids)
     config = _prepared_config(host, ids, generation_config)

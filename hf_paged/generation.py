@@ -62,15 +62,16 @@ def _check_arguments(
     ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     if getattr(model, "main_input_name", None) == "input_ids" and not model.config.is_encoder_decoder:
         check_ids(ids)
-    check_numbers({**(vars(config) if config is not None else {}), **kwargs})
+    check_numbers({**(vars(config) if isinstance(config, GenerationConfig) else {}), **kwargs})
     for name in ("logits_processor", "stopping_criteria"):
         as_list(name, kwargs.get(name))
     streamer = kwargs.get("streamer")
     for each in streamer if isinstance(streamer, (list, tuple)) else [streamer]:
         check_streamer(each)
     if streamer is not None and isinstance(ids, torch.Tensor):
-        values = (getattr(own, "num_return_sequences", None) for own in (config, model.generation_config))
-        repeats = kwargs.get("num_return_sequences") or next(filter(None, values), 1)
+        configs = (config, getattr(model, "generation_config", None))
+        own = (getattr(each, "num_return_sequences", None) for each in configs)
+        repeats = next(filter(None, (kwargs.get("num_return_sequences"), *own)), 1)
         check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one a row")
 
 

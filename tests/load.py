@@ -1,7 +1,7 @@
 """
 Load test: engines with few blocks serve a random mixture of requests for a long time, in float32.
 
-    python -m tests.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--only RUN]
+    python -m tests.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--first RUN] [--only RUN]
 
 Requests come at random with adapters, beams, samples, stop strings and priorities; some are cancelled, and now and then
 all are. The tokens of each are those of plain `generate` of that request alone; after each step what was streamed and
@@ -265,6 +265,7 @@ def main() -> int:
     parser.add_argument("--run-steps", type=int, default=RUN_STEPS, help="of one configuration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--first", type=int, default=0, metavar="RUN", help="where to begin")
     parser.add_argument("--only", type=int, metavar="RUN", help="this run alone, in this process")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -274,9 +275,11 @@ def main() -> int:
         for found, failure in results:
             seen.update(found)
             seen["runs"] += 1
-            print(failure or f"{seen['runs']} runs, {seen['steps']:,} steps", flush=True)
+            preempted = seen["recomputes"] + seen["swaps"]
+            print(failure or f"{seen['runs']} runs, {seen['steps']:,} steps, {preempted:,} preemptions", flush=True)
 
-    numbers = range(-(-args.steps // args.run_steps)) if args.only is None else [args.only]
+    count = -(-args.steps // args.run_steps)
+    numbers = range(args.first, args.first + count) if args.only is None else [args.only]
     calls = [(args.seed, number, args.run_steps) for number in numbers]
     if args.jobs == 1 or args.only is not None:
         note(attempt(*call) for call in calls)

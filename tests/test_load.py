@@ -1,0 +1,68 @@
+"""A small part of `python -m tests.load`, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+
+pytest.importorskip("peft")
+
+from hf_paged import PagedConfig
+from hf_paged.cache.block_pool import BlockPool
+from tests import load, load_cases
+from tests.load_cases import Run
+
+SEED, REQUESTS = 3, 24
+FEW_BLOCKS = {"block_size": 8, "num_blocks": 10, "max_num_batched_tokens": 17}
+
+
+def small_run(number: int, preemption: str, lora: bool = True) -> Run:
+    return Run(SEED, number, "llama", lora, PagedConfig(preemption=preemption, **FEW_BLOCKS), in_flight=16)
+
+
+def played(run: Run, num_steps: int) -> collections.Counter[str]:
+    seen, failure = load.play(run, num_steps, REQUESTS)
+    assert not failure, failure
+    return seen
+
+
+@pytest.mark.parametrize(("number", "preemption"), [(5, "recompute"), (3, "swap")])
+def test_item_01_adapters_beams_and_preemption(number: int, preemption: str) -> None:
+    """The first of these has a step with two adapters that computes no sequence to its end."""
+    seen = played(small_run(number, preemption), 150)
+    assert seen["finished"] > 10 and seen["beams"] and seen["samples"] and seen["cancelled"]
+    assert seen["swaps" if preemption == "swap" else "recomputes"] > 5, seen
+
+
+def test_a_run_repeats() -> None:
+    first, second = (played(small_run(4, "swap"), 40) for _ in range(2))
+    assert {**first, "milliseconds": 0} == {**second, "milliseconds": 0}
+    assert load_cases.draw_run(1, 7) == load_cases.draw_run(1, 7) != load_cases.draw_run(2, 7)
+
+
+def test_a_wrong_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [
+        dataclasses.replace(wanted, rows=[[row[0] ^ 1, *row[1:]] for row in wanted.rows])
+        for wanted in load_cases.catalogue(SEED, "llama", True, REQUESTS)
+    ]
+    monkeypatch.setattr(load_cases, "catalogue", lambda *arguments: known)
+    _, failure = load.play(small_run(0, "swap"), 40, REQUESTS)
+    assert "difference: python -m tests.load --seed 3 --only 0 --run-steps 40" in failure
+
+
+def test_blocks_that_are_lost_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda self, block_ids: release(self, list(block_ids)[1:]))
+    seen, failure = load.play(small_run(0, "swap"), 40, REQUESTS)
+    assert seen["failures"] == 1 and "AssertionError" in failure
+
+
+def test_every_part_is_drawn() -> None:
+    runs = [load_cases.draw_run(0, number) for number in range(100)]
+    assert {(run.name, run.config.preemption, run.lora) for run in runs} == {
+        (name, how, lora) for name in load_cases.KINDS for how in ("recompute", "swap") for lora in (True, False)
+    }
+    assert {run.num_engines for run in runs} == {1, 2} and {run.captured for run in runs} == {True, False}
+    assert {run.config.block_size for run in runs} == {8, 16}

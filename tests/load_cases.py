@@ -57,13 +57,15 @@ def draw_run(seed: int, number: int) -> Run:
     name = KINDS[number % len(KINDS)]
     least, most = BUDGETS[name]
     size = 16 if draw.random() < 0.15 else 8
-    num_blocks = draw.choice([least, draw.randint(least, most), draw.randint(least, most)])
+    max_num_seqs = draw.choice([1, 4, 8, *13 * [256]])
+    # few sequences are in one another's way in few blocks only
+    num_blocks = draw.choice([least, *2 * [draw.randint(least, most if max_num_seqs > 8 else least)]])
     config = PagedConfig(
         block_size=size,
         num_blocks=max(num_blocks * 8 // size, 4),
         prefix_caching=draw.random() < 0.8,
         max_num_batched_tokens=draw.choice([5, 17, 40, 40, 2048, 2048]),
-        max_num_seqs=draw.choice([1, 4, 8, *13 * [256]]),
+        max_num_seqs=max_num_seqs,
         preemption=("recompute", "swap")[number // len(KINDS) % 2],
     )
     return Run(
@@ -72,7 +74,7 @@ def draw_run(seed: int, number: int) -> Run:
         name,
         lora=number % 5 != 4,
         config=config,
-        in_flight=draw.choice([10, 16, 24]),
+        in_flight=draw.choice([12, 16, 24]),
         num_engines=2 if draw.random() < 0.15 else 1,
         captured=draw.random() < 0.15,
     )

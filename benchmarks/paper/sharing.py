@@ -147,7 +147,7 @@ def example(size: Size) -> list[Row]:
     """
     16 samples of a prompt of 2048 tokens with 128 new tokens each, in gigabytes of OPT-13B's keys and values, beside
     S4's figures: 26.4 without sharing against 4.8 with it, for a model that it does not name. The paper has neither,
-    nor the 82 %; it saves at most 9.8 % by sharing among samples (figure 15a, Alpaca).
+    nor the 82 %: sharing among samples saves at most 30.5 % there (section 6.3, ShareGPT).
 
     Once by arithmetic, and once with the blocks that the block manager of the engine really takes.
     """

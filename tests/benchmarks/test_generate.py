@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import arrivals, generate, generate_tables, report
+from benchmarks import arrivals, generate, generate_tables, kv_memory, report
 from benchmarks.arrivals import Record, Trace
+from benchmarks.ceilings import Ceilings
 from benchmarks.generate_tables import Result
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import Answer, Engine, Generate, System
+from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload, poisson_times, sharegpt_like
 
 TINY = SHAPES["llama-tiny"]
@@ -59,7 +62,8 @@ def test_quick_serves_arrivals_by_every_system(quick):
     _, directory = quick
     rows = report.read(directory / "generate-cpu-llama-tiny.json")["arrivals"]
     assert {row["system"] for row in rows} == {"engine", "plain, static batches", "generate_batch, tuned"}
-    assert len(rows) == 6 and all(row["normalized_ms"] > 0 and row["ttft_p99_ms"] > 0 for row in rows)
+    assert len(rows) == 6 and not [row for row in rows if "problem" in row]
+    assert all(row[key] > 0 for row in rows for key in arrivals.COLUMNS if key not in ("system", "problem"))
     for name in ("generate-cpu-llama-tiny.png", "generate-cpu-llama-tiny-latency.png", "generate-cpu-llama-tiny.md"):
         assert 0 < (directory / name).stat().st_size < 100_000
 
@@ -93,6 +97,72 @@ def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model):
     assert rows["failing"]["time"] == "failed: RuntimeError: out of luck"
     assert rows["short"]["time"].startswith("failed: RuntimeError: gave ")
     assert rows["engine"]["turns"] == 2 and rows["engine"]["equal"] == "100%"
+
+
+class Asleep(System):
+    """Takes a moment and notes the order of calls; gives what is asked for."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def __call__(self, model, shape, workload, batch):
+        self.calls.append(self.name)
+        time.sleep(0.005)
+        return Answer([[5] * length for length in batch.new_tokens], [])
+
+
+def test_turns_alternate_and_end_in_time(model, monkeypatch):
+    monkeypatch.setattr(generate.gc, "collect", lambda: 0)  # takes longer than the turns
+    workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), target=1.0)
+    calls: list[str] = []
+    systems = {name: Asleep(name, calls) for name in ("plain", "ours", "engine")}
+    found = generate.run(model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=math.inf)
+    assert [len(result.seconds) for result in found] == [4, 4, 4]
+    order = ["plain", "ours", "engine"]
+    assert calls == order[::-1] + (order + order[::-1]) * 2  # the first warms up
+    calls.clear()
+    found = generate.run(model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=0.0, first=8)
+    assert [len(result.seconds) for result in found] == [2, 2, 2] and calls[3:6] == order
+    prompts = {repeat: workload.batch(repeat, TINY.vocab).prompts[0] for repeat in (0, 8)}
+    assert prompts[0] != prompts[8]
+
+
+def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model):
+    workload = replace(WORKLOADS["W2"].scaled(0.2, 0.1), target=None)
+    engine = Engine()
+    small = SmallPool(of=engine)
+    systems = {"plain": Generate(), "engine": engine, generate.SMALL_POOL: small}
+    found = generate.run(model, TINY, workload, systems, repeats=2, floor=1e-6)
+    by_name = {result.system: result for result in found}
+    assert not by_name[generate.SMALL_POOL].problem and len(by_name[generate.SMALL_POOL].seconds) == 2
+    assert by_name[generate.SMALL_POOL].kv_bytes <= by_name["engine"].kv_bytes / 3
+    lines = kv_memory.of_results(found, TINY, workload, generate.SMALL_POOL, small.cache_config.num_blocks)
+    assert [line.what for line in lines] == ["W2 peak", "W2 in a third of its peak"]
+    assert f"num_blocks={small.cache_config.num_blocks})" in lines[1].unit and "2 turns" in lines[1].unit
+    with pytest.raises(NotAvailable, match="the engine that it is compared with did not run"):
+        SmallPool(of=Engine())(model, TINY, workload, workload.batch(0, TINY.vocab))
+
+
+def test_turns_of_a_second_process_are_added_to_those_of_the_first():
+    first = Result("W6", "ours", 1.0, tokens=4, seconds=[1.0], cpu_seconds=[1.0], equal=[1.0])
+    first.add(Result("W6", "ours", 1.0, tokens=4, seconds=[2.0, 3.0], cpu_seconds=[2.0, 3.0], equal=[0.5, 0.0]))
+    row = generate_tables.rows_of([Result("W6", "plain", seconds=[2.0, 2.0, 3.0], cpu_seconds=[1.0]), first])[1]
+    assert (row["turns"], row["processes"], row["plain_over"], row["equal"]) == (3, 2, 1.0, "50%")
+
+
+def test_a_second_process_that_dies_leaves_the_turns_of_the_first(model, tmp_path, monkeypatch):
+    def dies(*_):
+        raise RuntimeError("no process")
+
+    monkeypatch.setattr(generate, "apart", dies)
+    monkeypatch.setitem(WORKLOADS, "W6", replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2))
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    arguments = ["--model", "llama-tiny", "--only", "W6", "--no-peers", "--no-memory", "--results", str(tmp_path)]
+    monkeypatch.setattr(generate.ceilings, "measure", lambda *_: Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10}))
+    generate.main(arguments)
+    data = report.read(tmp_path / "generate-cpu-llama-tiny-w6.json")
+    assert data["problems"] == ["W6, process 2: RuntimeError: no process"]
+    assert {row["turns"] for row in data["rows"] if "seconds" in row} == {2}
 
 
 def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
@@ -156,6 +226,7 @@ def test_figures_of_arrivals_by_hand():
     found = arrivals.figures(records, [2, 4])
     assert found["tokens_per_s"] == pytest.approx(6 / 5) and found["requests_per_s"] == pytest.approx(2 / 5)
     assert found["normalized_ms"] == pytest.approx(1000 * (2.0 / 2 + 4.0 / 4) / 2)
+    assert found["normalized_p50_ms"] == found["normalized_p99_ms"] == pytest.approx(1000)
     assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p50_ms"] == pytest.approx(350)
     with pytest.raises(RuntimeError, match="gave 6 tokens, not 7"):
         arrivals.figures(records, [2, 5])

@@ -1,0 +1,177 @@
+"""Every figure that the documentation shows is one of a committed result (issue 11, item 14)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import generate, generate_tables, machine, readme, report
+from benchmarks.generate_tables import Result
+from benchmarks.paper.__main__ import TABLES
+from benchmarks.paper.rows import FULL, TINY
+from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from hf_paged.batching.generate import MIN_CACHED_TOKENS
+
+ROOT = readme.ROOT
+CITED = {"2023", "2309.06180", "2.0"}  # the paper and the licence
+
+
+def prose(text: str, marks: list[str]) -> str:
+    """The text without what is rendered, and without code and the targets of links."""
+    for mark in marks:
+        start, end = readme.between(text, mark)
+        text = text[:start] + text[end:]
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
+
+
+@pytest.mark.parametrize("path", readme.SECTIONS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_item_14_figures_between_the_marks_are_those_of_the_results(path):
+    text = path.read_text()
+    assert readme.render(path) == text, "run python -m benchmarks.readme"
+    for mark in readme.SECTIONS[path]:
+        start, end = readme.between(text, mark)
+        assert re.search(r"\d", text[start:end]), f"nothing is rendered at {mark}"
+
+
+def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
+    path = ROOT / "README.md"
+    start, _ = readme.between(path.read_text(), "benchmarks")
+    changed = path.read_text()[:start] + path.read_text()[start:].replace("not met", "met")
+    copy = tmp_path / "README.md"
+    copy.write_text(changed)
+    assert changed != path.read_text()
+    monkeypatch.setattr(readme, "SECTIONS", {copy: readme.SECTIONS[path]})
+    assert readme.main(["--check"]) == 1 and copy.read_text() == changed
+    assert readme.main([]) == 0 and copy.read_text() == path.read_text()
+    assert readme.main(["--check"]) == 0
+    assert "differs from the results" in capsys.readouterr().out
+
+
+def test_item_14_numbers_elsewhere_in_the_readme_have_a_source():
+    path = ROOT / "README.md"
+    project, script = (ROOT / "pyproject.toml").read_text(), (ROOT / "examples" / "batch_generation.py").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    sources = {
+        re.search(r'requires-python = ">=([\d.]+)"', project)[1],
+        re.search(r'python-version: "([\d.]+)"', workflow)[1],
+        re.search(r'"--prompts", type=int, default=(\d+)', script)[1],
+        str(MIN_CACHED_TOKENS),
+    }
+    numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", prose(path.read_text(), list(readme.SECTIONS[path])))
+    assert set(numbers) <= sources | CITED, "render it from a result, or name its source here"
+
+
+def test_item_14_whole_calls_are_one_run_of_one_clean_revision():
+    data = readme.read(readme.WHOLE_CALLS)
+    assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
+    assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
+    assert data["command"] == "python -m benchmarks.generate --device cpu"
+    shown = readme.whole_calls(data)
+    for row in data["rows"]:
+        for key in ("equal", "time") if "seconds" in row else ("time",):
+            assert report.text(row[key]) in shown
+        assert all(report.text(row[key]) in shown for key in row if key.endswith("_ms"))
+    missed = [row for row in readme.targets(data) if row["outcome"] != "met"]
+    assert shown.count("| not met |") == len(missed) and f"{len(missed)} are not." in shown
+
+
+def results() -> list[Result]:
+    slow = [{"ttft_p50_ms": 9.0, "ttft_p99_ms": 9.0, "tpot_p50_ms": 2.0, "tpot_p99_ms": 3.0}]
+    late = [{"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}]
+    ones = dict(tokens=10, cpu_seconds=[1.0], floor=0.5)
+    return [
+        Result("W1", "plain", 2.0, seconds=[2.0], equal=[1.0], latencies=slow, kv_bytes=1 << 20, **ones),
+        Result("W1", "ours", 2.0, seconds=[4.0], equal=[0.25], latencies=late, kv_bytes=1 << 19, **ones),
+        Result("W1", "vLLM", 2.0, problem="not installed"),
+    ]
+
+
+def test_item_14_what_is_missed_or_worse_is_shown():
+    arrivals = [
+        {"share": 2.0, "rate": 9.0, "system": name, "requests": 40, "ttft_p50_ms": ttft, "normalized_p99_ms": 5.0}
+        for name, ttft in (("engine", 800.0), ("generate_batch, tuned", 300.0))
+    ]
+    memory = {"what": "W2 in a third", "system": "engine", "value": 1.9, "unit": "x", "target": "at most 1.6: not met"}
+    data = {
+        "command": "python -m benchmarks.generate --device cpu",
+        "facts": {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"},
+        "model": {"name": "llama-tiny"},
+        "ceilings": {"bandwidth": 1e10, "flops": {"bfloat16": 1e12}},
+        "rows": generate_tables.rows_of(results()),
+        "memory": [{**memory, "problem": ""}],
+        "arrivals": arrivals,
+        "problems": ["W4 failed: RuntimeError: no"],
+    }
+    shown = readme.whole_calls(data)
+    assert "0 of 2 are met, 2 are not" in shown
+    assert "| W1: plain / ours, at least 2 | 0.5 | 1 | not met |" in shown
+    assert "| W2 in a third, engine, at most 1.6 | 1.9 x |  | not met |" in shown
+    assert "W1 ours TPOT p99 77 against 3 ms" in shown and "| 25% |" in shown
+    assert "Ahead of the engine: generate_batch, tuned in TTFT p50 at 9 requests/s." in shown
+    assert "vLLM on W1 (not installed)" in shown and "W4 failed: RuntimeError: no" in shown
+    assert "revision 0123456+ (work tree: changed: a.py)" in shown
+
+
+def test_item_14_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    (tmp_path / "code.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
+    revision = machine.revision()
+    (folder / "new.json").write_text("{}")  # written by the run itself
+    assert (machine.tree(), machine.revision()) == ("clean", revision) and "+" not in revision
+    (tmp_path / "code.py").write_text("2")
+    assert (machine.tree(), machine.revision()) == ("changed: code.py", revision + "+")
+    (tmp_path / "code.py").write_text("1")
+    (tmp_path / "more.py").write_text("")
+    assert (machine.tree(), machine.facts()["revision"]) == ("changed: more.py", revision + "+")
+    monkeypatch.setattr(machine, "__file__", str(Path(tmp_path.anchor) / "benchmarks" / "machine.py"))
+    assert machine.tree() == machine.revision() == "unknown"
+
+
+def test_item_14_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
+    measure = generate.measure
+
+    def failing(state, model, workload, peer):
+        if workload.name == "W5":
+            raise RuntimeError("out of luck")
+        return measure(state, model, workload, peer)
+
+    monkeypatch.setattr(generate, "measure", failing)
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    arguments = ["--quick", "--only", "W5,W6", "--no-peers", "--no-memory", "--results", str(tmp_path)]
+    generate.main(arguments)
+    (path,) = tmp_path.glob("*.json")
+    data = report.read(path)
+    assert data["problems"] == ["W5 failed: RuntimeError: out of luck"]
+    assert {row["workload"] for row in data["rows"] if "seconds" in row} == {"W6"}
+    assert set(data["seconds"]) == {"W5", "W6", "tokens in float32"}
+    assert "W5 failed" in path.with_suffix(".md").read_text()
+
+
+def test_item_14_the_papers_tables_claim_nothing_that_cannot_fail():
+    assert all(1 < low < high for low, high in PUBLISHED_RATIOS.values())
+    rows = [row for name in ("batch_size", "example", "overhead") for row in TABLES[name](TINY)]
+    assert not [row for row in rows if "33,792" in row.why or "told" in row.source]
+    sizes = {row.name: row for row in rows if row.name.startswith("batch size in")}
+    assert sizes and not [row for row in sizes.values() if row.published in ("12", "16", "48")]
+    seeds = [row for row in rows if row.published in ("26.4", "4.8", "82", "under 3") or "48" in row.published]
+    assert len(seeds) == 8 and all(row.source == "S4, not in the paper" for row in seeds)
+    bands = [row.ours for row in rows if row.name.startswith("batch size")]
+    assert all("at spread 0.5" in band and "at spread 1.5" in band and ".." in band for band in bands)
+    overheads = [row for row in rows if row.unit == "%" and row.name.startswith("blocks of")]
+    assert overheads and all(".." in row.ours and "turns" in row.ours for row in overheads)
+
+
+def test_item_14_the_overhead_of_paging_comes_from_twenty_turns():
+    assert 3 * FULL.repeats >= 20

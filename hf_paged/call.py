@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 from transformers import PreTrainedModel
 
+from .attention.backends import obstacles
 from .attention.latent import wrap_expansion
 from .attention.masks import PagedMask, mask_observer
 from .attention.switch import foreign_attention, switchable_configs, use_configs
@@ -31,11 +32,12 @@ class Call:
         self.reads_in_place = self.is_running = self.is_switched = False
         self.prefills_shared = False
         self.num_captured_steps = 0
+        self.obstacles: set[str] = set()  # that kernels met
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The call itself: what it switched is put back at its end, and its caches are freed if it fails."""
-        tokens = current.set(self), mask_observer.set(None)
+        tokens = current.set(self), mask_observer.set(None), obstacles.set(self.obstacles)
         try:
             with self.stack:
                 self.is_running = True
@@ -48,6 +50,7 @@ class Call:
                 cache.discard()
             raise
         finally:
+            obstacles.reset(tokens[2])
             mask_observer.reset(tokens[1])
             current.reset(tokens[0])
             note_route(self.model, self.route())
@@ -90,6 +93,9 @@ class Call:
 
     def route(self) -> Route:
         counters = [cache.counters for cache in self.caches]
+        slowed_by = sorted(self.obstacles)
+        if any(c.gathered_decodes for c in counters):
+            slowed_by.append(f"keys and values are gathered in decode steps ({self.reason})")
         in_place = sum(c.in_place for c in counters)
         return Route(
             self.road,
@@ -98,6 +104,7 @@ class Call:
             latent=any(c.latent for c in counters),
             prefills_shared=self.prefills_shared,
             num_captured_steps=self.num_captured_steps,
+            slowed_by=tuple(slowed_by),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from dataclasses import dataclass
@@ -12,20 +13,24 @@ from transformers import PreTrainedModel
 from .cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from .config import PagedConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Route:
     """
-    How the last `generate` call of a model went.
+    How the last `generate` call of a model went, or how a `PagedEngine` serves its requests.
 
     Args:
-        road (`str`): `"engine"`: packed forwards, rows leave the batch when they end; `"hf_loop"`: transformers'
-            decoding loop on a paged cache; `"plain"`: without one.
+        road (`str`): `"engine"`: packed forwards, rows leave the batch when they end; `"rows"`: an engine's forwards,
+            one sequence at a time; `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: without one.
         reason (`str`): Why this road.
         in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
         latent (`bool`): ... and did so on the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
         num_captured_steps (`int`): Decode steps that were replays of a graph.
+        slowed_by (`tuple[str, ...]`): What kept it from being as fast as it could be; logged as a WARNING, once for a
+            model.
     """
 
     road: str
@@ -34,12 +39,14 @@ class Route:
     latent: bool = False
     prefills_shared: bool = False
     num_captured_steps: int = 0
+    slowed_by: tuple[str, ...] = ()
 
 
 _lock = threading.Lock()
 # Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
+_told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
@@ -56,9 +63,14 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:
-    """Remembers how a call went."""
+    """Remembers how a call went, and says what slowed it if nothing was said of that yet."""
     with _lock:
         _routes[model] = route
+        told = _told.setdefault(model, set())
+        news = [reason for reason in route.slowed_by if reason not in told]
+        told.update(news)
+    for reason in news:
+        logger.warning("%s runs slower than it could: %s", type(model).__name__, reason)
 
 
 def _memories_of(model: Any) -> list[PagedMemory]:
@@ -78,7 +90,7 @@ def free(model: Any) -> None:
 
 
 def last_route(model: Any) -> Route | None:
-    """How the model's last `generate` call went and why, or `None` before the first."""
+    """How the model's last `generate` call, or work of an engine on it, went and why; `None` before the first."""
     with _lock:
         return next((_routes[module] for module in model.modules() if module in _routes), None)
 

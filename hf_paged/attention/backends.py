@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 VARIABLE = "HF_PAGED_ATTENTION"
 BACKENDS = {"reference": reference, "cpu": cpu, "native": native}
 NAMES = (*BACKENDS, "triton")  # its module is imported when it is used, since Triton may be missing
+
+obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
+"""Gets why kernels did not take what they were meant for in this context, for whatever tells how a call went."""
 
 
 def select(
@@ -51,9 +55,22 @@ def select(
         if obstacle is None:
             return dispatch
         log_once(obstacle)
-    elif native.supports(query, key_blocks, value_blocks, metadata, sinks, bias) and native.is_available():
-        return native
+    elif native.supports(query, key_blocks, value_blocks, metadata, sinks, bias):
+        if native.is_available():
+            return native
+    elif metadata.query_len == 1 and query.is_cpu and forced is None:
+        found = obstacles.get()
+        if found is not None:
+            found.add(_not_native(query, key_blocks, value_blocks))
     return cpu
+
+
+def _not_native(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> str:
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_blocks, value_blocks)]
+    return (
+        "decode steps gather keys and values on the CPU, as the C++ kernel takes float32, bfloat16 or float16, the "
+        f"same for all, in ordinary layouts: queries are {kinds[0]}, keys {kinds[1]}, values {kinds[2]}"
+    )
 
 
 def find_store(

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..attention.backends import obstacles
 from ..attention.masks import mask_observer
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..config import PagedConfig, check_cache_salt
+from ..registry import Route, note_route
 from ..viz.block_map import plot_block_map
 from ..viz.html import engine_html
 from ..viz.timeline import MAX_REQUESTS, plot_intervals
@@ -89,6 +91,8 @@ class PagedEngine:
         self._core: Core | None = None
         self._made_for: Any = None  # what the core depends on
         self._past: dict[str, Any] = {}  # what cores before it counted
+        self._obstacles: set[str] = set()  # that kernels met under this core
+        self._shares_prefills = False
         self.memory = PagedMemory(self.config)
         self.timeline = Timeline()
 
@@ -162,6 +166,7 @@ class PagedEngine:
                 core.begin()
             core.add(entry.job)
             self._entries[request_id] = entry
+            self._shares_prefills |= entry.request.num_rows > 1
             if entry.limits:
                 self._unstarted.append(entry)
             if streamer is not None:
@@ -216,16 +221,22 @@ class PagedEngine:
             for entry in self._unstarted:
                 for limit in entry.limits:
                     limit.initial_timestamp = now
-            token = mask_observer.set(None)
+            tokens = mask_observer.set(None), obstacles.set(self._obstacles)
+            known = len(self._obstacles)
             try:
                 with torch.no_grad(), core.attention():
                     self._unreported.extend(core.step())
             finally:
-                mask_observer.reset(token)
+                mask_observer.reset(tokens[0])
+                obstacles.reset(tokens[1])
+            if len(self._obstacles) > known:
+                self._note_route()
             self._note_admitted(core.admitted)
         while self._unreported:
             self._report(self._unreported[0], outputs)
             self._unreported.popleft()
+        if not self._entries:
+            self._note_route()
 
     def _note_admitted(self, requests: list[Request]) -> None:
         now = time.perf_counter()
@@ -287,6 +298,25 @@ class PagedEngine:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    @property
+    def route(self) -> Route | None:
+        """How requests are served and why so; `None` before the first. `last_route(model)` tells the same."""
+        with self._lock:
+            core = self._core
+            if core is None:
+                return None
+            slowed_by = sorted(self._obstacles)
+            if core.obstacle is not None:
+                slowed_by.append(f"sequences run one by one, not packed: {core.obstacle}")
+            return Route(
+                "engine" if core.obstacle is None else "rows",
+                core.obstacle or "packed forwards under the engine's scheduler",
+                in_place=core.obstacle is None,
+                prefills_shared=core.obstacle is None and self._shares_prefills,
+                num_captured_steps=self._count("num_captured_steps"),
+                slowed_by=tuple(slowed_by),
+            )
+
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
         with self._lock:
@@ -314,6 +344,7 @@ class PagedEngine:
                 num_captured_steps=counts["num_captured_steps"],
                 seconds=seconds,
                 tokens_per_second=generated / seconds if seconds else 0.0,
+                route=self.route,
             )
 
     def block_map(self) -> dict[int | None, list[int]]:
@@ -417,13 +448,19 @@ class PagedEngine:
             self._core = make_core(self.model, cache, obstacle, max_num_seqs=self.config.max_num_seqs)
             self._made_for, self.memory = made_for, self._core.memory
             self._core.scheduler.timeline = self.timeline
+            self._note_route()
         return self._core
+
+    def _note_route(self) -> None:
+        if self.route is not None:
+            note_route(self.model, self.route)
 
     def _retire(self) -> None:
         """Gives the core and its memory up; what it counted stays."""
         self._past = {name: self._count(name) for name in _COUNTS}
         self.memory.captured = None  # whoever holds a cache has no use for graphs
         self._core, self.memory = None, PagedMemory(self.config)
+        self._obstacles = set()
         self._unreported.clear()
 
     def _count(self, name: str) -> Any:

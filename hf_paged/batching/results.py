@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..registry import Route
+
 MAX_UNREAD = 1 << 14
 """Outputs without a result that wait for whoever calls `step`: some megabytes."""
 
@@ -165,6 +167,7 @@ class EngineStats:
             for each.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
+        route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
     """
 
     num_blocks: int | None
@@ -187,6 +190,7 @@ class EngineStats:
     num_captured_steps: int
     seconds: float
     tokens_per_second: float
+    route: Route | None = None
 
 
 class TextTracker:

@@ -14,10 +14,14 @@ from .storage import LayerBlocks
 
 @dataclass
 class ReadCounters:
-    """How often attention over cached tokens read blocks in place, and how often it had to gather them first."""
+    """
+    How often attention over cached tokens read blocks in place, and how often it had to gather them first; of that, how
+    often in decode steps.
+    """
 
     in_place: int = 0
     gathered: int = 0
+    gathered_decodes: int = 0
     latent: int = 0
 
 
@@ -142,6 +146,7 @@ class PagedTensor(torch.Tensor):
             else:
                 self._dense = self.step.gather(self.blocks)
                 self.step.counters.gathered += 1
+                self.step.counters.gathered_decodes += self.step.query_len == 1
         return self._dense
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -1,0 +1,98 @@
+"""How an engine or a call was served, and what is said where that is slower than it could be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_paged import PagedEngine, Route, last_route, native
+from tests import models
+from tests.architecture_configs import tiny_model
+
+OPTIONS = {"max_new_tokens": 4, "do_sample": False}
+PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record for record in caplog.records if record.name.startswith("hf_paged")]
+    messages = [record.getMessage() for record in found if record.levelno >= logging.WARNING]
+    caplog.clear()
+    return [message for message in messages if "C++ kernels" not in message]  # said once a process
+
+
+def test_item_15_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build("llama")
+    with PagedEngine(model) as engine:
+        assert engine.route is None and engine.stats().route is None and last_route(model) is None
+        engine.generate(PROMPTS, OPTIONS)
+        assert engine.route == engine.stats().route == last_route(model)
+        assert engine.route == Route("engine", "packed forwards under the engine's scheduler", in_place=True)
+        engine.generate(PROMPTS, {**OPTIONS, "num_beams": 2})
+        assert engine.route.prefills_shared
+        model.generate(torch.tensor([PROMPTS[0]]), **OPTIONS)
+        assert last_route(model).road == "plain"  # type: ignore[union-attr]
+        engine.generate(PROMPTS, OPTIONS)
+        assert last_route(model) == engine.route
+    assert warnings(caplog) == []
+
+
+def test_item_15_an_engine_that_runs_row_by_row_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build("llama")
+    model.model.norm.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
+    why = "there are forward hooks on model.norm"
+    for _ in range(2):
+        with PagedEngine(model) as engine:
+            engine.generate(PROMPTS, OPTIONS)
+            route = engine.route
+            assert route is not None and route == engine.stats().route == last_route(model)
+            assert (route.road, route.reason) == ("rows", why)
+            assert route.slowed_by == (f"sequences run one by one, not packed: {why}",)
+    said = [f"LlamaForCausalLM runs slower than it could: sequences run one by one, not packed: {why}"]
+    assert warnings(caplog) == said
+    another = copy.deepcopy(model)
+    with PagedEngine(another) as engine:
+        engine.generate(PROMPTS, OPTIONS)
+    assert warnings(caplog) == said
+
+
+def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_model(transformers.GPTJForCausalLM)  # attention code of its own
+    ids = torch.tensor(PROMPTS[:1])
+    for _ in range(2):
+        model.generate(ids, **OPTIONS, **models.PAGED)
+        route = last_route(model)
+        assert route is not None and not route.in_place and len(route.slowed_by) == 1
+    assert "keys and values are gathered in decode steps (paged cache under" in route.slowed_by[0]
+    assert "its attention does not go through the attention interface" in route.slowed_by[0]
+    assert warnings(caplog) == [f"GPTJForCausalLM runs slower than it could: {route.slowed_by[0]}"]
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no C++ kernel that could take anything")
+@pytest.mark.parametrize("on_engine", [True, False])
+def test_item_15_tensors_that_the_kernel_does_not_take(on_engine: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build("llama").double()
+    for _ in range(2):
+        if on_engine:
+            with PagedEngine(model) as engine:
+                engine.generate(PROMPTS, OPTIONS)
+                assert engine.route == last_route(model)
+        else:
+            model.generate(torch.tensor(PROMPTS[:1]), **OPTIONS, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and route.road == "engine" and len(route.slowed_by) == 1
+    assert route.slowed_by[0].endswith("queries are float64, keys float64, values float64")
+    assert warnings(caplog) == [f"LlamaForCausalLM runs slower than it could: {route.slowed_by[0]}"]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_item_15_a_fast_call_says_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build(name)
+    model.generate(**models.padded_prompt(name), **OPTIONS, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and route.in_place and route.slowed_by == ()
+    assert warnings(caplog) == []

@@ -80,24 +80,43 @@ class Step:
         Returns:
             `torch.Tensor` of shape `(batch, heads, length - first, dim)`, contiguous.
         """
-        tables = self.block_tables(blocks.device)
-        if not any(self.paddings) and len(set(self.dropped)) == 1:
-            start = self.first - self.dropped[0]
-            count = self.length - self.first
-            dense = blocks[tables].transpose(1, 2).flatten(2, 3)  # (batch, heads, slots, dim)
-            return dense[:, :, start : start + count].contiguous()
-        batch, (_, heads, _, dim) = tables.shape[0], blocks.shape
-        dense = blocks.new_zeros(batch, heads, self.length - self.first, dim)
-        for row in range(batch):
-            start = max(self.first, self.paddings[row])
-            count = self.length - start
-            if count <= 0:
-                continue
-            used = tables[row, : len(self.host_tables[row])]
-            tokens = blocks[used].transpose(0, 1).flatten(1, 2)  # (heads, slots, dim)
-            offset = start - self.paddings[row] - self.dropped[row]
-            dense[row, :, start - self.first :] = tokens[:, offset : offset + count]
-        return dense
+        heads, size, dim = blocks.shape[1:]
+        stride = blocks.stride(2)  # blocks and heads lie whole rows of one token and head apart
+        step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
+        rows, hidden = self._rows(step_block, step_head, heads, blocks.device)
+        num_rows = max(0, (blocks.shape[0] - 1) * step_block + (heads - 1) * step_head + size)
+        dense = blocks.as_strided((num_rows, dim), (stride, 1)).index_select(0, rows)
+        if hidden is not None:
+            dense.index_fill_(0, hidden, 0)
+        return dense.view(len(self.host_tables), heads, self.length - self.first, dim)
+
+    def _rows(
+        self, step_block: int, step_head: int, heads: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Where `gather` finds what it returns, and which of it is padding: made once for all layers that are laid out
+        alike, from one token and head to the next.
+        """
+        key = ("rows", step_block, step_head, heads, device)
+        found = self.memo.get(key)
+        if found is None:
+            tables = self.block_tables(device)
+            behind = [padding + dropped for padding, dropped in zip(self.paddings, self.dropped)]
+            tokens = torch.arange(self.first, self.length, device=device)[None, :]
+            tokens = tokens - torch.tensor(behind, device=device)[:, None]  # (batch, length - first)
+            is_padded = max(behind) > self.first
+            hidden = None
+            if is_padded:
+                shape = (len(behind), heads, self.length - self.first)
+                hidden = (tokens < 0)[:, None].expand(shape).flatten().nonzero().squeeze(1)
+                tokens = tokens.clamp_(min=0)
+            if tables.shape[1]:
+                slots = tables.gather(1, tokens // self.block_size).long() * step_block + tokens % self.block_size
+            else:  # padding is all there is
+                slots = torch.zeros_like(tokens)
+            rows = slots[:, None] + torch.arange(0, heads * step_head, step_head, device=device)[:, None]
+            found = self.memo[key] = rows.flatten(), hidden
+        return found
 
 
 class PagedTensor(torch.Tensor):

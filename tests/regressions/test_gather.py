@@ -1,0 +1,90 @@
+"""What a model with attention code of its own is shown of a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_paged import PagedCache
+
+
+class Allocations(TorchDispatchMode):
+    """Counts results of at least `least` elements that are no view of what was there before."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor) and type(x) is torch.Tensor}
+        result = func(*args, **(kwargs or {}))
+        if type(result) is torch.Tensor and result.is_floating_point() and result.numel() >= self.least:
+            address = result.untyped_storage().data_ptr()
+            if address not in held:
+                self.seen[address] = result  # held, so that no other gets its memory
+        return result
+
+
+@pytest.mark.parametrize("paddings", [(0, 0, 0), (0, 9, 20)], ids=["even", "padded"])
+def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...]) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).eval()
+    ids, mask = torch.full((3, 37), 5), torch.ones(3, 37, dtype=torch.long)
+    for row, padding in enumerate(paddings):
+        mask[row, :padding] = 0
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=2,
+        do_sample=False,
+        output_attentions=True,  # not on the engine: the cache comes back as the call has filled it
+        return_dict_in_generate=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        cache_implementation="paged",
+    )
+    cache = out.past_key_values
+    assert isinstance(cache, PagedCache)
+    keys = cache.layers[0].keys
+    assert keys is not None
+    with Allocations(keys.numel()) as counted:
+        shown = keys.transpose(2, 3)
+    assert len(counted.seen) == 1
+    assert shown.shape == (3, 2, 8, 38) and shown.transpose(2, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
+def test_item_20_nothing_is_shown_that_was_there_before(window: int | None) -> None:
+    # 0 * NaN is NaN: a model multiplies what it masks
+    config = LlamaConfig(num_hidden_layers=1)
+    if window is not None:
+        config.layer_types, config.sliding_window = ["sliding_attention"], window
+    cache = PagedCache(config, {"block_size": 8})
+    stale, states = torch.full((3, 2, 64, 8), float("nan")), torch.randn(3, 2, 37, 8)
+    cache.update(stale, stale, 0)
+    cache.reset()
+    cache.expect_padding((0, 9, 20), 37)
+    cache.update(states, states, 0)
+    for step in range(12):
+        new = torch.randn(3, 2, 1, 8)
+        states = torch.cat([states, new], dim=2)
+        keys, values = cache.update(new, new, 0)
+        expected = states.clone()
+        for row, padding in enumerate((0, 9, 20)):
+            expected[row, :, :padding] = 0
+        for found in (keys, values):
+            assert torch.equal(found.clone(), expected[:, :, -found.shape[2] :]), f"step {step}"
+    cache.check_integrity()

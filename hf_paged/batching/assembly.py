@@ -18,6 +18,7 @@ from ..cache.block_pool import BlockPool
 from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.swap import BlockSwapper
+from ..cache.weights import WeightsGuard
 from .core import Core
 from .cost import CostModel
 from .request import Request
@@ -63,15 +64,17 @@ def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int)
         tokens = sum(sequence.num_computed_tokens for sequence in request.open_sequences)
         return cost.choose(tokens, swapper.num_held_bytes(request))
 
+    guard = WeightsGuard(model, memory, blocks)
     scheduler = Scheduler(
         blocks,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         preempt=choose if cost is not None else config.preemption,
         swapper=swapper,
+        vouch=guard.vouch,
     )
     runner = PackedRunner(model, cache)
-    return Core(model, memory, blocks, runner, scheduler, cost, _attention(model), swapper=swapper)
+    return Core(model, memory, blocks, runner, scheduler, cost, _attention(model), swapper=swapper, guard=guard)
 
 
 def _attention(model: PreTrainedModel) -> Callable[[], contextlib.AbstractContextManager[None]]:

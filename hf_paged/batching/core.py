@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.fingerprint import ModelState, fingerprint, read_state
+from ..cache.fingerprint import ModelState, read_state
 from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.weights import WeightsGuard
 from .adapters import use_adapter
 from .ahead import LookAhead
 from .cost import CostModel
@@ -84,6 +85,7 @@ class Core:
         states ([`States`], *optional*): What the runner holds of sequences beside their blocks.
         swapper ([`BlockSwapper`], *optional*): Counts in `num_swaps` the requests whose blocks went to host memory.
         obstacle (`str`, *optional*): Why the model does not run packed.
+        guard ([`WeightsGuard`], *optional*): Knows which cached blocks may be served; none where none are cached.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Core:
         states: States | None = None,
         swapper: Any = None,
         obstacle: str | None = None,
+        guard: WeightsGuard | None = None,
     ) -> None:
         self.model, self.memory, self.blocks = model, memory, blocks
         self.runner, self.scheduler, self.cost = runner, scheduler, cost
@@ -105,7 +108,9 @@ class Core:
         self.step_lock = step_lock(model)
         self.autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
         self._num_embeddings = num_embeddings(model)
-        self.swapper, self.obstacle = swapper, obstacle
+        self.swapper, self.obstacle, self.guard = swapper, obstacle, guard
+        self._checks_weights = True
+        self._num_changes = -1  # of the model, when the runner was last told of it
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
         self.seconds = 0.0
         self.admitted: list[Request] = []  # in the last step
@@ -167,28 +172,75 @@ class Core:
 
     def begin(self, check_weights: bool = True) -> None:
         """
-        Forgets the prefix cache if it was computed with other weights, and graphs that were recorded of another model.
         Called while nothing is in flight; forwards from now on compute under the autocast of this moment, whichever
-        thread takes the steps. Without `check_weights` neither is used.
+        thread takes the steps. Without `check_weights` neither the prefix cache nor graphs are used.
         """
         self.autocast = autocast_dtype(self.model.device)
         self._num_embeddings = num_embeddings(self.model)
+        self._checks_weights = check_weights
+        if self.guard is not None:
+            self.guard.begin(check_weights, self.autocast)
+        self._forget_model()
+
+    def open_window(self) -> None:
+        """
+        Called before the first step of a call, or before each of an engine that is stepped: other code may have changed
+        the model since. Forgets the prefix cache if it was computed with other weights, as far as a quick look tells,
+        and graphs that were recorded of another model.
+        """
+        with self.step_lock:
+            if self.guard is not None:
+                self.guard.open()
+            self._notice_model()
+
+    def settle(self, is_call: bool) -> None:
+        """
+        Called before control goes back to other code, and after `open_window`: what was computed since gets the
+        fingerprint of the weights that computed it. A call (`is_call`) may do so once its first token is out.
+        """
+        if self.guard is not None:
+            with self.step_lock:
+                self.guard.settle(is_call)
+
+    def abandon(self) -> None:
+        """Called instead of `settle` after a failure."""
+        if self.guard is not None:
+            self.guard.abandon()
+
+    def rest(self) -> None:
+        """Called when nothing is in flight any more."""
+        if self.guard is not None:
+            self.guard.rest()
+
+    def change_weights(self, recompute: bool) -> None:
+        """
+        Called between steps when the weights are others from here on: nothing that is cached is served any more, and
+        no block of an unfinished request. With `recompute` these compute their keys and values again.
+        """
+        with self.step_lock:
+            if self.guard is not None:
+                self.guard.change()
+            self._forget_model()
+            if recompute:
+                with self.memory.lock:
+                    stopped = self.scheduler.recompute()
+                self._loosen(stopped)
+
+    def _forget_model(self) -> None:
+        """What was launched ahead is of no use, and graphs are not before somebody has looked at the model."""
+        self._num_changes = -1
         if self._ahead is not None:
             self._ahead.clear()
-        is_caching = check_weights and self.blocks.prefix_caching
-        weights = None
-        with self.step_lock:
-            state = read_state(self.model) if is_caching or (check_weights and self.runner.can_capture) else None
-            self.runner.begin(state)
-            if is_caching:
-                weights = fingerprint(self.model, state)
-        if not is_caching:
-            return
-        now = None if weights is None else (weights, self.autocast)
-        with self.memory.lock:
-            if now is None or now != self.memory.fingerprint:
-                self.blocks.drop_cached()
-            self.memory.fingerprint = now
+        self.runner.begin(None)
+
+    def _notice_model(self) -> None:
+        """After a look at the model: if it is another, what was recorded or launched ahead of it goes."""
+        num_changes = 0 if self.guard is None else self.guard.num_changes
+        if num_changes != self._num_changes:
+            self._forget_model()
+            self._num_changes = num_changes
+            if self._checks_weights and self.runner.can_capture:
+                self.runner.begin(read_state(self.model))
 
     def compute(self, targets: list[tuple[Sequence, int]]) -> None:
         """
@@ -250,6 +302,7 @@ class Core:
                 with self.memory.lock:
                     self.blocks.flush_copies()
                     self.memory.note_peak()
+                self._notice_model()  # a hit may have been looked into
                 self.admitted = batch.admitted
                 self._loosen(batch.preempted)
                 logits, failed = self._run(batch)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..attention.backends import obstacles
 from ..attention.masks import mask_observer
 from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig, check_cache_salt
 from ..registry import Route, note_route
 from ..viz.block_map import plot_block_map
@@ -29,13 +31,14 @@ from .core import Core
 from .entries import Entry, new_entry
 from .job import Job
 from .prompts import Prompt
-from .readers import Reader, read_in_thread
+from .readers import Reader, Window, read_in_thread
 from .request import Request
 from .results import EngineStats, RequestOutput, RequestResult, Unread
 from .timeline import Timeline
 
 # of a core
 _COUNTS = ("num_captured_steps", "num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")
+POLICIES = ("recompute", "keep")
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
 
 
@@ -44,8 +47,10 @@ class PagedEngine:
     Generates for many requests at the same time (iteration-level scheduling, Orca, OSDI'22; blocks, PagedAttention,
     arXiv 2309.06180). A request's tokens are those of `model.generate` on its prompt alone.
 
-    The model may be trained or changed between steps as long as no request is unfinished; keys and values of earlier
-    requests are forgotten when its weights changed. Methods may be called from several threads.
+    The model may be trained or changed between calls and between steps: requests that come later are served nothing
+    that other weights computed. Unfinished ones go on with the keys and values that they have, unless the change is
+    made within `weights_update`. Methods may be called from several threads; one that changes the model while others
+    take steps does so within `weights_update` or `pause`.
 
     Args:
         model ([`PreTrainedModel`] or `PeftModel`): A decoder-only model.
@@ -82,6 +87,8 @@ class PagedEngine:
         self.config = PagedConfig.coerce(config)
         self.tokenizer = tokenizer
         self._lock = threading.RLock()
+        self._resumed = threading.Condition(self._lock)
+        self._pauses: list[int] = []  # the threads that asked for one
         self._entries: dict[str, Entry] = {}
         self._unstarted: list[Entry] = []  # whose `max_time` does not run yet
         self._unread = Unread()  # of steps that others took or that raised, and of what ended outside a step
@@ -90,6 +97,7 @@ class PagedEngine:
         self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
         self._core: Core | None = None
         self._made_for: Any = None  # what the core depends on
+        self._config_text = ""  # of the model's config then
         self._past: dict[str, Any] = {}  # what cores before it counted
         self._obstacles: set[str] = set()  # that kernels met under this core
         self._shares_prefills = False
@@ -139,6 +147,7 @@ class PagedEngine:
         """
         with self._lock:
             check_names(request_id, adapter)
+            self._check_layout()
             if request_id is None:
                 request_id = self._make_id()
             if request_id in self._entries:
@@ -203,29 +212,50 @@ class PagedEngine:
 
         Where other threads take the steps, outputs of the requests that were added here wait for the next call: all
         results, and the last 16,384 outputs without one; the tokens of older ones are in the results.
+
+        The model may change between two steps. A change of whole weights is seen by a quick look in each step, one of a
+        few elements by a fingerprint (about the time of a decode step) when cached blocks of earlier steps are about to
+        be served. One that such a look misses, and that is undone while requests are unfinished, needs
+        `weights_update`.
+
+        Raises:
+            RuntimeError: if this thread has paused the engine. Where another has, it waits.
         """
+        return self._take_step(Window())
+
+    def _take_step(self, window: Window) -> list[RequestOutput]:
         with self._lock:
+            self._wait_until_resumed()
             outputs = self._unread.take()
             try:
                 if self._entries:
-                    self._step(outputs)
+                    self._step(outputs, window)
             except BaseException:
                 self._unread.extend(outputs)
                 raise
         return list(outputs)
 
-    def _step(self, outputs: deque[RequestOutput]) -> None:
+    def _step(self, outputs: deque[RequestOutput], window: Window) -> None:
         core = self._get_core()
         if not self._unreported:  # else telling what the last step did was interrupted
             now = time.time()  # as the criteria count
             for entry in self._unstarted:
                 for limit in entry.limits:
                     limit.initial_timestamp = now
+            if not window.is_open:
+                core.open_window()
+                window.is_open = True
             tokens = mask_observer.set(None), obstacles.set(self._obstacles)
             known = len(self._obstacles)
             try:
                 with torch.no_grad(), core.attention():
                     self._unreported.extend(core.step())
+                if not window.is_settled and (self._unreported or not window.is_call):
+                    core.settle(window.is_call)
+                    window.is_settled = True
+            except BaseException:
+                core.abandon()
+                raise
             finally:
                 mask_observer.reset(tokens[0])
                 obstacles.reset(tokens[1])
@@ -236,6 +266,7 @@ class PagedEngine:
             self._report(self._unreported[0], outputs)
             self._unreported.popleft()
         if not self._entries:
+            core.rest()
             self._note_route()
 
     def _note_admitted(self, requests: list[Request]) -> None:
@@ -295,6 +326,65 @@ class PagedEngine:
         cancelled goes at once; its requests do after the step in progress.
         """
         return read_in_thread(self.stream(prompts, generation_config, attention_mask=attention_mask, **options))
+
+    # -- the model changes ----------------------------------------------------------------------------------------
+
+    def pause(self) -> contextlib.ExitStack:
+        """
+        Waits until the step in progress is done; then no thread takes a step until `resume`, or until the end of `with
+        engine.pause():`. Unfinished requests stay as they are, and more may be added. Other threads wait in `step`,
+        `generate`, `stream` and `astream`; in this one they raise, since it would wait for itself. Several threads may
+        pause at the same time: steps go on after the last has resumed.
+        """
+        with self._lock:
+            self._pauses.append(threading.get_ident())
+        stack = contextlib.ExitStack()
+        stack.callback(self.resume)
+        return stack
+
+    def resume(self) -> None:
+        """Ends a pause, that of this thread first. Raises `RuntimeError` if the engine is not paused."""
+        with self._lock:
+            if not self._pauses:
+                raise RuntimeError("the engine is not paused: every `resume` needs a `pause` before it")
+            mine = threading.get_ident()
+            self._pauses.remove(mine if mine in self._pauses else self._pauses[-1])
+            self._resumed.notify_all()
+
+    @contextlib.contextmanager
+    def weights_update(self, policy: str = "recompute") -> Iterator[None]:
+        """
+        The model may be changed within this context, in any way and from any thread: the engine pauses, and nothing
+        that was computed before is served afterwards. It is taken to have changed however the context ends.
+
+        Without this context a change between two steps is found out (`step`), and is as with `"keep"`.
+
+        Args:
+            policy (`str`): What becomes of unfinished requests. `"recompute"`: their keys and values are forgotten and
+                computed again with the new weights, as after a preemption; the tokens they have stay. `"keep"`: they go
+                on with the keys and values they have, and only what is new comes from the new weights.
+
+        Raises:
+            ValueError: for another policy.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"`policy` is {policy!r}: it must be one of {', '.join(map(repr, POLICIES))}")
+        with self.pause():
+            try:
+                yield
+            finally:
+                with self._lock:
+                    if self._core is not None:
+                        self._core.change_weights(recompute=policy == "recompute")
+
+    def _wait_until_resumed(self) -> None:
+        if threading.get_ident() in self._pauses:
+            raise RuntimeError(
+                "the engine was paused by this thread, which would wait for itself: call `resume`, or leave the "
+                "context of `pause` or `weights_update`, before its next step"
+            )
+        while self._pauses:
+            self._resumed.wait()
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -439,13 +529,15 @@ class PagedEngine:
         if self._core is not None and self._entries:
             return self._core
         autocast = autocast_dtype(self.model.device)
-        obstacle = packable(self.model, empty_cache(self.model, self.memory))
-        made_for = (obstacle, self.model.dtype, self.model.device, autocast)
+        empty = empty_cache(self.model, self.memory)
+        obstacle = packable(self.model, empty)
+        made_for = (_layout(empty), obstacle, self.model.dtype, self.model.device, autocast)
         if self._core is None or made_for != self._made_for:
             self._retire()
             cache = empty_cache(self.model, self.memory)
             cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
             self._core = make_core(self.model, cache, obstacle, max_num_seqs=self.config.max_num_seqs)
+            self._config_text = _config_text(self.model)
             self._made_for, self.memory = made_for, self._core.memory
             self._core.scheduler.timeline = self.timeline
             self._note_route()
@@ -454,6 +546,18 @@ class PagedEngine:
     def _note_route(self) -> None:
         if self.route is not None:
             note_route(self.model, self.route)
+
+    def _check_layout(self) -> None:
+        """Requests that run together share layer groups."""
+        if not self._entries or _config_text(self.model) == self._config_text:
+            return  # as nearly always, and quickly known
+        before, now = self._made_for[0], _layout(empty_cache(self.model, self.memory))
+        if now != before:
+            raise ValueError(
+                f"the config of {type(self.model).__name__} now asks for {_words(now)}, and the {len(self._entries)} "
+                f"unfinished requests began with {_words(before)}: change `sliding_window` and `layer_types` while no "
+                "request is unfinished"
+            )
 
     def _retire(self) -> None:
         """Gives the core and its memory up; what it counted stays."""
@@ -479,20 +583,23 @@ class PagedEngine:
             self._entries[request_id].outbox = outbox
             return request_id
 
-    def _step_for(self, outbox: deque[RequestOutput], request_ids: set[str]) -> None:
+    def _step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
         """A step, unless one of another thread has put something into `outbox`, where these requests report."""
         with self._lock:
+            self._wait_until_resumed()
             if outbox:
                 return
             entries = {name: self._entries.get(name) for name in request_ids}
             gone = [name for name, entry in entries.items() if entry is None or entry.outbox is not outbox]
             if gone:
                 raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
-            self._unread.extend(self.step())
+            self._unread.extend(self._take_step(window))
 
-    def _cancel_for(self, outbox: deque[RequestOutput]) -> None:
-        """Ends whatever reports to `outbox`, which nobody reads any more."""
+    def _close(self, outbox: deque[RequestOutput], window: Window) -> None:
+        """Ends whatever reports to `outbox`, which is not read any more."""
         with self._lock:
+            if window.is_open and not window.is_settled and self._core is not None:
+                self._core.abandon()
             for entry in list(self._entries.values()):
                 if entry.outbox is outbox:
                     self._end(entry, "cancelled")
@@ -549,3 +656,17 @@ def _check_generates(model: Any) -> None:
             f"`model` is a {type(model).__name__}, which cannot generate: pass the model with its head, "
             "a `...ForCausalLM`"
         )
+
+
+def _config_text(model: PreTrainedModel) -> str:
+    return repr(vars(model.config.get_text_config(decoder=True)))
+
+
+def _layout(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
+    """The kind of each layer of the cache, and its window in tokens."""
+    return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
+
+
+def _words(layout: tuple[tuple[type, int | None], ...]) -> str:
+    counts = Counter("full attention" if window is None else f"a window of {window} tokens" for _, window in layout)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())

@@ -104,17 +104,23 @@ class GenerateCall:
         """What `_sample` or `_beam_search` would have returned. Raises what they would have raised."""
         rows = len(self.input_ids)
         core = packed_core(self.model, self.cache, max_num_seqs=rows)
-        job = self._job()
+        job, is_settled = self._job(), False
         token = mask_observer.set(None)
         try:
             core.begin(check_weights=self._is_worth_keeping)
+            core.open_window()
             core.add(job)
             while not job.is_done:
                 for ended in core.step():
                     if ended.error is not None:
                         raise ended.error
+                if not is_settled and core.num_generated_tokens:  # the first token does not wait for that
+                    core.settle(is_call=True)
+                    is_settled = True
             return self._result(core, job)
         finally:
+            if not is_settled:
+                core.abandon()
             mask_observer.reset(token)
             self.num_captured_steps = core.num_captured_steps
             core.drop(job)

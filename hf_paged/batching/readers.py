@@ -8,6 +8,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,18 @@ _OPTIONS = {"request_id"} | {
     for name, parameter in inspect.signature(new_entry).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
+
+
+@dataclass
+class Window:
+    """
+    A time in which control does not go back to code that might change the model (`cache.weights.WeightsGuard`): a step,
+    or a whole call of `generate`.
+    """
+
+    is_call: bool = False
+    is_open: bool = False
+    is_settled: bool = False
 
 
 class Reader:
@@ -69,6 +82,7 @@ class Reader:
                     f"`{name}` is one request's, and there are {len(self.prompts)} prompts: use `add_request`"
                 )
         self.outbox: deque[RequestOutput] = deque()
+        self.window = Window()
         self.places: dict[str, int] = {}
         self.refused: dict[int, RequestResult] = {}
 
@@ -80,14 +94,14 @@ class Reader:
                 except Exception as error:
                     self.refused[place] = RequestResult(self.engine._make_id(), plain_ids(prompt), error=error)
         except BaseException:
-            self.engine._cancel_for(self.outbox)
+            self.engine._close(self.outbox, self.window)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.engine._cancel_for(self.outbox)
+        self.engine._close(self.outbox, self.window)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         unfinished = set(self.places)
@@ -98,7 +112,8 @@ class Reader:
                     unfinished.discard(output.request_id)
                 yield output
             if unfinished:
-                self.engine._step_for(self.outbox, unfinished)
+                window = self.window if self.window.is_call else Window()
+                self.engine._step_for(self.outbox, unfinished, window)
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """All outputs; closing the generator cancels what is left."""
@@ -108,6 +123,7 @@ class Reader:
 
     def results(self, progress: bool) -> list[RequestResult]:
         """The results in order."""
+        self.window.is_call = True
         with _progress(progress) as bar, self:
             results = dict(self.refused)
             bar.reset(len(self.prompts))

@@ -37,6 +37,8 @@ class Residency:
         blocks ([`BlockManager`]): Where blocks come from.
         preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
+        vouch (`Callable[[], bool]`, *optional*): Whether blocks may be served whose sequences began before this window
+            (`BlockManager.needs_vouching`); if not, it has dropped them.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Residency:
         blocks: BlockManager,
         preempt: str | Callable[[Request], str] = "recompute",
         swapper: Swapper | None = None,
+        vouch: Callable[[], bool] | None = None,
     ) -> None:
-        self.blocks, self._preempt, self._swapper = blocks, preempt, swapper
+        self.blocks, self._preempt, self._swapper, self._vouch = blocks, preempt, swapper, vouch
 
     # -- in and out -----------------------------------------------------------------------------------------------
 
@@ -93,11 +96,24 @@ class Residency:
             more = manager.num_spanned(first, sequence.num_tokens, chunk, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
         if manager.has_room(needs, reserve):
+            if not self._may_be_served(request):
+                self.forget(request)
+                return self.bring_in(request, chunk, reserve, is_alone)
             if not request.num_preemptions and request.sequences[0].num_tokens == request.num_prompt_tokens:
                 request.num_hit_tokens = sum(sequence.num_computed_tokens for sequence in request.sequences)
             return True
         self.forget(request)
         return False
+
+    def _may_be_served(self, request: Request) -> bool:
+        """Whether what the prefix cache gave the rows is of the model of now."""
+        if self._vouch is None or not any(map(self.blocks.needs_vouching, (s.blocks for s in request.sequences))):
+            return True
+        try:
+            return self._vouch()
+        except BaseException:
+            self.forget(request)
+            raise
 
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self._swapper is not None

@@ -52,6 +52,7 @@ class Scheduler:
         aging (`float`): Arrivals that one step of priority is worth.
         preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
+        vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Residency`).
 
     Attributes:
         timeline ([`Timeline`]): Is told who comes and goes; whoever wants another sets it before the first request.
@@ -67,6 +68,7 @@ class Scheduler:
         aging: float = AGING,
         preempt: str | Callable[[Request], str] = "recompute",
         swapper: Swapper | None = None,
+        vouch: Callable[[], bool] | None = None,
     ) -> None:
         if max_num_batched_tokens < 1 or max_num_seqs < 1:
             raise ValueError(
@@ -78,7 +80,7 @@ class Scheduler:
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._watermark, self._aging = watermark, aging
-        self._residency = Residency(blocks, preempt, swapper)
+        self._residency = Residency(blocks, preempt, swapper, vouch)
         self._running: list[Request] = []  # by key
         self._num_rows = 0  # open rows of running requests
         self._waiting = WaitingQueue()
@@ -314,11 +316,31 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._batch.preempted.append(request)
+        self._count_preemption(request)
+        self._suspend(request)
+
+    @staticmethod
+    def _count_preemption(request: Request) -> None:
         request.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
                 sequence.num_answered_tokens = sequence.num_tokens
-        self._suspend(request)
+
+    def recompute(self) -> list[Request]:
+        """
+        Between two steps: everything that was computed for unfinished requests is forgotten, and computed again when
+        their turn has come. Returns those that ran, which count as preempted.
+        """
+        self._batch = ScheduledBatch()
+        stopped = list(self._running)
+        for request in stopped:
+            self._count_preemption(request)
+            self._stop(request)
+            self._residency.forget(request)
+            self._wait(request)
+        for request in self._waiting:
+            self._residency.forget_swapped(request)
+        return stopped
 
     def _suspend(self, request: Request) -> None:
         """Takes a running request's blocks and puts it back in the queue."""

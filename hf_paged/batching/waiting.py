@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from .request import Request, Status
 
@@ -23,6 +24,11 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_cancelled + len(self._parked)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them, in no order."""
+        yield from (request for _, request in self._heap if request.status is Status.WAITING)
+        yield from self._parked
 
     def push(self, request: Request) -> None:
         """Adds a request whose status is `WAITING`."""

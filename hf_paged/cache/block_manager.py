@@ -95,7 +95,8 @@ class BlockManager:
         self._alive: dict[SequenceBlocks, None] = {}
         self.table_sets = [TableSet(self._alive, group) for group in range(len(self.groups))]
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
-        self._epoch = 0
+        self._epoch = 0  # counts windows and drops
+        self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
         self._dropped: dict[Hashable, int] = {}  # by namespace: blocks of earlier epochs must not be named
 
     # -- counts ---------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class BlockManager:
             first = self.index.first_needed(group, len(path))
             held = [block_id for node in path[first:] if (block_id := node.block_ids[group]) is not None]
             table.attach(held, first)
-        blocks.node, blocks.num_registered, blocks.epoch = path[-1], len(path), self._epoch
+        blocks.node, blocks.num_registered, blocks.epoch = path[-1], len(path), min(node.epoch for node in path)
         blocks.capacity = len(path) * size
         return blocks.capacity
 
@@ -296,7 +297,7 @@ class BlockManager:
             node, number = self.index.root(namespace), 0
         for start in range(number * size, full * size, size):
             tokens = tuple(token_ids[start : start + size])
-            node = self.index.add(node, tokens, blocks.tables, start // size)
+            node = self.index.add(node, tokens, blocks.tables, start // size, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
 
     def begin_step(self) -> None:
@@ -306,6 +307,29 @@ class BlockManager:
     def undo_step(self) -> None:
         """Forgets the names registered since `begin_step`: the content of their blocks was never computed."""
         self.index.undo_step()
+
+    def begin_window(self) -> None:
+        """Others may have changed the model since the last step: what was computed until now needs vouching for."""
+        self._epoch += 1
+        self._window = self._epoch
+
+    def needs_vouching(self, blocks: SequenceBlocks) -> bool:
+        """Whether the sequence began with blocks from before this window, for which `vouch` was not called in it."""
+        return blocks.num_registered > 0 and blocks.epoch < self._window
+
+    @property
+    def is_vouched_for(self) -> bool:
+        """Whether `vouch` was called in this window."""
+        return not self._window
+
+    def vouch(self) -> None:
+        """The model is what it was when all blocks that have names were computed."""
+        self._window = 0
+
+    def forget_before_window(self) -> None:
+        """The model is another: nothing from before this window is served, or named, any more."""
+        self._dropped[ALL_NAMESPACES] = max(self._dropped.get(ALL_NAMESPACES, 0), self._window)
+        self.index.forget_before(self._window)
 
     def drop_cached(self, namespace: Hashable = ALL_NAMESPACES) -> None:
         """

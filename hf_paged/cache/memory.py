@@ -176,7 +176,7 @@ class PagedMemory:
         self.groups: dict[Hashable, GroupMemory] = {}
         self.manager: BlockManager | None = None  # tables of the engine's sequences, and the prefix cache
         self.manager_keys: tuple[Hashable, ...] = ()
-        self.fingerprint: Hashable = None  # of the weights that cached blocks were computed with
+        self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
         self.captured: Any = None  # graphs of decode steps, which know where the blocks are
         self._limit_bytes: int | None = None
         self._copied_blocks = self._peak_blocks = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 
 from .block_pool import BlockPool
@@ -12,15 +13,17 @@ class Node:
     """
     The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K and
     V, as far as one is still there. `parent` is `None` once the index has forgotten the node; a root is its own parent.
+    `epoch` is that of the oldest sequence whose block it names.
     """
 
-    __slots__ = ("block_ids", "children", "parent", "tokens")
+    __slots__ = ("block_ids", "children", "epoch", "parent", "tokens")
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], num_groups: int) -> None:
         self.parent = self if parent is None else parent
         self.tokens = tokens
         self.children: dict[tuple[int, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
+        self.epoch = sys.maxsize
 
     parent: Node | None
 
@@ -91,10 +94,12 @@ class PrefixIndex:
                 usable = len(path)
         return path[:usable]
 
-    def add(self, parent: Node, tokens: tuple[int, ...], tables: Sequence[BlockTable], number: int) -> Node:
+    def add(
+        self, parent: Node, tokens: tuple[int, ...], tables: Sequence[BlockTable], number: int, epoch: int = 0
+    ) -> Node:
         """
-        The node of `tokens` behind `parent`, made if there is none; block `number` of each table is named by it where
-        no other is yet.
+        The node of `tokens` behind `parent`, made if there is none; block `number` of each table, which a sequence of
+        this epoch filled, is named by it where no other is yet.
         """
         node = parent.children.get(tokens)
         if node is None:
@@ -107,6 +112,7 @@ class PrefixIndex:
                     self._pools[group].keep(block_id, self._on_evict[group])
                     self._named[group][block_id] = node
                     node.block_ids[group] = block_id
+                    node.epoch = min(node.epoch, epoch)
                     self._step.append((group, block_id))
         return node
 
@@ -127,6 +133,16 @@ class PrefixIndex:
         root = self._roots.pop(namespace, None)
         if root is not None:
             self._forget(root)
+
+    def forget_before(self, epoch: int) -> None:
+        """Forgets every node of an earlier epoch, with all below it."""
+        pending: list[Node] = list(self._roots.values())
+        while pending:
+            for child in list(pending.pop().children.values()):
+                if child.epoch < epoch:
+                    self._forget(child)
+                else:
+                    pending.append(child)
 
     @property
     def namespaces(self) -> list[Hashable]:

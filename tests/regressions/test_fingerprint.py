@@ -76,6 +76,7 @@ def test_item_03_what_cannot_be_read_is_not_kept_and_said_once(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "hf_paged"), PagedEngine(model, {"block_size": 8}) as engine:
         for _ in range(3):
             assert paged(engine) == (plain(model), 0)
+            assert engine.stats().cached_blocks == 0
     told = [record.getMessage() for record in caplog.records if "Prefix caching" in record.getMessage()]
     assert told == [
         "Prefix caching is off for this LlamaForCausalLM, since whether it changes cannot be read: a tensor of type "

@@ -1,0 +1,378 @@
+"""
+Issue 11, item 6: weights that change at any time, with requests unfinished or not, never meet cached keys and values of
+before. Item 9: an engine follows a config whose windows change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import hf_paged
+from hf_paged import PagedEngine
+from hf_paged.cache import weights as weights_module
+from tests import models
+
+PROMPT = models.token_ids(1, 34)[0].tolist()
+OTHER = models.token_ids(1, 21, seed=9)[0].tolist()
+HITS = 32  # tokens of PROMPT in full blocks of 8, short of the last
+NEW = 8
+
+
+def greedy(new: int = NEW) -> dict[str, Any]:
+    return {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
+
+
+def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
+    return model.generate(torch.tensor([prompt]), **greedy(new))[0, len(prompt) :].tolist()
+
+
+def finish(engine: PagedEngine) -> dict[str, Any]:
+    """Steps until nothing is unfinished; results by id."""
+    results = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.result is not None:
+                assert output.result.error is None, output.result.error
+                results[output.request_id] = output.result
+    engine.check_integrity()
+    return results
+
+
+def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
+    """PROMPT, beside whatever is unfinished: plain's tokens, and so many of them from the cache."""
+    expected = plain(model, PROMPT)
+    name = engine.add_request(PROMPT, greedy())
+    while True:
+        for output in engine.step():
+            if output.request_id == name and output.result is not None:
+                assert output.result.error is None, output.result.error
+                assert output.result.token_ids == expected
+                assert output.result.num_prefix_hit_tokens == hits
+                return expected
+
+
+# --------------------------------------------------------------------------------------------------- kinds of changes
+
+
+def value_projection(model: PreTrainedModel) -> torch.Tensor:
+    return model.get_decoder().layers[0].self_attn.v_proj.weight
+
+
+def add_to_data(model: PreTrainedModel) -> None:
+    value_projection(model).data.add_(0.5)
+
+
+def one_element(model: PreTrainedModel) -> None:
+    model.get_decoder().embed_tokens.weight.data[PROMPT[3], 7] = 9.0
+
+
+def fused_adamw(model: PreTrainedModel) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, fused=True)
+    ids = models.token_ids(2, 16, seed=50)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_numpy(model: PreTrainedModel) -> None:
+    value_projection(model).detach().numpy()[:] *= -1.0
+
+
+def other_weights(model: PreTrainedModel) -> None:
+    model.load_state_dict(models.build("llama", seed=5).state_dict(), assign=True)
+
+
+def other_layer(model: PreTrainedModel) -> None:
+    model.get_decoder().layers[1].mlp = models.build("llama", seed=5).get_decoder().layers[1].mlp
+
+
+CHANGES = [add_to_data, one_element, fused_adamw, by_numpy, other_weights, other_layer]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_item_06_a_change_while_a_request_is_unfinished(change: Callable[[PreTrainedModel], None]) -> None:
+    model = models.build("llama")
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.add_request(OTHER, greedy(60))
+        before = expect(engine, model, 0)
+        expect(engine, model, HITS)
+        change(model)
+        after = expect(engine, model, 0)
+        assert after != before, "the change does nothing: the test is void"
+        expect(engine, model, HITS)
+        assert engine.has_unfinished, "nothing was unfinished: the test is void"
+        finish(engine)
+
+
+@pytest.mark.parametrize("change", [add_to_data, one_element])
+def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTrainedModel], None]) -> None:
+    """Fill, change, the same prompt, with nothing between; then with a call between that hits nothing."""
+    model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    before = model.generate(**inputs, **greedy())
+    assert torch.equal(model.generate(**inputs, **greedy(), **models.PAGED), before)
+    change(model)
+    found = model.generate(**inputs, **greedy(), **models.PAGED)
+    assert torch.equal(found, model.generate(**inputs, **greedy())) and not torch.equal(found, before)
+    change(model := models.build("llama"))
+    other = {"input_ids": torch.tensor([OTHER] * 5), "attention_mask": torch.ones(5, len(OTHER), dtype=torch.long)}
+    kept = copy.deepcopy(model.state_dict())
+    model.generate(**inputs, **greedy(), **models.PAGED)
+    by_numpy(model)
+    model.generate(**other, **greedy(), **models.PAGED)
+    model.load_state_dict(kept)
+    for call in (other, inputs):
+        assert torch.equal(model.generate(**call, **greedy(), **models.PAGED), model.generate(**call, **greedy()))
+    hf_paged.check_integrity(model)
+
+
+def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> None:
+    """A request that is computed half by one model, half by another, leaves nothing behind."""
+    model = models.build("llama")
+    long = models.token_ids(1, 80, seed=3)[0].tolist()
+    with PagedEngine(model, {"block_size": 8, "max_num_batched_tokens": 16}) as engine:
+        engine.add_request(long, greedy(30))
+        for _ in range(3):
+            engine.step()
+        add_to_data(model)
+        finish(engine)
+        expected = plain(model, long)
+        (result,) = engine.generate([long], greedy())
+        assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["swap", "lora"])
+def test_item_06_a_change_that_is_undone(how: str) -> None:
+    """A -> B, a step or two that fill blocks, B -> A, and a request that begins with them joins."""
+    model: Any = models.build("llama")
+    if how == "lora":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config).eval()
+    average = [tensor.clone().mul_(-1) for tensor in model.parameters()]
+
+    def swap() -> None:
+        for tensor, other in zip(model.parameters(), average):
+            kept = tensor.data.clone()
+            tensor.data.copy_(other)
+            other.copy_(kept)
+
+    there, back = (swap, swap) if how == "swap" else (model.merge_adapter, model.unmerge_adapter)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.add_request(OTHER, greedy(60))
+        engine.step()
+        there()
+        engine.add_request(PROMPT, greedy(2))
+        engine.step()
+        engine.step()
+        back()
+        expect(engine, model, 0)
+        expect(engine, model, HITS)
+        assert engine.has_unfinished, "nothing was unfinished: the test is void"
+        finish(engine)
+
+
+# ----------------------------------------------------------------------------------------------------- unfinished ones
+
+
+def mixed(before: PreTrainedModel, after: PreTrainedModel, prompt: list[int], steps: int, new: int) -> list[int]:
+    """Greedy tokens, the first `steps` by `before`, the others by `after` on its keys and values."""
+    cache, ids, found = DynamicCache(config=before.config), torch.tensor([prompt]), []
+    for step in range(new):
+        model = before if step < steps else after
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        ids = logits[:, -1:].argmax(-1)
+        found.append(int(ids))
+    return found
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep", None])
+def test_item_06_what_becomes_of_unfinished_requests(policy: str | None) -> None:
+    model, steps, new = models.build("llama"), 4, 20
+    before, after = models.build("llama"), models.build("llama", seed=5)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        name = engine.add_request(PROMPT, greedy(new))
+        for _ in range(steps):
+            engine.step()
+        with engine.weights_update(policy) if policy is not None else contextlib.nullcontext():
+            model.load_state_dict(after.state_dict())
+        found = finish(engine)[name].token_ids
+        kept = mixed(before, after, PROMPT, steps, new)
+        first = plain(before, PROMPT, steps)
+        computed = first + plain(after, PROMPT + first, new - steps)
+        assert kept != computed, "the two are the same: the test is void"
+        assert found == (computed if policy == "recompute" else kept)
+        model.load_state_dict(after.state_dict())
+        expected = plain(after, PROMPT + first)
+        (result,) = engine.generate([PROMPT + first], greedy())
+        assert result.token_ids == expected
+        assert (result.num_prefix_hit_tokens > 0) == (policy == "recompute"), "mixed keys and values are not served"
+
+
+@pytest.mark.parametrize("kind", ["beams", "samples", "swapped", "row by row"])
+def test_item_06_recompute_of_every_kind_of_request(kind: str) -> None:
+    """All rows of a request are computed again, those on the host and those of models that run row by row included."""
+    model, after = models.build("llama"), models.build("llama")
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    config: dict[str, Any] = {"block_size": 8}
+    if kind == "beams":
+        options["num_beams"] = 3
+    elif kind == "samples":
+        options |= {"do_sample": True, "num_return_sequences": 3}
+    elif kind == "swapped":
+        config |= {"num_blocks": 10, "preemption": "swap"}
+    else:
+        for each in (model, after):
+            each.model.register_forward_hook(lambda *args: None)
+    by_numpy(after)
+    with PagedEngine(model, config) as engine:
+        requests = [engine.add_request(prompt, options, seed=3) for prompt in (PROMPT, OTHER)]
+        for _ in range(9):
+            engine.step()
+        with engine.weights_update():
+            by_numpy(model)
+        assert set(finish(engine)) == set(requests)
+        engine.check_integrity()
+        expect(engine, after, 0 if kind in ("row by row",) else HITS)
+
+
+# --------------------------------------------------------------------------------------------------- pause and errors
+
+
+def test_item_06_policy_is_checked_before_anything_happens() -> None:
+    with PagedEngine(models.build("llama")) as engine:
+        with pytest.raises(ValueError, match=r"^`policy` is 'drop': it must be one of 'recompute', 'keep'$"):
+            with engine.weights_update("drop"):
+                pass
+        engine.generate([PROMPT], greedy())
+        with pytest.raises(RuntimeError, match=r"^the engine is not paused: every `resume` needs a `pause` before it$"):
+            engine.resume()
+
+
+def test_item_06_no_thread_takes_a_step_in_a_pause() -> None:
+    model = models.build("llama")
+    found: list[Any] = []
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.pause()
+        engine.add_request(OTHER, greedy())
+        for call in (engine.step, lambda: engine.generate([PROMPT], greedy())):
+            with pytest.raises(RuntimeError, match="paused by this thread"):
+                call()
+        thread = threading.Thread(target=lambda: found.extend(engine.generate([PROMPT], greedy())))
+        thread.start()
+        with engine.weights_update():
+            add_to_data(model)
+        thread.join(0.3)
+        assert thread.is_alive() and engine.stats().num_steps == 0, "a pause goes on after one inside it"
+        engine.resume()
+        thread.join(60)
+        assert found[0].token_ids == plain(model, PROMPT)
+        finish(engine)
+
+
+def test_item_06_an_error_within_an_update_ends_the_pause() -> None:
+    model = models.build("llama")
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.add_request(PROMPT, greedy(20))
+        engine.step()
+        with pytest.raises(KeyError), engine.weights_update():
+            add_to_data(model)
+            raise KeyError("half done")
+        finish(engine)
+        expect(engine, model, HITS)
+
+
+# -------------------------------------------------------------------------------------------------------------- costs
+
+
+@pytest.fixture
+def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens had been told when each full fingerprint was taken."""
+    taken: list[int] = []
+    original = weights_module.fingerprint
+
+    def fingerprint(*args: Any) -> Any:
+        taken.append(len(TOLD))
+        return original(*args)
+
+    TOLD.clear()
+    monkeypatch.setattr(weights_module, "fingerprint", fingerprint)
+    return taken
+
+
+TOLD: list[int] = []
+
+
+class Told:
+    """A streamer that counts."""
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.dim() == 1 and len(value) == 1:
+            TOLD.append(int(value))
+
+    def end(self) -> None:
+        pass
+
+
+def test_item_06_the_first_token_waits_for_a_fingerprint_only_where_something_is_cached(
+    fingerprints: list[int],
+) -> None:
+    model, first, second = models.build("llama"), models.token_ids(1, 130), models.token_ids(1, 130, seed=1)
+    for prompt, expected in ((first, [1]), (first, [0]), (second, [1])):
+        model.generate(prompt, **greedy(), streamer=Told(), **models.PAGED)
+        assert fingerprints == expected
+        fingerprints.clear()
+        TOLD.clear()
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        for expected in ([1], [0]):
+            engine.generate([PROMPT], greedy(), streamer=Told())
+            assert fingerprints == expected
+            fingerprints.clear()
+            TOLD.clear()
+
+
+def test_item_06_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -> None:
+    with PagedEngine(models.build("llama"), {"block_size": 8}) as engine:
+        engine.add_request(PROMPT, greedy(30))
+        for _ in engine.stream([OTHER], greedy(20)):
+            pass
+        finish(engine)
+        assert len(fingerprints) == 1
+        engine.generate([PROMPT, PROMPT, OTHER], greedy())
+        assert len(fingerprints) == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ windows
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_item_09_an_engine_follows_a_config_whose_windows_change(name: str) -> None:
+    model = models.build(name)
+
+    def change() -> None:
+        if name == "mistral":
+            model.config.sliding_window = 17
+        else:
+            model.config.layer_types = ["sliding_attention", "full_attention", "full_attention"]
+
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        before = plain(model, PROMPT, 20)
+        assert engine.generate([PROMPT], greedy(20))[0].token_ids == before
+        engine.add_request(PROMPT, greedy(20))
+        engine.step()
+        change()
+        with pytest.raises(ValueError, match=r"unfinished requests began with .* window of 8 tokens"):
+            engine.add_request(OTHER, greedy())
+        engine.free()
+        after = plain(model, PROMPT, 20)
+        assert after != before, "the change does nothing: the test is void"
+        assert [engine.generate([PROMPT], greedy(20))[0].token_ids for _ in range(2)] == [after, after]
+        engine.check_integrity()

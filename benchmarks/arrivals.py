@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import latency, report
-from benchmarks.continuous import GenerateBatch, add
+from benchmarks.continuous import PATIENCE, GenerateBatch, add
 from benchmarks.models import Shape
 from benchmarks.systems import Engine, Generate, NotAvailable
 from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegpt_like
@@ -140,7 +140,7 @@ def by_generate_batch(peer: GenerateBatch) -> Serve:
                     record = records[int(result.request_id)]
                     record.tokens = [moment - start for moment in result.timestamps]
                     record.finished, finished = time.perf_counter() - start, finished + 1
-                elif result is None and not manager.is_running():
+                elif result is None and (not manager.is_running() or now > PATIENCE):
                     raise RuntimeError(f"the manager ended with {finished} of {len(records)} requests served")
         return records
 

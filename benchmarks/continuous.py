@@ -16,6 +16,8 @@ from benchmarks.models import PAD, Shape
 from benchmarks.systems import Answer, NotAvailable, System, attention
 from benchmarks.workloads import Batch, Workload
 
+PATIENCE = 600.0  # seconds after which a manager that gives nothing back has failed
+
 
 @dataclass(frozen=True)
 class GenerateBatch(System):
@@ -88,7 +90,8 @@ class GenerateBatch(System):
         with self.manager(model, workload, batch) as manager:
             for name, prompt, length in zip(names, batch.prompts, batch.new_tokens):
                 add(manager, prompt, name, length)
-            while len(results) < len(names):
+            start = time.perf_counter()
+            while len(results) < len(names) and time.perf_counter() - start < PATIENCE:
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     results[result.request_id] = result

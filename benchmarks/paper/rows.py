@@ -74,7 +74,7 @@ class Size:
     seeds: int
 
 
-TINY = Size(60, 40, "llama-tiny", "llama-tiny", 64, 2, 2, 24, 1, 2)
+TINY = Size(60, 40, "llama-tiny", "llama-tiny", 64, 2, 2, 24, 1, 1)
 QUICK = Size(10_000, 1_000, "llama-100m", "llama-tiny", 256, 8, 3, 64, 3, 2)
 FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 4, 256, 9, 5)
 

@@ -32,6 +32,12 @@ def quick(tmp_path_factory):
     return "\n".join(lines), directory
 
 
+@pytest.fixture
+def no_gc(monkeypatch):
+    """Looking through all of transformers takes longer than a turn of a tiny model."""
+    monkeypatch.setattr(generate.gc, "collect", lambda: 0)
+
+
 @pytest.fixture(scope="module")
 def model():
     return build(TINY, "cpu", torch.float32)
@@ -89,7 +95,7 @@ class Short(System):
         return Answer([[5] * (length - 1) for length in batch.new_tokens], [])
 
 
-def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model):
+def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model, no_gc):
     workload = replace(WORKLOADS["W1"].scaled(0.1, 0.05), target=None)
     systems = {"plain": Generate(), "failing": Failing(), "short": Short(), "engine": Engine()}
     results = generate.run(model, TINY, workload, systems, repeats=2, floor=1e-6)
@@ -111,8 +117,7 @@ class Asleep(System):
         return Answer([[5] * length for length in batch.new_tokens], [])
 
 
-def test_turns_alternate_and_end_in_time(model, monkeypatch):
-    monkeypatch.setattr(generate.gc, "collect", lambda: 0)  # takes longer than the turns
+def test_turns_alternate_and_end_in_time(model, no_gc):
     workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), target=1.0)
     calls: list[str] = []
     systems = {name: Asleep(name, calls) for name in ("plain", "ours", "engine")}
@@ -127,8 +132,8 @@ def test_turns_alternate_and_end_in_time(model, monkeypatch):
     assert prompts[0] != prompts[8]
 
 
-def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model):
-    workload = replace(WORKLOADS["W2"].scaled(0.2, 0.1), target=None)
+def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
+    workload = replace(WORKLOADS["W2"].scaled(0.15, 0.1), target=None)
     engine = Engine()
     small = SmallPool(of=engine)
     systems = {"plain": Generate(), "engine": engine, generate.SMALL_POOL: small}
@@ -150,7 +155,7 @@ def test_turns_of_a_second_process_are_added_to_those_of_the_first():
     assert (row["turns"], row["processes"], row["plain_over"], row["equal"]) == (3, 2, 1.0, "50%")
 
 
-def test_a_second_process_that_dies_leaves_the_turns_of_the_first(model, tmp_path, monkeypatch):
+def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monkeypatch, no_gc):
     def dies(*_):
         raise RuntimeError("no process")
 

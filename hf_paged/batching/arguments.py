@@ -125,7 +125,7 @@ def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationC
         raise ValueError(f"the generation config is {shown(value)}: pass a `GenerationConfig` or a dict of its options")
     known = vars(GenerationConfig())
     unknown = [str(name) for name in value if name not in known]
-    if unknown:  # transformers would keep them as attributes that nobody reads
+    if unknown:  # transformers would keep them as attributes without a use
         raise ValueError(f"`GenerationConfig` has no options {', '.join(sorted(unknown))}{meant(unknown)}")
     check_numbers(value)
     return GenerationConfig(**value)

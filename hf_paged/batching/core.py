@@ -389,7 +389,7 @@ class Core:
                 logits = self.runner.run([items[i] for i in places], name)
             ends = [i for i in places if not items[i][0].num_to_compute]
             found.update(zip(ends, logits))
-        return torch.stack([found[i] for i in sorted(found)]) if found else logits  # nobody got to the end: no rows
+        return torch.stack([found[i] for i in sorted(found)]) if found else logits  # no sequence got to its end
 
     @staticmethod
     def _jobs(batch: ScheduledBatch) -> list[Job]:

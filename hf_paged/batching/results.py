@@ -10,7 +10,7 @@ from typing import Any
 from ..registry import Route
 
 MAX_UNREAD = 1 << 14
-"""Outputs without a result that wait for whoever calls `step`: some megabytes."""
+"""Outputs without a result that wait for a call of `step`: some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class RequestOutput:
 
 class Unread:
     """
-    Outputs that nobody has taken: every one that brings a result, and the last `MAX_UNREAD` of the others. Tokens of
-    those that were dropped are in the request's result.
+    Outputs that wait for a call of `step`: every one that brings a result, and the last `MAX_UNREAD` of the others.
+    Tokens of those that were dropped are in the request's result.
     """
 
     def __init__(self) -> None:

@@ -293,7 +293,7 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
     assert lone_run(model, one, {**BEAMS, **models.PAGED}, logits_processor=[spoil]) == plain
 
 
-def test_item_11_outputs_that_nobody_takes_are_bounded_and_no_result_is_lost() -> None:
+def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
     """Requests of `add_request` that go on in the steps that `generate` takes."""
     length, count = 70, 250  # together more outputs than are kept
     with PagedEngine(models.get("llama"), {"block_size": 128, "prefix_caching": False}) as engine:

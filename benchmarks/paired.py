@@ -38,7 +38,7 @@ def verdict(values: Sequence[float], target: float | None) -> str:
         return ""
     found = interval(values)
     if target == 1 and found is not None and len(values) >= ENOUGH:
-        return f"not slower (below): {said(found[1] >= 1 / NOT_SLOWER)}"
+        return f"not slower: {said(found[1] >= 1 / NOT_SLOWER)}"
     return f"at least {target:g}: {said(statistics.median(values) >= target)}"
 
 

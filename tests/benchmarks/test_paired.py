@@ -30,9 +30,9 @@ def test_interval_of_the_median():
         ([1.2, 1.2, 1.5], 1.3, "at least 1.3: not met"),
         ([0.99], 1.0, "at least 1: not met"),  # too few turns for an interval
         ([0.99] * 14, 1.0, "at least 1: not met"),
-        ([0.99] * 15, 1.0, "not slower (below): met"),
-        ([0.96] * 15, 1.0, "not slower (below): not met"),
-        ([0.96] * 8 + [0.99] * 8, 1.0, "not slower (below): met"),  # the interval reaches across
+        ([0.99] * 15, 1.0, "not slower: met"),
+        ([0.96] * 15, 1.0, "not slower: not met"),
+        ([0.96] * 8 + [0.99] * 8, 1.0, "not slower: met"),  # the interval reaches across
     ],
 )
 def test_verdicts(values, target, said):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+import torch
 from transformers import PreTrainedModel
 
 from .attention.backends import obstacles
@@ -14,6 +15,7 @@ from .attention.latent import wrap_expansion
 from .attention.masks import PagedMask, mask_observer
 from .attention.switch import foreign_attention, switchable_configs, use_configs
 from .cache.paged_cache import PagedCache
+from .interrupts import held
 from .registry import Route, note_route
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,12 @@ class Call:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The call itself: what it switched is put back at its end, and its caches are freed if it fails."""
+        """
+        The call itself: what it switched is put back at its end, and its caches are freed if it fails. To be entered
+        and left within `held`.
+        """
         tokens = current.set(self), mask_observer.set(None), obstacles.set(self.obstacles)
+        grad = torch.is_grad_enabled()
         try:
             with self.stack:
                 self.is_running = True
@@ -50,6 +56,7 @@ class Call:
                 cache.discard()
             raise
         finally:
+            torch.set_grad_enabled(grad)  # torch's own contexts lose it where an interrupt ends them
             obstacles.reset(tokens[2])
             mask_observer.reset(tokens[1])
             current.reset(tokens[0])
@@ -58,10 +65,11 @@ class Call:
 
     def use(self, caches: list[PagedCache]) -> None:
         """While the call runs, attention of the model reads `caches` in place."""
-        self.caches += caches
-        self.reads_in_place = True
-        if self.is_running and not self.is_switched:
-            self._switch()
+        with held():
+            self.caches += caches
+            self.reads_in_place = True
+            if self.is_running and not self.is_switched:
+                self._switch()
 
     def _switch(self) -> None:
         self.is_switched = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import forks
 from .attention import interface
 from .attention.latent import unwrap_expansions
 from .attention.switch import NAME
@@ -26,6 +26,7 @@ from .batching.streaming import ObservedCriteria, RowStreamers
 from .cache.paged_cache import PagedCache
 from .call import Call, current, prepared
 from .config import PagedConfig
+from .interrupts import held, let_in
 from .registry import memory_for
 from .sharing import prefill_once
 
@@ -33,7 +34,7 @@ REQUESTED = ("paged", NAME)
 CACHE_NAMES = ("past_key_values", "cache_params")
 
 
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 # -- the wrapped methods of GenerationMixin -----------------------------------------------------------------------
@@ -49,7 +50,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(kwargs.get("streamer"), (list, tuple)):
                 kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
         prepared.set(None)
-        with Call(self).running():
+        with held(), Call(self).running(), let_in():
             return original(self, *args, **kwargs)
 
     return generate
@@ -78,13 +79,14 @@ def _check_arguments(
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call, context = prepared.get(), contextlib.ExitStack()
+        call = prepared.get()
+        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if call is not None and call.model is self:
             prepared.set(None)
-            context.enter_context(call.running())
+            context = call.running()
         else:
             call = current.get()
-        with context:
+        with held(), context, let_in():
             if call is None or call.model is not self or not call.built:
                 return original(self, *args, **kwargs)
             arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments

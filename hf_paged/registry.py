@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from . import forks
 from .cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from .config import PagedConfig
 
@@ -42,11 +43,13 @@ class Route:
     slowed_by: tuple[str, ...] = ()
 
 
-_lock = threading.Lock()
+_lock = forks.lock()
 # Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
 _told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the parent may have been changing these
+    os.register_at_fork(after_in_child=lambda: _memories.clear())
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:

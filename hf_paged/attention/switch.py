@@ -26,34 +26,65 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .. import forks
+
 NAME = "hf_paged"
+
+
+class _Switched(str):
+    """
+    Our name in a config that a call has switched. Whoever copies or pickles the config, or a model with it, meanwhile
+    gets what the config names by itself: the end of the call puts back this config alone.
+    """
+
+    native: str
+
+    def __new__(cls, native: str) -> _Switched:
+        name = super().__new__(cls, NAME)
+        name.native = native
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.native
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return str, (self.native,)
 
 
 class _Switches:
     """
     Configs that calls have switched to ours, with the implementation each had before.
 
-    Calls overlap in threads, so each config counts its calls: the first saves, the last restores.
+    Calls overlap in threads, so each config knows the threads of its calls: the first saves, the last restores.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: dict[int, tuple[PreTrainedConfig, str, int]] = {}
+        self._lock = forks.lock()
+        self._held: dict[int, tuple[PreTrainedConfig, str, list[int]]] = {}
+        forks.in_child(self)
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            _, native, count = self._held.get(id(config), (config, config._attn_implementation_internal, 0))
-            self._held[id(config)] = (config, native, count + 1)
-            config._attn_implementation_internal = NAME
+            known = self._held.get(id(config)) or (config, config._attn_implementation_internal, [])
+            self._held[id(config)] = known
+            known[2].append(threading.get_ident())
+            config._attn_implementation_internal = _Switched(known[1])
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            _, native, count = self._held[id(config)]
-            if count > 1:
-                self._held[id(config)] = (config, native, count - 1)
-            else:  # in this order, since `native` reads without the lock
+            _, native, threads = self._held[id(config)]
+            threads.remove(threading.get_ident())
+            if not threads:  # in this order, since `native` reads without the lock
                 config._attn_implementation_internal = native
                 del self._held[id(config)]
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """The calls of other threads do not go on in a child process."""
+        for key, (config, native, threads) in list(self._held.items()):
+            threads[:] = [thread for thread in threads if thread == threading.get_ident()]
+            if not threads:
+                config._attn_implementation_internal = native
+                del self._held[key]
 
     def native(self, config: PreTrainedConfig) -> str | None:
         held = self._held.get(id(config))
@@ -71,6 +102,8 @@ def native_implementation(config: PreTrainedConfig | None, module: nn.Module | N
     if config is None:
         return "sdpa"
     native = _switches.native(config) or config._attn_implementation or "eager"
+    if isinstance(native, _Switched):  # a shallow copy of a config that a call has switched
+        native = native.native
     if native != NAME:
         return native
     return "sdpa" if module is None or _file_supports_sdpa(type(module).__module__) else "eager"
@@ -165,7 +198,10 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
 
 @contextlib.contextmanager
 def use_paged_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, the cached attention layers of `model` call our attention function."""
+    """
+    Within it, the cached attention layers of `model` call our attention function. As what it is made of, it is to be
+    entered and left within `interrupts.held`.
+    """
     with use_configs(switchable_configs(model.modules())):
         yield
 

@@ -10,6 +10,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
+from ..interrupts import let_in
 from .decoding import Advance, Decoding, Endings, Logprobs, hits, values_at
 from .processors import are_row_wise
 
@@ -64,8 +65,8 @@ class BeamDecoding(Decoding):
         self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
         returns_dict = bool(config.return_dict_in_generate)
         self.keep_all = returns_dict if keep_all is None else keep_all
-        row_wise = are_row_wise(logits_processor, self.num_rows) and self.endings.is_row_wise
-        self._may_close = row_wise and not self.keep_all
+        self._runs_known_code = are_row_wise(logits_processor, self.num_rows) and self.endings.is_row_wise
+        self._may_close = self._runs_known_code and not self.keep_all
         self.scores: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_scores else None
         self.raw_logits: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_logits else None
 
@@ -138,8 +139,11 @@ class BeamDecoding(Decoding):
         rows = self.open_rows
         if len(logits) != len(rows) or not rows:
             raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
-        top = self._continue(self._log_probs(logits))
-        ends_here = self._update(*top)
+        if self._runs_known_code:
+            ends_here = self._choose(logits)
+        else:
+            with let_in(waiting=False):
+                ends_here = self._choose(logits)
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
         self.may_improve = self._improvable()
@@ -150,6 +154,10 @@ class BeamDecoding(Decoding):
         tokens = self._ids[:, -1].tolist()
         finished = self._finish() if is_over else self._close_settled()
         return Advance(tokens, parents, finished, rows)
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next running beams; returns which continuations end, `(prompts, beams_to_keep)`."""
+        return self._update(*self._continue(self._log_probs(logits)))
 
     def _log_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """`(rows, vocab)` processed log-probabilities. Rows that left take part with logits of zero, always finite."""

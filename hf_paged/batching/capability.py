@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,11 +12,13 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
+from .. import forks
 from ..attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
+from ..interrupts import held, let_in
 from .locks import step_lock
 from .self_check import PREPARE, input_check, self_check
 
@@ -26,7 +27,7 @@ LOOP_CONDITION = "_has_unfinished_sequences"
 # another time.
 STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill", LOOP_CONDITION)
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +60,7 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     with _lock:
         found = _verdicts.get(model)
     if found is None or found[0] != key:
-        with step_lock(model):
+        with held(), step_lock(model), let_in():
             found = (key, input_check(model, cache) or self_check(model, cache))
         with _lock:
             _verdicts[model] = found

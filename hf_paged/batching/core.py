@@ -17,6 +17,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.fingerprint import ModelState, read_state
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.weights import WeightsGuard
+from ..interrupts import held, let_in
 from .adapters import use_adapter
 from .ahead import LookAhead
 from .cost import CostModel
@@ -128,29 +129,30 @@ class Core:
             request.payload = []
         for row, (request, _) in enumerate(job.rows):
             request.payload.append((job, row))
-        with self.memory.lock:
+        with held(), self.memory.lock:
             for request in requests:
                 self.scheduler.check_fits(request)
             for request in requests:
                 self.scheduler.add(request)
-        job.is_added = True
+            job.is_added = True
 
     def drop(self, job: Job) -> None:
         """Ends the job at any point; its blocks go back."""
-        for part in job.parts:
-            self.drop(part)
-        with self.memory.lock:
-            for request, index in job.rows if job.is_added and not job.parts else ():
-                alone = all(other is job or other.is_closed for other, _ in request.payload)
-                if alone:
-                    self._finish(request)
-                elif len(request.sequences) > index:
-                    self._finish_sequence(request.sequences[index])
-            for blocks, _ in job.kept.values():
-                self.blocks.free(blocks)
-        job.held.clear()
-        job.kept.clear()
-        job.is_closed = True
+        with held():
+            for part in job.parts:
+                self.drop(part)
+            with self.memory.lock:
+                for request, index in job.rows if job.is_added and not job.parts else ():
+                    alone = all(other is job or other.is_closed for other, _ in request.payload)
+                    if alone:
+                        self._finish(request)
+                    elif len(request.sequences) > index:
+                        self._finish_sequence(request.sequences[index])
+                for blocks, _ in job.kept.values():
+                    self.blocks.free(blocks)
+            job.held.clear()
+            job.kept.clear()
+            job.is_closed = True
 
     def split(self, job: Job) -> None:
         """From here on every row of the job advances by itself."""
@@ -188,7 +190,7 @@ class Core:
         the model since. Forgets the prefix cache if it was computed with other weights, as far as a quick look tells,
         and graphs that were recorded of another model.
         """
-        with self.step_lock:
+        with held(), self.step_lock:
             if self.guard is not None:
                 self.guard.open()
             self._notice_model()
@@ -199,7 +201,7 @@ class Core:
         fingerprint of the weights that computed it. A call (`is_call`) may do so once its first token is out.
         """
         if self.guard is not None:
-            with self.step_lock:
+            with held(), self.step_lock:
                 self.guard.settle(is_call)
 
     def abandon(self) -> None:
@@ -217,7 +219,7 @@ class Core:
         Called between steps when the weights are others from here on: nothing that is cached is served any more, and
         no block of an unfinished request. With `recompute` these compute their keys and values again.
         """
-        with self.step_lock:
+        with held(), self.step_lock:
             if self.guard is not None:
                 self.guard.change()
             self._forget_model()
@@ -251,7 +253,7 @@ class Core:
         while pending:
             items: list[tuple[Sequence, int]] = []
             left = budget
-            with self.step_lock:
+            with held(), self.step_lock:
                 with self.memory.lock:
                     while pending and left:
                         sequence, target = pending[-1]
@@ -268,7 +270,7 @@ class Core:
                             pending.pop()
                     self.blocks.flush_copies()
                     self.memory.note_peak()
-                with self._autocast():
+                with self._autocast(), let_in():
                     self.runner.run(sorted(items, key=lambda item: item[1] != 1))
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -285,17 +287,22 @@ class Core:
 
     def step(self) -> list[Job]:
         """
-        Schedules, computes and samples once; returns the jobs that advanced or failed.
+        Schedules, computes and samples once; returns the jobs that advanced or failed. Interrupts reach the forward and
+        callers' own code: the step then never happened, or the request whose code it is ends.
 
         Raises:
             OutOfBlocksError: if others hold the blocks that every request needs to go on.
             EngineStalledError: if several steps in a row did nothing.
         """
+        with held():
+            return self._step()
+
+    def _step(self) -> list[Job]:
         if self._interrupted:  # what came of them is still to be told
             jobs, self._interrupted = self._interrupted, []
             return jobs
         start = time.perf_counter()
-        with self.step_lock:
+        with held(), self.step_lock:
             with self.memory.lock:
                 batch = self.scheduler.schedule()
             try:
@@ -310,7 +317,8 @@ class Core:
                 with self.memory.lock:
                     self.scheduler.fail_step()
                 raise
-        advanced = failed + self._choose(batch, logits)
+        advanced, interrupt = self._choose(batch, logits)
+        advanced = failed + advanced
         self._idle_steps = 0 if batch.items or advanced else self._idle_steps + 1
         self._fruitless_steps = 0 if advanced or not batch.preempted else self._fruitless_steps + 1
         if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
@@ -320,6 +328,9 @@ class Core:
             self._ahead.clear()
         self.num_steps += 1
         self.seconds += time.perf_counter() - start
+        if interrupt is not None:
+            self._interrupted = advanced
+            raise interrupt
         return advanced
 
     def _loosen(self, preempted: list[Request]) -> None:
@@ -380,12 +391,12 @@ class Core:
         names = {_adapter(sequence.request) for sequence, _ in items}
         if len(names) == 1:
             (only,) = names
-            with use_adapter(self.model, only):
+            with use_adapter(self.model, only), let_in():
                 return self.runner.run(items, only)
         found: dict[int, Tensor] = {}
         for name in sorted(names, key=str):
             places = [i for i, (sequence, _) in enumerate(items) if _adapter(sequence.request) == name]
-            with use_adapter(self.model, name):
+            with use_adapter(self.model, name), let_in():
                 logits = self.runner.run([items[i] for i in places], name)
             ends = [i for i in places if not items[i][0].num_to_compute]
             found.update(zip(ends, logits))
@@ -435,14 +446,14 @@ class Core:
                 job.held = {}
         return ready
 
-    def _choose(self, batch: ScheduledBatch, logits: Tensor | None) -> list[Job]:
-        """The next tokens of all jobs that have their logits."""
+    def _choose(self, batch: ScheduledBatch, logits: Tensor | None) -> tuple[list[Job], BaseException | None]:
+        """The next tokens of all jobs that have their logits; and what interrupted a caller's own code meanwhile."""
         ready: list[tuple[Job, Tensor]] | None = None
         settled: list[Job] = []
         try:
             ready = self._deliver(batch, logits)
-            self._advance(ready, settled)
-        except BaseException as cause:  # interrupted: how far those that are not settled came is not known
+            interrupt = self._advance(ready, settled)
+        except BaseException as cause:  # out of memory, say: how far those that are not settled came is not known
             if ready is not None:
                 jobs = [job for job, _ in ready]
             else:
@@ -454,21 +465,25 @@ class Core:
                     job.error = RuntimeError(f"interrupted by {cause!r} while its token was chosen")
             self._interrupted = jobs
             raise
-        return settled
+        return settled, interrupt
 
-    def _advance(self, ready: list[tuple[Job, Tensor]], settled: list[Job]) -> None:
+    def _advance(self, ready: list[tuple[Job, Tensor]], settled: list[Job]) -> BaseException | None:
         fetch = self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
         results = advance_many([(job.decoding, logits) for job, logits in ready], fetch) if ready else []
+        interrupt: BaseException | None = None
         for (job, _), result in zip(ready, results):
-            error = result if isinstance(result, Exception) else self._unknown_token(result)
+            error = result if isinstance(result, BaseException) else self._unknown_token(result)
             if error is not None:
                 self.drop(job)
+                if not isinstance(error, Exception):
+                    interrupt, error = error, RuntimeError(f"interrupted by {error!r} while its token was chosen")
                 job.error = error
             else:
                 job.new_tokens = {} if result.parents is not None else {row: result.tokens[row] for row in result.rows}
                 with self.memory.lock:
                     self._apply(job, result)
             settled.append(job)
+        return interrupt
 
     def _unknown_token(self, advance: Advance) -> Exception | None:
         """An error if the next forward would get an id that has no embedding: a caller's own code chose it."""

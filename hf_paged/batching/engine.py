@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from .. import forks
 from ..attention.backends import obstacles
 from ..attention.masks import mask_observer
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig, check_cache_salt
+from ..interrupts import held, let_in
 from ..registry import Route, note_route
 from ..viz.block_map import plot_block_map
 from ..viz.html import engine_html
@@ -30,6 +32,7 @@ from .capability import packable
 from .core import Core
 from .entries import Entry, new_entry
 from .job import Job
+from .locks import PatientLock
 from .prompts import Prompt
 from .readers import Reader, Window, read_in_thread
 from .request import Request
@@ -86,8 +89,8 @@ class PagedEngine:
         self.model: PreTrainedModel = inner
         self.config = PagedConfig.coerce(config)
         self.tokenizer = tokenizer
-        self._lock = threading.RLock()
-        self._resumed = threading.Condition(self._lock)
+        self._lock = PatientLock()
+        self._resumed = self._lock.condition()
         self._pauses: list[int] = []  # the threads that asked for one
         self._entries: dict[str, Entry] = {}
         self._unstarted: list[Entry] = []  # whose `max_time` does not run yet
@@ -103,6 +106,7 @@ class PagedEngine:
         self._shares_prefills = False
         self.memory = PagedMemory(self.config)
         self.timeline = Timeline()
+        forks.in_child(self)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -145,7 +149,7 @@ class PagedEngine:
                 that only `generate` serves or that the engine's config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
-        with self._lock:
+        with _Adding(self) as adding, held(), self._lock:
             check_names(request_id, adapter)
             self._check_layout()
             if request_id is None:
@@ -174,16 +178,13 @@ class PagedEngine:
             if not self._entries:
                 core.begin()
             core.add(entry.job)
-            self._entries[request_id] = entry
+            self._entries[request_id] = adding.entry = entry
             self._shares_prefills |= entry.request.num_rows > 1
             if entry.limits:
                 self._unstarted.append(entry)
             if streamer is not None:
-                try:
+                with let_in(waiting=False):
                     streamer.put(entry.job.decoding.input_ids.cpu())
-                except BaseException:
-                    self._remove(entry, "error")
-                    raise
             self._num_prompt_tokens += len(entry.prompt_ids)
             return request_id
 
@@ -192,7 +193,7 @@ class PagedEngine:
         Ends a request at any point and gives its blocks back; its result, with what it has, comes with the next step.
         Raises `ValueError` if no unfinished request has that id.
         """
-        with self._lock:
+        with held(), self._lock:
             entry = self._entries.get(request_id)
             if entry is None:
                 raise ValueError(f"no unfinished request has the id {request_id!r}")
@@ -224,16 +225,19 @@ class PagedEngine:
         return self._take_step(Window())
 
     def _take_step(self, window: Window) -> list[RequestOutput]:
-        with self._lock:
-            self._wait_until_resumed()
-            outputs = self._unread.take()
-            try:
+        outputs: deque[RequestOutput] = deque()
+        try:
+            with held(), self._lock:
+                self._wait_until_resumed()
+                outputs = self._unread.take()
                 if self._entries:
                     self._step(outputs, window)
-            except BaseException:
+                told = list(outputs)
+        except BaseException:  # also an interrupt that waited for the end: the next step tells it
+            with held(), self._lock:
                 self._unread.extend(outputs)
-                raise
-        return list(outputs)
+            raise
+        return told
 
     def _step(self, outputs: deque[RequestOutput], window: Window) -> None:
         core = self._get_core()
@@ -336,7 +340,7 @@ class PagedEngine:
         `generate`, `stream` and `astream`; in this one they raise, since it would wait for itself. Several threads may
         pause at the same time: steps go on after the last has resumed.
         """
-        with self._lock:
+        with held(), self._lock:
             self._pauses.append(threading.get_ident())
         stack = contextlib.ExitStack()
         stack.callback(self.resume)
@@ -344,7 +348,7 @@ class PagedEngine:
 
     def resume(self) -> None:
         """Ends a pause, that of this thread first. Raises `RuntimeError` if the engine is not paused."""
-        with self._lock:
+        with held(), self._lock:
             if not self._pauses:
                 raise RuntimeError("the engine is not paused: every `resume` needs a `pause` before it")
             mine = threading.get_ident()
@@ -373,7 +377,7 @@ class PagedEngine:
             try:
                 yield
             finally:
-                with self._lock:
+                with held(), self._lock:
                     if self._core is not None:
                         self._core.change_weights(recompute=policy == "recompute")
 
@@ -384,14 +388,16 @@ class PagedEngine:
                 "context of `pause` or `weights_update`, before its next step"
             )
         while self._pauses:
-            self._resumed.wait()
+            self._resumed.wait(timeout=0.05)
+            with let_in():
+                pass
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def route(self) -> Route | None:
         """How requests are served and why so; `None` before the first. `last_route(model)` tells the same."""
-        with self._lock:
+        with held(), self._lock:
             core = self._core
             if core is None:
                 return None
@@ -409,7 +415,7 @@ class PagedEngine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
-        with self._lock:
+        with held(), self._lock:
             memory, core = self.memory.stats(), self._core
             counts = {name: self._count(name) for name in _COUNTS}
             seconds, generated = counts["seconds"], counts["num_generated_tokens"]
@@ -442,7 +448,7 @@ class PagedEngine:
         For each layer group, by its window (`None`: full attention), what every block of the pool is: 0 free, -1
         cached, else the number of sequences that hold it.
         """
-        with self._lock, self.memory.lock:
+        with held(), self._lock, self.memory.lock:
             if self._core is None:
                 return {}
             pools = {group.window: group.pool for group in self._core.blocks.groups}
@@ -480,7 +486,7 @@ class PagedEngine:
             ImportError: without matplotlib, which the extra `viz` brings.
             ValueError: for another unit, or less than one request.
         """
-        with self._lock:
+        with held(), self._lock:
             intervals = self.timeline.intervals()
         return plot_intervals(intervals, unit, ax, max_requests)
 
@@ -489,20 +495,20 @@ class PagedEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the keys and values kept of finished requests."""
-        with self._lock, self.memory.lock:
+        with held(), self._lock, self.memory.lock:
             if self._core is not None:
                 self._core.blocks.drop_cached()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools, block tables and reference counts agree."""
-        with self._lock, self.memory.lock:
+        with held(), self._lock, self.memory.lock:
             self.memory.check_integrity()
             if self._core is not None:
                 self._core.blocks.check_integrity()
 
     def free(self) -> None:
         """Cancels every request and gives every byte back. The engine can be used again."""
-        with self._lock:
+        with held(), self._lock:
             for request_id in list(self._entries):
                 self.cancel(request_id)
             self._retire()
@@ -521,6 +527,14 @@ class PagedEngine:
             f"PagedEngine({type(self.model).__name__}, {stats.num_running} running, {stats.num_waiting} waiting, "
             f"{stats.used_blocks} blocks used)"
         )
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """In a child process: a step that another thread was taking leaves nothing that can go on."""
+        self._resumed = self._lock.condition()
+        self._pauses = [thread for thread in self._pauses if thread == threading.get_ident()]
+        if self._lock.is_among(freed):
+            self._entries, self._unstarted, self._unread = {}, [], Unread()
+            self._retire()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -578,14 +592,14 @@ class PagedEngine:
         self, outbox: deque[RequestOutput], prompt: Prompt, generation_config: Any, options: dict[str, Any]
     ) -> str:
         """Queues a request that reports to `outbox`."""
-        with self._lock:
+        with held(), self._lock:
             request_id = self.add_request(prompt, generation_config, **options)
             self._entries[request_id].outbox = outbox
             return request_id
 
     def _step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
         """A step, unless one of another thread has put something into `outbox`, where these requests report."""
-        with self._lock:
+        with held(), self._lock:
             self._wait_until_resumed()
             if outbox:
                 return
@@ -597,7 +611,7 @@ class PagedEngine:
 
     def _close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends whatever reports to `outbox`, which is not read any more."""
-        with self._lock:
+        with held(), self._lock:
             if window.is_open and not window.is_settled and self._core is not None:
                 self._core.abandon()
             for entry in list(self._entries.values()):
@@ -670,3 +684,23 @@ def _layout(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
 def _words(layout: tuple[tuple[type, int | None], ...]) -> str:
     counts = Counter("full attention" if window is None else f"a window of {window} tokens" for _, window in layout)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+class _Adding:
+    """A request that is being added. If its streamer fails, or an interrupt comes, it was never added."""
+
+    def __init__(self, engine: PagedEngine) -> None:
+        self.engine = engine
+        self.entry: Entry | None = None
+
+    def __enter__(self) -> _Adding:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        engine, entry = self.engine, self.entry
+        if error is not None and entry is not None:
+            with held(), engine._lock:
+                if engine._entries.get(entry.request_id) is entry:
+                    engine._remove(entry, "error")

@@ -13,6 +13,7 @@ from ..attention.masks import mask_observer
 from ..cache.block_manager import UNCACHED
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
+from ..interrupts import held
 from .assembly import packed_core
 from .beam import BeamDecoding
 from .capability import packable
@@ -102,6 +103,10 @@ class GenerateCall:
 
     def run(self) -> Any:
         """What `_sample` or `_beam_search` would have returned. Raises what they would have raised."""
+        with held():
+            return self._run()
+
+    def _run(self) -> Any:
         rows = len(self.input_ids)
         core = packed_core(self.model, self.cache, max_num_seqs=rows)
         job, is_settled = self._job(), False

@@ -1,19 +1,51 @@
-"""One forward of the engine at a time through a model, whichever memory it writes to: adapters are the model's."""
+"""Locks that are held while a model computes. One forward of the engine at a time through a model, whichever memory it
+writes to: adapters are the model's."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from types import TracebackType
+from typing import Any
 
 from torch import nn
 
-_guard = threading.Lock()
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+from .. import forks, interrupts
 
 
-def step_lock(model: nn.Module) -> threading.RLock:
+class PatientLock:
+    """
+    A reentrant lock to be taken within `interrupts.held`: where another thread has it, which may take long, signals are
+    let in meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.rlock()
+
+    def condition(self) -> threading.Condition:
+        """A condition of this lock. To be waited for with a timeout, letting signals in from time to time."""
+        return threading.Condition(self._lock)
+
+    def is_among(self, locks: set[Any]) -> bool:
+        """Whether it is one of these, which `forks` speaks of."""
+        return self._lock in locks
+
+    def __enter__(self) -> None:
+        interrupts.acquire(self._lock)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+_guard = forks.lock()
+_locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDictionary()
+
+
+def step_lock(model: nn.Module) -> PatientLock:
     """Held from scheduling to the end of the forward, and while the model's state is read or checked."""
     with _guard:
         if model not in _locks:
-            _locks[model] = threading.RLock()
+            _locks[model] = PatientLock()
         return _locks[model]

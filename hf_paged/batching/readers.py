@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..interrupts import held, let_in
 from .arguments import meant
 from .entries import new_entry
 from .prompts import Prompt, plain_ids, split_prompts
@@ -124,7 +125,7 @@ class Reader:
     def results(self, progress: bool) -> list[RequestResult]:
         """The results in order."""
         self.window.is_call = True
-        with _progress(progress) as bar, self:
+        with _progress(progress) as bar, held(), self, let_in():
             results = dict(self.refused)
             bar.reset(len(self.prompts))
             bar.update(len(results))

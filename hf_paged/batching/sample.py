@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .. import native
+from ..interrupts import let_in
 from .decoding import Advance, Decoding, Endings, Fetch, Logprobs, argmax, values_at
 from .processors import Shareable, are_row_wise, for_rows
 
@@ -76,8 +78,9 @@ class SampleDecoding(Decoding):
         self._new: list[list[int]] = []  # tokens of every row for each step that `_ids` does not hold yet
         self._filler: torch.Tensor | None = None  # [rows, vocab]: last logits of rows that left
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
+        self._runs_known_code = are_row_wise(logits_processor, self.num_rows)
         # the processors then run on open rows alone: nobody sees the others
-        self._narrows = are_row_wise(logits_processor, self.num_rows) and not self._keeps_scores
+        self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed: tuple[list[int], LogitsProcessorList] | None = None
         by_itself = self.num_rows == 1 and not self._keeps_scores and self.endings.is_row_wise
         self.shareable = Shareable.of(logits_processor, input_ids) if by_itself else None
@@ -143,7 +146,8 @@ class SampleDecoding(Decoding):
             self.shareable.note(tokens[0])
         newly: list[int] = []
         if stop_string is None and self.endings.others:
-            reasons = self.endings.reasons(tokens, self.length, lambda: self.input_ids, self.scores)
+            with nullcontext() if self.endings.is_row_wise else let_in(waiting=False):
+                reasons = self.endings.reasons(tokens, self.length, lambda: self.input_ids, self.scores)
             tokens = self.input_ids[:, -1].tolist()  # some criteria force a token by writing to the ids
             newly = [row for row in rows if reasons[row] is not None and not self._ends[row]]
             for row in newly:
@@ -168,15 +172,20 @@ class SampleDecoding(Decoding):
             self.open_rows = [row for row in rows if not self._ends[row]]
         elif newly and all(self._ends):
             finished, self.open_rows = rows, []
+        if self.streamer is not None or streamed:
+            with let_in(waiting=False):
+                self._stream(tokens, streamed)
+        return Advance(tokens, None, finished, rows)
+
+    def _stream(self, tokens: list[int], rows: list[int]) -> None:
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens))
             if self.is_done:
                 self.streamer.end()
-        for row in streamed:
+        for row in rows:
             self.row_streamers[row].put(torch.tensor([tokens[row]]))
             if self._ends[row]:
                 self.row_streamers[row].end()
-        return Advance(tokens, None, finished, rows)
 
     def _choose(self, logits: torch.Tensor, fetch: Fetch) -> list[int]:
         """One token for each open row."""
@@ -196,7 +205,12 @@ class SampleDecoding(Decoding):
         before = logits.clone() if self.record_logprobs and processors else logits
         scores = logits
         if processors or not self._narrows:
-            scores = processors(self.input_ids if len(scores) == self.num_rows else self.input_ids[rows], scores)
+            ids = self.input_ids if len(scores) == self.num_rows else self.input_ids[rows]
+            if self._runs_known_code:
+                scores = processors(ids, scores)
+            else:
+                with let_in(waiting=False):
+                    scores = processors(ids, scores)
         if self.scores is not None:
             self.scores += (scores,)
         if self.raw_logits is not None:

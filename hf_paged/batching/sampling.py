@@ -159,10 +159,11 @@ def _checked(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Advance | Exception]:
+def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Advance | BaseException]:
     """
     One step of each decoding with its logits, `(len(open_rows), vocab)`. What decodings of one row have in common runs
-    as one batch. An exception becomes the entry of its decoding; the others are what they would be without it.
+    as one batch. An exception, or an interrupt of its caller's own code, becomes the entry of its decoding; the others
+    are what they would be without it.
 
     A decoding with its own generator, or alone in its batch, draws as `torch.multinomial` does; the others draw from
     torch's global random numbers by inverting the distribution function, which takes one number a row.
@@ -171,7 +172,7 @@ def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None =
         fetch (`Callable`, *optional*): Brings the tokens of all open rows `(n,)`, in order, to the host, if they are
             chosen together on one device; called at most once.
     """
-    results: dict[int, Advance | Exception] = {}
+    results: dict[int, Advance | BaseException] = {}
     alone: list[int] = []
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
@@ -210,10 +211,10 @@ def _group(decoding: Decoding) -> Hashable:
     return shareable.key, decoding.do_sample
 
 
-def _advance_alone(decoding: Decoding, logits: Tensor, fetch: Fetch) -> Advance | Exception:
+def _advance_alone(decoding: Decoding, logits: Tensor, fetch: Fetch) -> Advance | BaseException:
     try:
         return decoding.advance(logits, fetch) if isinstance(decoding, SampleDecoding) else decoding.advance(logits)
-    except Exception as error:
+    except BaseException as error:
         return error
 
 
@@ -284,16 +285,16 @@ def _invert_cumulated(mass: Tensor) -> Tensor:
     return torch.searchsorted(mass, level, right=True).squeeze(1).clamp(max=mass.shape[1] - 1)
 
 
-def _accept(members: list[SampleDecoding], chosen: list[int | Exception]) -> list[Advance | Exception]:
+def _accept(members: list[SampleDecoding], chosen: list[int | Exception]) -> list[Advance | BaseException]:
     stopped = _stopped(members, chosen)
-    results: list[Advance | Exception] = []
+    results: list[Advance | BaseException] = []
     for i, (decoding, token) in enumerate(zip(members, chosen)):
         if not isinstance(token, int):
             results.append(token)
             continue
         try:
             results.append(decoding.accept([token], stopped.get(i)))
-        except Exception as error:
+        except BaseException as error:
             results.append(error)
     return results
 

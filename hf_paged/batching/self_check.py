@@ -22,6 +22,7 @@ from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
+from ..interrupts import held, let_in
 from .runner import PackedRunner
 
 PREPARE = "prepare_inputs_for_generation"
@@ -45,15 +46,15 @@ def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     rows = _test_tokens(model)
     for past in (0, _FIRST):
         length = _FIRST + past
-        held = _stock_twin(cache)
+        stock_cache = _stock_twin(cache)
         if past:
             states = torch.zeros(len(rows), 1, past, 1, dtype=model.dtype, device=model.device)
-            for layer in held.layers:
+            for layer in stock_cache.layers:
                 if not isinstance(layer, EMPTY_LAYERS):
                     layer.update(states, states)
-        arguments = _arguments(rows[:, :length], past, held)
+        arguments = _arguments(rows[:, :length], past, stock_cache)
         try:
-            with torch.random.fork_rng([]), _unchanged(model), torch.no_grad():
+            with held(), torch.random.fork_rng([]), _unchanged(model), torch.no_grad(), let_in():
                 given, expected = (_without_defaults(model, make(model, **arguments)) for make in (own, stock))
         except Exception as error:
             if is_out_of_memory(error):
@@ -107,7 +108,8 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     devices = [] if model.device.type in ("cpu", "meta") else [model.device]
     kind = model.device.type if devices else "cuda"
     try:
-        with torch.random.fork_rng(devices, device_type=kind), _unchanged(model), torch.no_grad():
+        rng = torch.random.fork_rng(devices, device_type=kind)
+        with held(), rng, _unchanged(model), torch.no_grad(), let_in():
             rows = _test_tokens(model)
             whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
             decoded = _decoded_logits(model, _stock_twin(cache), rows[:2])
@@ -199,7 +201,7 @@ def _packed_logits(model: PreTrainedModel, cache: PagedCache, rows: torch.Tensor
         return item(row, 1)
 
     first.token_ids, second.token_ids = tokens[0][:_FIRST], tokens[1][:_SECOND]
-    with use_paged_attention(model):
+    with held(), use_paged_attention(model), let_in():
         logits = [runner.run([item(first, _FIRST), item(second, _SECOND)])]
         logits.append(runner.run([decode(first, tokens[0]), decode(second, tokens[1]), item(third, _CHUNK)]))
         logits.append(runner.run([decode(first, tokens[0]), item(third, _LENGTH - _CHUNK)]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..interrupts import held
 from .block_pool import OutOfBlocksError
 from .block_table import BlockTable, num_copies
 from .handles import PagedTensor, ReadCounters, Step
@@ -49,7 +50,7 @@ class LayerGroup:
         self._host_tables: tuple[tuple[int, ...], ...] | None = None  # None: tables changed since they were taken
         self._device_tables: dict[torch.device, torch.Tensor] = {}
         self._snapshots: list[weakref.ref[PagedTensor]] = []
-        with self.memory.lock:
+        with held(), self.memory.lock:
             self.blocks.table_sets.add(self)
 
     def __del__(self) -> None:
@@ -80,7 +81,8 @@ class LayerGroup:
             self._own(context_len, length)
         if length > self.length:
             try:
-                self._extend(length, context_len)
+                with held():
+                    self._extend(length, context_len)
             except OutOfBlocksError:
                 if not self.length:  # nothing is held: be as if never asked
                     self.free()
@@ -220,7 +222,7 @@ class LayerGroup:
         """Row `i` becomes what row `indices[i]` was: tables are permuted and forked, nothing is copied."""
         if not self.tables or list(indices) == list(range(len(self.tables))):
             return
-        with self.memory.lock:
+        with held(), self.memory.lock:
             self._keep_snapshots()
             old = self.tables
             indices = [range(len(old))[i] for i in indices]  # IndexError before anything is forked
@@ -236,7 +238,7 @@ class LayerGroup:
 
     def crop(self, length: int) -> None:
         """Forgets logical positions from `length` on, and what is outside the window then."""
-        with self.memory.lock:
+        with held(), self.memory.lock:
             if not self.tables:
                 return
             self._keep_snapshots()
@@ -249,7 +251,7 @@ class LayerGroup:
 
     def free(self, keep_snapshots: bool = True) -> None:
         """Forgets everything and gives every block back; handles still alive are gathered first if `keep_snapshots`."""
-        with self.memory.lock:
+        with held(), self.memory.lock:
             try:
                 if keep_snapshots:
                     self._keep_snapshots()
@@ -262,14 +264,14 @@ class LayerGroup:
 
     def adopt(self, tables: list[BlockTable], paddings: tuple[int, ...], length: int) -> None:
         """Takes over tables that hold what rows of `length` logical positions would; the group must be empty."""
-        with self.memory.lock:
+        with held(), self.memory.lock:
             self.free()
             self.tables, self.paddings, self.length = tables, paddings, length
 
     def fork(self, counters: ReadCounters) -> LayerGroup:
         """A second group over the same blocks."""
         twin = LayerGroup(self.memory, self.key, self.window, counters)
-        with self.memory.lock:
+        with held(), self.memory.lock:
             twin.tables = [table.fork() for table in self.tables]
             self._forget_steps()  # a layer that is still to write its part of the step shares the blocks now
         twin.length, twin.paddings, twin.record_past = self.length, self.paddings, self.record_past
@@ -302,16 +304,16 @@ class LayerGroup:
         self.__dict__.update(state)
         self.tables = []
         self._attach()
-        with self.memory.lock:
+        with held(), self.memory.lock:
             size = self.blocks.block_size
-            held = self.blocks.take(1 + max((number for ids, _, _ in tables for number in ids), default=-1))
+            taken = self.blocks.take(1 + max((number for ids, _, _ in tables for number in ids), default=-1))
             for numbers, num_dropped, num_tokens in tables:
                 table = BlockTable(self.blocks.pool, size)
-                table.block_ids = [held[number] for number in numbers]
+                table.block_ids = [taken[number] for number in numbers]
                 table.num_dropped, table.num_tokens = num_dropped, num_tokens
                 self.blocks.pool.acquire(table.block_ids)
                 self.tables.append(table)
-            self.blocks.pool.release(held)
+            self.blocks.pool.release(taken)
             for index, (keys, values) in contents.items():
                 layer = self.blocks.layer(self, index, keys, values, is_empty=True)
-                layer.keys[held], layer.values[held] = keys, values
+                layer.keys[taken], layer.values[taken] = keys, values

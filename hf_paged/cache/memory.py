@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Any
 
 import torch
 
+from .. import forks
 from ..config import PagedConfig
+from ..interrupts import held
 from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed
@@ -84,7 +85,7 @@ class GroupMemory:
 
     def expect(self, num_blocks: int, share: float) -> None:
         """Expect up to `num_blocks` blocks; `share` is that of the memory available which a layer may set aside."""
-        with self.memory.lock:
+        with held(), self.memory.lock:
             self.storage.reserve(num_blocks, share)
             if not self.pool.num_used and not self.pool.num_cached:
                 self.storage.drop_smaller(num_blocks)
@@ -141,9 +142,15 @@ class GroupMemory:
         layer = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
-        held = self.storage.layers.get(index)
+        with held():
+            return self._make_layer(owner, index, keys, values, is_empty)
+
+    def _make_layer(
+        self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool
+    ) -> LayerBlocks:
+        known = self.storage.layers.get(index)
         others = any(any(t.block_ids for t in tables.tables) for tables in self.table_sets if tables is not owner)
-        if held is None or (is_empty and not others):
+        if known is None or (is_empty and not others):
             self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
             self.block_bytes = (
                 owner.num_layers
@@ -172,7 +179,7 @@ class PagedMemory:
 
     def __init__(self, config: PagedConfig) -> None:
         self.config = config
-        self.lock = threading.RLock()
+        self.lock = forks.rlock()
         self.groups: dict[Hashable, GroupMemory] = {}
         self.manager: BlockManager | None = None  # tables of the engine's sequences, and the prefix cache
         self.manager_keys: tuple[Hashable, ...] = ()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 
 import torch
 from torch import Tensor
 
+from .. import forks
 from .build import library
 
 logger = logging.getLogger(__package__)
 
 _STATE_BYTES = 5056  # of torch's serialised generator; another size is another generator
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

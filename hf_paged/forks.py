@@ -1,0 +1,57 @@
+"""
+What a child process gets by `os.fork` while other threads of its parent are in the middle of something: the thread that
+forked alone goes on, so locks that others held are free again, and what they were about to change is let go.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, Protocol
+
+
+class Survivor(Protocol):
+    """Something that must be looked after in a child process."""
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """This thread is the only one. `freed` are the locks that others held; what they guard may be half changed."""
+
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_survivors: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def lock() -> threading.Lock:
+    """A lock that a child process finds free. Whoever holds it must not fork."""
+    made = threading.Lock()
+    _locks.add(made)
+    return made
+
+
+def rlock() -> threading.RLock:
+    """A reentrant lock that a child process finds free, unless the thread that forked holds it."""
+    made = threading.RLock()
+    _locks.add(made)
+    return made
+
+
+def in_child(survivor: Survivor) -> None:
+    """From now on, as long as it lives, `survivor.after_fork` is called in child processes."""
+    _survivors.add(survivor)
+
+
+def _after_fork() -> None:
+    freed = set()
+    for lock in list(_locks):
+        if lock.acquire(blocking=False):  # free, or this thread's own
+            lock.release()
+        else:
+            lock._at_fork_reinit()  # as the standard library does with its own
+            freed.add(lock)
+    for survivor in list(_survivors):
+        survivor.after_fork(freed)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,142 @@
+"""
+Asynchronous exceptions wait until the bookkeeping is done.
+
+Python runs a signal's handler between any two bytecodes of the main thread, so a Ctrl-C can fall between two lines that
+belong together. Within [`held`] the handler is one that takes note; on leaving it the signal is raised again and finds
+its own handler. [`let_in`] opens a window for what may take long or is a caller's code. A signal mask would not do: the
+system then picks another thread, and Python runs the handler in the main one all the same.
+
+Other threads get no signals, and there is nothing to do in them. Not held: exceptions that one thread sets in another
+(`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
+"""
+
+from __future__ import annotations
+
+import _signal  # the functions of `signal` are these in a wrapper of ten times the time
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS: tuple[int, ...] = tuple(
+    int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+)
+
+_handlers: dict[int, Any] | None = None  # those in whose place `_note` is; `None` while nothing is held
+_holder = 0  # ident of the thread that holds
+_pending: list[int] = []
+
+
+def _note(signum: int, frame: FrameType | None) -> None:
+    if signum not in _pending:
+        _pending.append(signum)
+
+
+def _hold() -> None:
+    """Signals are noted from here on. Raises what came before; then they are not."""
+    global _handlers, _holder
+    # the system's own ways, "ignore" and "default", raise nothing
+    handlers = {signum: handler for signum in SIGNALS if callable(handler := _signal.getsignal(signum))}
+    try:
+        for signum in handlers:
+            _signal.signal(signum, _note)
+        _handlers, _holder = handlers, threading.get_ident()
+    except BaseException:
+        _put_back(handlers)
+        raise
+
+
+def _release(raises: bool = True) -> None:
+    """Puts the handlers back and raises what was noted."""
+    global _handlers
+    handlers, _handlers = _handlers, None
+    _put_back(handlers or {})
+    if _pending and raises:
+        _raise_pending()
+
+
+def _put_back(handlers: dict[int, Any]) -> None:
+    if handlers:
+        signum, handler = handlers.popitem()
+        try:
+            if _signal.getsignal(signum) is _note:
+                _signal.signal(signum, handler)
+        finally:  # also if the handler that is back has just raised
+            _put_back(handlers)
+
+
+def _raise_pending() -> None:
+    try:
+        signal.raise_signal(signal.Signals(_pending.pop(0)))
+    finally:  # each has its turn, also if the one before raised
+        if _pending:
+            _raise_pending()
+
+
+class held:
+    """Within it signals wait; they are raised on leaving the outermost one. Takes one to two microseconds."""
+
+    __slots__ = ("_is_outermost",)
+
+    def __enter__(self) -> None:
+        self._is_outermost = _handlers is None and threading.get_ident() == threading.main_thread().ident
+        if self._is_outermost:
+            _hold()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._is_outermost:
+            _release()
+
+
+class let_in:
+    """
+    Within it, inside [`held`], signals are raised as if there were no `held`.
+
+    Args:
+        waiting (`bool`): Raise on entering what has waited so far; otherwise that waits on.
+    """
+
+    __slots__ = ("_waiting", "_was_held")
+
+    def __init__(self, waiting: bool = True) -> None:
+        self._waiting = waiting
+
+    def __enter__(self) -> None:
+        self._was_held = _handlers is not None and threading.get_ident() == _holder
+        if self._was_held:
+            try:
+                _release(self._waiting)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._was_held:
+            try:
+                _hold()
+            except BaseException:  # one more came first: it is raised, and what follows it is held
+                _hold()
+                raise
+
+
+def acquire(lock: Any) -> None:
+    """Acquires a lock that another thread may hold for long, letting signals in meanwhile."""
+    while not lock.acquire(timeout=0.05):
+        with let_in():
+            pass
+
+
+def _forget() -> None:
+    """In a child process: what another thread held there is held by none here."""
+    if _handlers is not None and threading.get_ident() != _holder:
+        _pending.clear()
+        _release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

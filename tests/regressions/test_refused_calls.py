@@ -1,0 +1,109 @@
+"""A call that fails, for whatever reason, leaves a model that serves the next call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, PreTrainedModel
+
+import hf_paged
+from tests import models
+
+LONG = models.prompt("llama", 1, 60)["input_ids"]
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+
+
+class Raises(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+class Narrows(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, :0]
+
+
+# What `generate` is called with, over `OPTIONS`; plain refuses every one of them.
+REFUSED: dict[str, dict[str, Any]] = {
+    "ids of three dimensions": {"input_ids": LONG[None]},
+    "ids of three dimensions, several rows": {"input_ids": LONG.view(1, 4, 15)},
+    "ids of three dimensions, beams": {"input_ids": LONG[None], "num_beams": 3},
+    "a column of ids": {"input_ids": LONG[:, :, None]},
+    "ids of one dimension": {"input_ids": LONG[0]},
+    "float ids": {"input_ids": LONG.float()},
+    "ids outside the vocabulary": {"input_ids": LONG + models.VOCAB_SIZE},
+    "no rows": {"input_ids": LONG[:0]},
+    "a mask of another length": {"input_ids": LONG, "attention_mask": torch.ones(1, 7)},
+    "a mask of other rows": {"input_ids": LONG, "attention_mask": torch.ones(5, 60)},
+    "a mask of text": {"input_ids": LONG, "attention_mask": "left"},
+    "a mask of three dimensions": {"input_ids": LONG, "attention_mask": torch.ones(1, 1, 60)},
+    "a processor that raises": {"input_ids": LONG, "logits_processor": [Raises()]},
+    "a processor that leaves no scores": {"input_ids": LONG, "logits_processor": [Narrows()]},
+    "no new tokens": {"input_ids": LONG, "max_new_tokens": 0},
+    "beams and no sampling": {"input_ids": LONG, "num_beams": 2, "num_return_sequences": 3},
+    "an unknown option": {"input_ids": LONG, "max_tokens": 3},
+    "a negative temperature": {"input_ids": LONG, "do_sample": True, "temperature": -1.0},
+}
+
+
+def call(model: PreTrainedModel, arguments: dict[str, Any], **paged: Any) -> torch.Tensor:
+    arguments = {**OPTIONS, **arguments, **paged}
+    return model.generate(arguments.pop("input_ids"), **arguments)
+
+
+def assert_served(model: PreTrainedModel, inputs: dict[str, torch.Tensor], road: str) -> None:
+    expected = model.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == road
+    hf_paged.check_integrity(model)
+    assert hf_paged.memory_stats(model).used_blocks == 0
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_item_04_after_a_refused_call_the_next_is_served(case: str) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (5, 3))
+    assert_served(model, inputs, "engine")
+    for _ in range(2):
+        with pytest.raises(Exception) as plain:
+            call(model, REFUSED[case])
+        with pytest.raises(type(plain.value)):
+            call(model, REFUSED[case], **models.PAGED)
+        assert_served(model, inputs, "engine")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "mistral", "gpt2"])
+def test_item_04_in_other_models(name: str) -> None:
+    model, inputs = models.build(name), models.padded_prompt(name, (5, 3))
+    road = "hf_loop" if models.is_encoder_decoder(name) else "engine"
+    assert_served(model, inputs, road)
+    for case in ("ids of three dimensions", "ids of three dimensions, several rows", "a column of ids"):
+        with pytest.raises(Exception) as plain:
+            call(model, REFUSED[case])
+        with pytest.raises(type(plain.value)):
+            call(model, REFUSED[case], **models.PAGED)
+        assert_served(model, inputs, road)
+
+
+def test_item_04_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds() -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (5, 3))
+    options = {**OPTIONS, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options)
+    held = model.generate(**inputs, **options, **models.PAGED).past_key_values
+    with pytest.raises(ValueError, match="a cache of their own"):
+        call(model, REFUSED["ids of three dimensions"], **models.PAGED)
+    for layer, stock in zip(held.layers, expected.past_key_values.layers):
+        torch.testing.assert_close(layer.keys + 0, stock.keys)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected.sequences)
+    hf_paged.check_integrity(model)
+
+
+def test_item_04_a_model_whose_heads_change_is_served() -> None:
+    """Not only what failed may have left states of another shape: the model may be another than it was."""
+    model, other = models.build("llama"), models.build("llama", seed=5, num_key_value_heads=4)
+    inputs = models.padded_prompt("llama", (5, 3))
+    assert_served(model, inputs, "engine")
+    model.config, model.model, model.lm_head = other.config, other.model, other.lm_head
+    assert_served(model, inputs, "engine")

@@ -127,13 +127,22 @@ class GroupMemory:
         self.storage.copy_blocks(copies)
         self.memory.copied(len(copies))
 
-    def layer(self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool) -> LayerBlocks:
+    def layer(
+        self,
+        owner: Any,
+        index: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        is_empty: bool,
+        num_begun: int = 0,
+    ) -> LayerBlocks:
         """
         The blocks of layer `index` for states like `keys` and `values`, made on first use.
 
         Args:
             owner (`LayerGroup`): Whose layer asks.
-            is_empty (`bool`): Whether the owner's tables have no content in this layer yet.
+            is_empty (`bool`): Whether the owner's tables have no content in this layer yet, and neither have
+            num_begun (`int`): so many tables beside them.
 
         Raises:
             ValueError: if what the layer holds has other heads, dims or device.
@@ -143,14 +152,14 @@ class GroupMemory:
         if layer is not None:
             return layer
         with held():
-            return self._make_layer(owner, index, keys, values, is_empty)
+            return self._make_layer(owner, index, keys, values, is_empty, num_begun)
 
     def _make_layer(
-        self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool
+        self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool, num_begun: int
     ) -> LayerBlocks:
         known = self.storage.layers.get(index)
-        others = any(any(t.block_ids for t in tables.tables) for tables in self.table_sets if tables is not owner)
-        if known is None or (is_empty and not others):
+        others = sum(bool(t.block_ids) for tables in self.table_sets if tables is not owner for t in tables.tables)
+        if known is None or (is_empty and others <= num_begun):
             self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
             self.block_bytes = (
                 owner.num_layers

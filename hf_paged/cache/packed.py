@@ -82,6 +82,18 @@ class PackedStep:
     states: dict[int, LayerStates] = field(default_factory=dict)
     """What each layer has stored so far, by its index. It goes with the step, so that nothing outlives it."""
 
+    @property
+    def num_rows(self) -> int:
+        """Tables that the step writes to."""
+        return self.num_decodes + len(self.chunks)
+
+    @property
+    def begins(self) -> bool:
+        """Whether every row begins in this step, so that nothing was stored for any of them before."""
+        if self.lengths is not None:
+            return False
+        return all(n == 1 for n in self.seq_lens) and all(chunk.query_len == chunk.seq_len for chunk in self.chunks)
+
 
 class PackedTensor(torch.Tensor):
     """
@@ -218,7 +230,9 @@ class PackedLayer(cache_utils.DynamicLayer):
                 or states.blocks() is not blocks
                 or states.signature != states.sign(key_states, value_states)
             ):
-                blocks = group.blocks.layer(group, self.index, key_states, value_states, is_empty=False)
+                blocks = group.blocks.layer(
+                    group, self.index, key_states, value_states, is_empty=step.begins, num_begun=step.num_rows
+                )
                 states = self._states = PackedStates(
                     self.share, self.index, blocks, key_states, value_states, step.slots
                 )

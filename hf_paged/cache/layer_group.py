@@ -54,7 +54,7 @@ class LayerGroup:
             self.blocks.table_sets.add(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "tables"):
+        if hasattr(self, "_snapshots"):  # else it was interrupted before it held anything
             self.free()
 
     # -- moving on ------------------------------------------------------------------------------------------------

@@ -1,0 +1,197 @@
+"""A step happens or it never did: an interrupt at any moment leaves pool, model and engine whole."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from tests import models
+from tests.interrupts import MODES, Case, Engine, Generate, interrupt_often
+from tests.test_faults import model_state
+
+OURS = str(Path(hf_paged.__file__).parent)
+GREEDY = MODES["greedy"]
+
+
+class SignalAt:
+    """A trace function that raises a signal when line `n` of hf_paged, counted as they run, is about to run."""
+
+    def __init__(self, n: int, number: int = signal.SIGINT) -> None:
+        self.n, self.number, self.count = n, number, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self.line if frame.f_code.co_filename.startswith(OURS) else None
+
+    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.count += 1
+            # Python looks for signals after calls and jumps, and a `with` around these sees the exception; where it is
+            # left, which is its own line again, none can come
+            if self.count >= self.n > 0 and not self.is_with(frame):
+                self.n = 0
+                sys.settrace(None)
+                signal.raise_signal(self.number)
+        return self.line
+
+    def is_with(self, frame: FrameType) -> bool:
+        return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+
+
+def run_traced(case: Case, n: int) -> tuple[bool, int]:
+    """Whether it was interrupted at line `n`, and how many lines ran."""
+    tracer, before = SignalAt(n), sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        case.run()
+        return False, tracer.count
+    except KeyboardInterrupt:
+        return True, tracer.count
+    finally:
+        sys.settrace(before)
+
+
+CASES = {
+    "generate": lambda: Generate(models.build("llama"), "greedy"),
+    "beams": lambda: Generate(models.build("llama"), "beams"),
+    "encoder-decoder": lambda: Generate(models.build("t5"), "beams"),
+    "engine.generate": lambda: Engine(models.build("llama"), "generate"),
+    "engine.step": lambda: Engine(models.build("llama"), "steps"),
+    "swap": lambda: Engine(models.build("llama"), "steps", num_blocks=9, preemption="swap"),
+    "recompute": lambda: Engine(models.build("llama"), "steps", num_blocks=9, preemption="recompute"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> None:
+    case = CASES[name]()
+    case.run()
+    case.check()
+    before = model_state(case.model)
+    interrupted, num_lines = run_traced(case, 0)
+    case.check()
+    assert not interrupted and num_lines > 1000
+    points = 12
+    num_interrupted = 0
+    for point in range(points):
+        num_interrupted += run_traced(case, 1 + (num_lines * (2 * point + 1) + 7 * point) // (2 * points))[0]
+        assert model_state(case.model) == before, f"point {point}"
+        case.check()
+    assert num_interrupted > points // 2
+
+
+def test_item_07_real_interrupts() -> None:
+    told: list[str] = []
+    assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
+
+
+# ------------------------------------------------------------------------------------------- where it hit before
+
+
+class Signals(LogitsProcessor):
+    """Interrupts the request that it belongs to, at its `count`-th token."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return scores
+
+
+def finish(engine: PagedEngine, results: dict[str, Any]) -> None:
+    while engine.has_unfinished:
+        results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
+
+
+def test_item_07_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
+    model, results = models.build("llama"), {}
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        expected = engine.generate([[5, 6, 7], [8, 9], [10]], GREEDY)
+        for number, prompt in enumerate(([5, 6, 7], [8, 9], [10])):
+            own = {"logits_processor": [Signals(3)]} if number == 1 else {}
+            engine.add_request(prompt, GREEDY, request_id=str(number), **own)
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine, results)
+        finish(engine, results)
+        engine.check_integrity()
+        assert engine.stats().used_blocks == 0
+    assert "KeyboardInterrupt" in str(results["1"].error)
+    for number in (0, 2):
+        assert results[str(number)].error is None
+        assert results[str(number)].token_ids == expected[number].token_ids
+
+
+class Nowhere(Exception):
+    pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM], ids=["SIGTERM", "SIGALRM"])
+def test_item_07_other_signals_whose_handlers_raise_wait_too(number: signal.Signals) -> None:
+    case = Generate(models.build("llama"), "greedy")
+    case.run()
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise Nowhere
+
+    original, tracing = signal.signal(number, handle), sys.gettrace()
+    try:
+        for n in (40, 400, 1100, 1500, 2100):
+            sys.settrace(SignalAt(n, number))
+            try:
+                with pytest.raises(Nowhere):
+                    case.run()
+            finally:
+                sys.settrace(tracing)
+            case.check()
+        assert signal.getsignal(number) is handle
+    finally:
+        signal.signal(number, original)
+
+
+def test_item_07_the_handler_is_as_it_was_and_user_code_sees_it() -> None:
+    model, seen = models.build("llama"), []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        seen.append("handled")
+
+    class Looks(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(signal.getsignal(signal.SIGINT))
+            signal.raise_signal(signal.SIGINT)
+            return scores
+
+    original = signal.signal(signal.SIGINT, handle)
+    try:
+        model.generate(**models.prompt("llama"), max_new_tokens=1, **models.PAGED, logits_processor=[Looks()])
+        with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+            (result,) = engine.generate([[5, 6]], {"max_new_tokens": 1}, logits_processor=[Looks()])
+        assert signal.getsignal(signal.SIGINT) is handle
+    finally:
+        signal.signal(signal.SIGINT, original)
+    assert result.error is None
+    assert seen == [handle, "handled"] * 2
+
+
+def test_item_07_calls_in_other_threads_leave_signals_alone() -> None:
+    model, inputs = models.build("llama"), models.prompt("llama")
+    expected, got = model.generate(**inputs, **GREEDY), []
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=lambda: got.append(model.generate(**inputs, **GREEDY, **models.PAGED)))
+    thread.start()
+    while thread.is_alive():
+        assert signal.getsignal(signal.SIGINT) is handler
+    thread.join()
+    assert torch.equal(got[0], expected)

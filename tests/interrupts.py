@@ -1,7 +1,7 @@
 """
 Real SIGINTs at random moments of `generate` and the engine: `python -m tests.interrupts --count 1000`.
 
-Another process sends them, so that they come at any moment, between any two bytecodes. After each: the pool is whole and
+Another process sends them, so that they come between any two bytecodes. After each: the pool is whole and
 no call that is gone holds a block, the model is as it was, and what comes next gives plain's tokens. The exit code is 1
 if anything else was seen; every failure is printed with the number that repeats its choices (`--seed`).
 """

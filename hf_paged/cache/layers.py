@@ -49,9 +49,20 @@ class PagedLayer(cache_utils.DynamicLayer):
 
         Raises:
             OutOfBlocksError: if the budget does not allow the blocks; nothing was allocated.
-            ValueError: if the batch size is not that of the rows held.
+            ValueError: if the batch size is not that of the rows held, or keys and values differ in rows or tokens;
+                nothing was stored.
         """
-        group, context_len, query_len = self.group, self.num_seen, key_states.shape[2]
+        key_shape, value_shape = key_states.shape, value_states.shape
+        if (
+            len(key_shape) != 4
+            or len(value_shape) != 4
+            or (key_shape[0], key_shape[2]) != (value_shape[0], value_shape[2])
+        ):
+            raise ValueError(
+                f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape {tuple(value_shape)}: "
+                "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
+            )
+        group, context_len, query_len = self.group, self.num_seen, key_shape[2]
         with group.memory.lock:
             group.blocks.layer(group, self.index, key_states, value_states, is_empty=context_len == 0)
             step, slots = group.advance(key_states.shape[0], context_len, query_len, key_states.device)

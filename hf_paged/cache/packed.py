@@ -222,6 +222,11 @@ class PackedLayer(cache_utils.DynamicLayer):
         if step is None or key_states.shape[0] != 1 or key_states.shape[2] != step.num_tokens:
             expected = "no step" if step is None else f"a packed step of {step.num_tokens} tokens"
             raise NotPackable(f"layer {self.index} got states of shape {tuple(key_states.shape)} in {expected}")
+        if value_states.shape[::2] != key_states.shape[::2]:
+            raise NotPackable(
+                f"layer {self.index} got keys of shape {tuple(key_states.shape)} and values of shape "
+                f"{tuple(value_states.shape)}"
+            )
         with group.memory.lock:
             states, blocks = self._states, group.blocks.storage.layers.get(self.index)
             if (

@@ -61,6 +61,85 @@ def supports(
     return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def check_attention(query: Tensor, key_blocks: Tensor, value_blocks: Tensor, sinks: Tensor | None) -> None:
+    """
+    Raises unless `(batch, heads, query_len, head_dim)` queries can be read with these blocks: `TypeError` for dtype and
+    device, `ValueError` for shape and strides. What cannot be read from a tensor alone, the kernel checks.
+    """
+    tensors = {"query": query, "key_blocks": key_blocks, "value_blocks": value_blocks}
+    for name, tensor in tensors.items():
+        if not tensor.is_cpu or tensor.dtype is not query.dtype or tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}: the kernel takes "
+                f"one of {', '.join(map(str, DTYPES))} for all, on the CPU"
+            )
+        if tensor.dim() != 4 or tensor.stride(3) != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: the kernel takes 4 dimensions, "
+                "the last one contiguous"
+            )
+    keys, values = key_blocks.shape, value_blocks.shape
+    if keys[:3] != values[:3] or not keys[1] or not keys[2] or query.size(1) % keys[1] or query.size(3) != keys[3]:
+        raise ValueError(
+            f"queries of shape {tuple(query.shape)} do not fit key blocks of shape {tuple(keys)} and value blocks of "
+            f"shape {tuple(values)}: (batch, heads, n, dim) goes with (blocks, kv_heads, block_size, dim)"
+        )
+    if sinks is not None:
+        if not sinks.is_cpu or sinks.dtype not in DTYPES:
+            raise TypeError(f"sinks are {sinks.dtype} on {sinks.device}: the kernel takes floats on the CPU")
+        if sinks.shape != query.shape[1:2] or sinks.stride(0) != 1:
+            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, one for each of {query.size(1)} heads is needed")
+
+
+def check_metadata(metadata: AttentionMetadata, rows: int) -> None:
+    """Raises unless tables and lengths of `rows` rows can be read: errors as of `check_attention`."""
+    for name, dims in (("block_tables", 2), ("seq_lens", 1), ("starts", 1)):
+        tensor = getattr(metadata, name)
+        if not tensor.is_cpu or tensor.dtype is not torch.int32:
+            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}: the kernel takes torch.int32 on the CPU")
+        # one row, or none, may have any stride from one to the next
+        if tensor.dim() != dims or tensor.size(0) != rows or (tensor.stride(-1) != 1 and tensor.size(-1) > 1):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, there are {rows} rows: the "
+                f"kernel takes {dims} dimensions, the last one contiguous"
+            )
+
+
+def check_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> None:
+    """Raises unless states `(batch, heads, n, dim)` fit the blocks: errors as of `check_attention`."""
+    for name, states, blocks in (("keys", keys, key_blocks), ("values", values, value_blocks)):
+        if not (states.is_cpu and blocks.is_cpu) or states.dtype is not blocks.dtype:
+            raise TypeError(
+                f"{name} are {states.dtype} on {states.device}, their blocks {blocks.dtype} on {blocks.device}: the "
+                "kernel takes one dtype, on the CPU"
+            )
+        if states.dim() != 4 or blocks.dim() != 4 or states.shape[1::2] != blocks.shape[1::2] or not blocks.size(2):
+            raise ValueError(
+                f"{name} of shape {tuple(states.shape)} do not fit blocks of shape {tuple(blocks.shape)}: (batch, "
+                "heads, n, dim) goes with (blocks, heads, block_size, dim)"
+            )
+        if states.stride(3) != 1 or blocks.stride(3) != 1:
+            raise ValueError(
+                f"{name} or their blocks have strides {states.stride()}, {blocks.stride()}: the last must be 1"
+            )
+    if keys.shape[:3] != values.shape[:3] or key_blocks.shape[:3] != value_blocks.shape[:3]:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, or their blocks {tuple(key_blocks.shape)} and "
+            f"{tuple(value_blocks.shape)}, differ in more than the last dimension"
+        )
+
+
+def check_slots(slots: Tensor, rows: int, tokens: int) -> None:
+    """Raises unless there is a slot for each of `rows` x `tokens` new states: errors as of `check_attention`."""
+    if not slots.is_cpu or slots.dtype is not torch.int64:
+        raise TypeError(f"slots are {slots.dtype} on {slots.device}: the kernel takes torch.int64 on the CPU")
+    if slots.dim() != 2 or slots.size(0) != rows or slots.size(1) != tokens or (tokens > 1 and slots.stride(1) != 1):
+        raise ValueError(
+            f"slots have shape {tuple(slots.shape)} and strides {slots.stride()}, ({rows}, {tokens}) new states came: "
+            "the kernel takes one for each, the last dimension contiguous"
+        )
+
+
 def paged_attention(
     query: Tensor,
     key_blocks: Tensor,
@@ -72,7 +151,19 @@ def paged_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`reference.paged_attention` for the arguments that `supports` accepts; float32 arithmetic for every dtype."""
+    """
+    `reference.paged_attention` for the arguments that `supports` accepts; float32 arithmetic for every dtype. Raises
+    `TypeError`, `ValueError` or `IndexError` for others; nothing outside of a tensor is read.
+    """
+    check_attention(query, key_blocks, value_blocks, sinks)
+    check_metadata(metadata, query.size(0))
+    if metadata.query_len != query.size(2) or metadata.block_size != key_blocks.size(2):
+        raise ValueError(
+            f"the metadata tells of {metadata.query_len} queries and blocks of {metadata.block_size} tokens, there are "
+            f"{query.size(2)} and {key_blocks.size(2)}"
+        )
+    if bias is not None and (bias.dtype not in DTYPES or not bias.is_cpu):
+        raise TypeError(f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU")
     batch, heads, query_len, key_dim = query.shape
     num_blocks, kv_heads, block_size, value_dim = value_blocks.shape
     out = query.new_empty(batch, query_len, heads, value_dim)
@@ -131,8 +222,12 @@ def paged_attention(
     return out
 
 
-def attention_error(error: int, metadata: AttentionMetadata, num_blocks: int, bias_len: int) -> IndexError:
+def attention_error(error: int, metadata: AttentionMetadata, num_blocks: int, bias_len: int) -> Exception:
     """What the kernel found that would have read outside of a tensor; it then has computed nothing."""
+    if error == 4:
+        return ValueError("a tensor without memory, or sizes that do not fit one another")
+    if error == 5:
+        return IndexError(f"a row starts before its first token: starts are {metadata.starts.tolist()}")
     if error == 1:
         return IndexError(
             f"block tables of shape {tuple(metadata.block_tables.shape)} and {metadata.block_size} tokens a block do "
@@ -162,7 +257,12 @@ def supports_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_block
 
 
 def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """`cache.storage.store` for the arguments that `supports_store` accepts."""
+    """
+    `cache.storage.store` for the arguments that `supports_store` accepts. Raises `TypeError`, `ValueError` or
+    `IndexError` for others, before anything is written.
+    """
+    check_store(keys, values, key_blocks, value_blocks)
+    check_slots(slots, keys.size(0), keys.size(2))
     batch, kv_heads, tokens, key_dim = keys.shape
     num_blocks, _, block_size, value_dim = value_blocks.shape
     key_size, value_size = keys.element_size(), values.element_size()
@@ -197,17 +297,30 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     )
     kernels = library()
     assert kernels is not None
-    if kernels.hf_paged_store(call):
-        raise IndexError(f"a slot is outside the pool of {num_blocks} blocks of {block_size} tokens")
+    if error := kernels.hf_paged_store(call):
+        raise store_error(error, num_blocks, block_size)
+
+
+def store_error(error: int, num_blocks: int, block_size: int) -> Exception:
+    """What the kernel found that would have written outside of a tensor; it then has written nothing."""
+    if error == 2:
+        return IndexError(f"a slot is outside the pool of {num_blocks} blocks of {block_size} tokens")
+    return ValueError("a tensor without memory, or sizes that do not fit one another")
 
 
 def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content."""
+    """
+    16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content. Raises
+    `ValueError` for a negative size, or a size without an address.
+    """
     count = len(starts)
+    if len(sizes) != count:
+        raise ValueError(f"{count} addresses and {len(sizes)} sizes")
     addresses, num_bytes = (ctypes.c_uint64 * count)(*starts), (ctypes.c_int64 * count)(*sizes)
     out = (ctypes.c_uint64 * 2)()
     pointers = (ctypes.addressof(array) for array in (addresses, num_bytes, out))
     kernels = library()
     assert kernels is not None
-    kernels.hf_paged_hash(HASH.pack(*pointers, count, torch.get_num_threads()))
+    if kernels.hf_paged_hash(HASH.pack(*pointers, count, torch.get_num_threads())):
+        raise ValueError(f"a span has a negative size, or no address: sizes are {list(sizes)}")
     return bytes(out)

@@ -68,6 +68,8 @@ private:
 
 // probs[rows][size] float, contiguous; drawn[rows]. 1: a row that torch.multinomial refuses; nothing is drawn then.
 int run(const float* probs, int64_t rows, int64_t size, State& state, int64_t* drawn) {
+    if (rows < 0 || size < 0 || state.left < 1 || state.left > kWords + 1) return 1;
+    if (rows && (!probs || !drawn)) return 1;
     for (int64_t row = 0; row < rows; ++row) {
         const float* p = probs + row * size;
         float largest = 0;
@@ -107,5 +109,5 @@ int run(const float* probs, int64_t rows, int64_t size, State& state, int64_t* d
 }  // namespace draw
 
 extern "C" int hf_paged_draw(const float* probs, int64_t rows, int64_t size, void* state, int64_t* drawn) {
-    return draw::run(probs, rows, size, *(draw::State*)state, drawn);
+    return state == nullptr ? 1 : draw::run(probs, rows, size, *(draw::State*)state, drawn);
 }

@@ -223,7 +223,21 @@ struct Kernel {
         write<T>(*first, acc, top, sum);
     }
 
-    // 0, or 1 if a row is longer than its table, 2 if a block id is outside the pool, 3 if the bias is too short.
+    // Sizes that anything could be computed with; asked before a Kernel is made, which divides by them.
+    static bool fits(const AttentionCall& c) {
+        const int64_t sizes[] = {c.batch, c.query_len, c.key_dim, c.value_dim, c.num_blocks, c.max_blocks, c.bias_len};
+        for (int64_t size : sizes)
+            if (size < 0) return false;
+        if (c.heads < 0 || c.kv_heads <= 0 || c.block_size <= 0 || c.heads % c.kv_heads || c.threads <= 0) return false;
+        for (int64_t dtype : {c.dtype, c.sinks_dtype, c.bias_dtype})
+            if (dtype < 0 || dtype > 2) return false;
+        if (!(c.batch && c.heads && c.query_len && c.value_dim)) return true;  // nothing to read
+        return c.query && c.out && c.seq_lens && c.starts && (!c.num_blocks || (c.key && c.value)) &&
+               (!c.max_blocks || c.tables);
+    }
+
+    // 0, or 1 if a row is longer than its table, 2 if a block id is outside the pool, 3 if the bias is too short, 5 if a row
+    // starts before its table does.
     int plan(std::vector<Span>& spans, int64_t& partials, int64_t& total) const {
         std::vector<std::pair<int64_t, int64_t>> ranges(c.batch);
         for (int64_t row = 0; row < c.batch; ++row) {
@@ -233,6 +247,7 @@ struct Kernel {
                 if (a < b) low = std::min(low, a), high = std::max(high, b);
             }
             low = std::min(low, high);
+            if (low < 0) return 5;
             if (high > c.max_blocks * c.block_size) return 1;
             if (c.bias && high > c.bias_len) return 3;
             for (int64_t i = low / c.block_size; i * c.block_size < high; ++i)
@@ -279,6 +294,8 @@ struct Kernel {
 }  // namespace
 
 extern "C" int hf_paged_attention(const AttentionCall* call) {
+    if (!Kernel::fits(*call)) return 4;
+    if (!(call->batch && call->heads && call->query_len && call->value_dim)) return 0;
     Kernel kernel{*call};
     if (call->dtype == 0) return kernel.execute<float>();
     return call->dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
@@ -295,6 +312,12 @@ struct StoreCall {
 
 extern "C" int hf_paged_store(const StoreCall* call) {
     const StoreCall& c = *call;
+    if (c.batch < 0 || c.kv_heads < 0 || c.tokens < 0 || c.block_size <= 0 || c.num_slots < 0) return 4;
+    if (c.bytes[0] < 0 || c.bytes[1] < 0) return 4;
+    if (!(c.batch && c.kv_heads && c.tokens)) return 0;
+    if (!c.slots) return 4;
+    for (int which = 0; which < 2; ++which)
+        if (c.bytes[which] && (!c.source[which] || (c.num_slots && !c.blocks[which]))) return 4;
     for (int64_t b = 0; b < c.batch; ++b)
         for (int64_t t = 0; t < c.tokens; ++t) {
             int64_t slot = c.slots[b * c.slots_stride + t];

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from .build import library
-from .calls import ATTENTION, DTYPES, NO_STRIDES, STORE, attention_error
+from .calls import (
+    ATTENTION,
+    DTYPES,
+    NO_STRIDES,
+    STORE,
+    attention_error,
+    check_attention,
+    check_metadata,
+    check_slots,
+    check_store,
+    store_error,
+)
 
 if TYPE_CHECKING:
     from hf_paged.attention.metadata import AttentionMetadata
@@ -21,10 +32,17 @@ class StoreCall:
     caller sees to it that blocks and states are what they were.
     """
 
-    __slots__ = ("_blocks", "_num_blocks", "_rest")
+    __slots__ = ("_blocks", "_num_blocks", "_rest", "_slots")
 
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> None:
-        """Arguments as of `cache.storage.store`, those that `supports_store` accepts, with one row."""
+        """
+        Arguments as of `cache.storage.store`, those that `supports_store` accepts, with one row. Raises `TypeError` or
+        `ValueError` for others.
+        """
+        check_store(keys, values, key_blocks, value_blocks)
+        if keys.size(0) != 1:
+            raise ValueError(f"keys of shape {tuple(keys.shape)}: one row is needed")
+        self._slots = 1, keys.size(2)
         _, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, block_size, value_dim = value_blocks.shape
         self._blocks = key_blocks.data_ptr(), value_blocks.data_ptr()
@@ -38,17 +56,20 @@ class StoreCall:
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores `(1, kv_heads, tokens, dim)` states at `slots`, `(1, tokens)` int64."""
+        if slots.shape != self._slots or slots.dtype is not torch.int64:
+            check_slots(slots, *self._slots)
         kernels = library()
         assert kernels is not None
         call = STORE.pack(keys.data_ptr(), values.data_ptr(), *self._blocks, slots.data_ptr(), *self._rest)
-        if kernels.hf_paged_store(call):
-            raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks")
+        if error := kernels.hf_paged_store(call):
+            raise store_error(error, self._num_blocks, self._rest[3])
 
 
 class DecodeFields(NamedTuple):
     """What the kernel is told of a step's block tables: the same for all layers of a group."""
 
     metadata: AttentionMetadata  # keeps the tensors
+    rows: int
     pointers: tuple[int, int, int]  # of block_tables, seq_lens, starts
     widths: tuple[int, int]  # of a row of block_tables: from one to the next, and its columns
     causal_window_threads: tuple[int, int, int]  # 1; tokens, -1 for no window; of torch
@@ -56,9 +77,12 @@ class DecodeFields(NamedTuple):
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> DecodeFields:
         """For tables and lengths `(rows, max_blocks)` and `(rows,)`, int32, on the CPU."""
+        rows = metadata.seq_lens.numel()
+        check_metadata(metadata, rows)
         tables = metadata.block_tables
         return cls(
             metadata,
+            rows,
             (tables.data_ptr(), metadata.seq_lens.data_ptr(), metadata.starts.data_ptr()),
             (tables.stride(0), tables.size(1)),
             (1, -1 if metadata.window is None else metadata.window, torch.get_num_threads()),
@@ -89,6 +113,9 @@ class DecodeCall:
                 as the call is used.
             sinks, scale, softcap: As in `paged_attention`.
         """
+        check_attention(query, key_blocks, value_blocks, sinks)
+        if query.size(0) != 1:
+            raise ValueError(f"queries of shape {tuple(query.shape)}: one row of tokens is needed")
         _, heads, rows, key_dim = query.shape
         num_blocks, kv_heads, block_size, value_dim = value_blocks.shape
         sinks_dtype = 0 if sinks is None else DTYPES[sinks.dtype]
@@ -109,6 +136,8 @@ class DecodeCall:
 
     def __call__(self, query: Tensor, fields: DecodeFields, sinks: Tensor | None) -> Tensor:
         """`(1, rows, heads, value_dim)` in the query's dtype, contiguous."""
+        if fields.rows != self._out_shape[1]:
+            raise ValueError(f"{fields.rows} block tables, but {self._out_shape[1]} queries")
         out = query.new_empty(self._out_shape)
         *_, scale, softcap = self.signature
         call = ATTENTION.pack(

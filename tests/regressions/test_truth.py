@@ -13,9 +13,9 @@ from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
-from hf_paged.batching.generate import MIN_CACHED_TOKENS
 
 ROOT = readme.ROOT
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE")  # of the package, which the README names
 CITED = {"2023", "2309.06180", "2.0", "700"}  # the paper, the licence, a file mode
 
 
@@ -55,11 +55,12 @@ def test_item_14_numbers_elsewhere_in_the_readme_have_a_source():
     path = ROOT / "README.md"
     project, script = (ROOT / "pyproject.toml").read_text(), (ROOT / "examples" / "batch_generation.py").read_text()
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    code = "\n".join(file.read_text() for file in (ROOT / "hf_paged").rglob("*.py"))
     sources = {
+        *(re.search(rf"^{name} = (\d+)", code, re.MULTILINE)[1] for name in CONSTANTS),
         re.search(r'requires-python = ">=([\d.]+)"', project)[1],
         re.search(r'python-version: "([\d.]+)"', workflow)[1],
         re.search(r'"--prompts", type=int, default=(\d+)', script)[1],
-        str(MIN_CACHED_TOKENS),
     }
     numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", prose(path.read_text(), list(readme.SECTIONS[path])))
     assert set(numbers) <= sources | CITED, f"{sorted(numbers)}: render from a result, or name the source here"

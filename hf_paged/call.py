@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-import torch
 from transformers import PreTrainedModel
 
 from .attention.backends import obstacles
@@ -43,7 +42,6 @@ class Call:
         and left within `held`.
         """
         tokens = current.set(self), mask_observer.set(None), obstacles.set(self.obstacles)
-        grad = torch.is_grad_enabled()
         try:
             with self.stack:
                 self.is_running = True
@@ -56,7 +54,6 @@ class Call:
                 cache.discard()
             raise
         finally:
-            torch.set_grad_enabled(grad)  # torch's own contexts lose it where an interrupt ends them
             obstacles.reset(tokens[2])
             mask_observer.reset(tokens[1])
             current.reset(tokens[0])

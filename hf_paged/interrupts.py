@@ -19,6 +19,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
 SIGNALS: tuple[int, ...] = tuple(
     int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 )
@@ -93,13 +95,14 @@ class held:
 
 class let_in:
     """
-    Within it, inside [`held`], signals are raised as if there were no `held`.
+    Within it, inside [`held`], signals are raised as if there were no `held`. Gradients are switched on or off after it
+    as they were before: torch's own contexts lose that where an interrupt ends them.
 
     Args:
         waiting (`bool`): Raise on entering what has waited so far; otherwise that waits on.
     """
 
-    __slots__ = ("_waiting", "_was_held")
+    __slots__ = ("_grad", "_waiting", "_was_held")
 
     def __init__(self, waiting: bool = True) -> None:
         self._waiting = waiting
@@ -107,6 +110,7 @@ class let_in:
     def __enter__(self) -> None:
         self._was_held = _handlers is not None and threading.get_ident() == _holder
         if self._was_held:
+            self._grad = torch.is_grad_enabled()
             try:
                 _release(self._waiting)
             except BaseException:
@@ -122,6 +126,8 @@ class let_in:
             except BaseException:  # one more came first: it is raised, and what follows it is held
                 _hold()
                 raise
+            finally:
+                torch.set_grad_enabled(self._grad)
 
 
 def acquire(lock: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import grad_mode
 from transformers import LogitsProcessor
 
 import hf_paged
@@ -27,11 +29,11 @@ GREEDY = MODES["greedy"]
 class SignalAt:
     """A trace function that raises a signal when line `n` of hf_paged, counted as they run, is about to run."""
 
-    def __init__(self, n: int, number: int = signal.SIGINT) -> None:
-        self.n, self.number, self.count = n, number, 0
+    def __init__(self, n: int, number: int = signal.SIGINT, where: str = OURS) -> None:
+        self.n, self.number, self.where, self.count = n, number, where, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self.line if frame.f_code.co_filename.startswith(OURS) else None
+        return self.line if frame.f_code.co_filename.startswith(self.where) else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -88,6 +90,21 @@ def test_item_07_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> 
         assert model_state(case.model) == before, f"point {point}"
         case.check()
     assert num_interrupted > points // 2
+
+
+@pytest.mark.parametrize("name", ["generate", "engine.generate", "engine.step"])
+def test_item_07_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(name: str) -> None:
+    case = CASES[name]()
+    for line in range(1, 120, 7):
+        tracing = sys.gettrace()
+        sys.settrace(SignalAt(line, where=str(grad_mode.__file__)))
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                case.run()
+        finally:
+            sys.settrace(tracing)
+        assert torch.is_grad_enabled(), f"line {line}"
+        case.check()
 
 
 def test_item_07_real_interrupts() -> None:

@@ -63,7 +63,8 @@ def _check_arguments(
     ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     if getattr(model, "main_input_name", None) == "input_ids" and not model.config.is_encoder_decoder:
         check_ids(ids)
-    check_numbers({**(vars(config) if isinstance(config, GenerationConfig) else {}), **kwargs})
+    options = vars(config) if isinstance(config, GenerationConfig) else {}
+    check_numbers({**options, **kwargs}, check_range=False)
     for name in ("logits_processor", "stopping_criteria"):
         as_list(name, kwargs.get(name))
     streamer = kwargs.get("streamer")

@@ -97,15 +97,17 @@ def check_ids(value: Any) -> None:
         raise ValueError(f"`input_ids` have the shape {tuple(value.shape)}: there must be at least one row")
 
 
-def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for generation options that count or measure and are no numbers."""
+def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
+    """
+    Raises `ValueError` for generation options that count or measure and are no numbers, and with `check_range` for
+    counts below 1 (`generate` leaves these to transformers, which raises an error of its own type).
+    """
     for name in _COUNTS:
         value = options.get(name)
-        if value is not None and (not isinstance(value, Integral) or value < 1):
+        if value is not None and (not isinstance(value, Integral) or (check_range and value < 1)):
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
-    for (
-        name
-    ) in _LENGTHS:  # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
+    # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
+    for name in _LENGTHS:
         value = options.get(name)
         if value is not None and not isinstance(value, (Real, torch.Tensor)):
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number (tokens)")

@@ -159,7 +159,6 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"generation_config": GenerationConfig(num_beams=2.0)},
         "`num_beams` is 2.0: it must be a whole number of at least 1",
     ),
-    "no beams": ({"num_beams": 0}, "`num_beams` is 0: it must be a whole number of at least 1"),
     "length as text": ({"max_new_tokens": "3"}, "`max_new_tokens` is '3': it must be a whole number (tokens)"),
     "processor": ({"logits_processor": [5]}, "`logits_processor` holds 5 at place 0: it must be callable"),
     "criterion": ({"stopping_criteria": [5]}, "`stopping_criteria` holds 5 at place 0: it must be callable"),

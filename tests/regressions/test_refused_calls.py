@@ -80,7 +80,7 @@ def test_item_04_in_other_models(name: str) -> None:
     assert_served(model, inputs, road)
     for case in ("ids of three dimensions", "ids of three dimensions, several rows", "a column of ids"):
         for paged in ({}, models.PAGED):
-            with pytest.raises((RuntimeError, IndexError)):
+            with pytest.raises((RuntimeError, IndexError, ValueError)):
                 call(model, REFUSED[case], **paged)
         assert_served(model, inputs, road)
 
@@ -90,7 +90,7 @@ def test_item_04_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds
     options = {**OPTIONS, "return_dict_in_generate": True}
     expected = model.generate(**inputs, **options)
     held = model.generate(**inputs, **options, **models.PAGED).past_key_values
-    with pytest.raises(ValueError, match="a cache of their own"):
+    with pytest.raises(ValueError, match="both need"):
         call(model, REFUSED["ids of three dimensions"], **models.PAGED)
     for layer, stock in zip(held.layers, expected.past_key_values.layers):
         torch.testing.assert_close(layer.keys + 0, stock.keys)

@@ -37,7 +37,7 @@ def captured_steps(model: Any) -> int:
 
 @pytest.mark.parametrize("name", ["mixtral", "Qwen3MoeForCausalLM"])
 def test_item_21_models_with_experts_are_captured(name: str, graphs: FakeGraphs) -> None:
-    model = models.get(name) if name in models.NAMES else tiny_model(getattr(transformers, name))
+    model = models.build(name) if name in models.NAMES else tiny_model(getattr(transformers, name))
     assert captured_steps(model) > 30
     assert graphs.num_replays > 30
 

@@ -7,6 +7,7 @@ import linecache
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,14 @@ from tests.test_faults import model_state
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
+
+
+@pytest.fixture(autouse=True)
+def sigint() -> Iterator[None]:
+    """Python's own handler: a process that a shell starts in the background inherits one that ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class SignalAt:

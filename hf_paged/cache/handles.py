@@ -65,7 +65,7 @@ class Step:
         """`(batch, max_blocks)` int32 on `device`, rows filled up with 0."""
         table = self.tables.get(device)
         if table is None:
-            width = max(map(len, self.host_tables))
+            width = max(map(len, self.host_tables), default=0)
             rows = [[*ids, *([0] * (width - len(ids)))] for ids in self.host_tables]
             table = self.tables[device] = torch.tensor(rows, dtype=torch.int32, device=device).view(len(rows), width)
         return table
@@ -81,6 +81,8 @@ class Step:
             `torch.Tensor` of shape `(batch, heads, length - first, dim)`, contiguous.
         """
         heads, size, dim = blocks.shape[1:]
+        if not (heads and self.host_tables):
+            return blocks.new_empty(len(self.host_tables), heads, self.length - self.first, dim)
         stride = blocks.stride(2)  # blocks and heads lie whole rows of one token and head apart
         step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
         rows, hidden = self._rows(step_block, step_head, heads, blocks.device)
@@ -181,6 +183,8 @@ class PagedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and _sdpa is not None:
             return _sdpa(*args, **(kwargs or {}))
+        if func in _MEMORY_READERS:
+            args = tree_map_only(PagedTensor, PagedTensor.dense, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -189,6 +193,21 @@ class PagedTensor(torch.Tensor):
         args, kwargs = tree_map_only(PagedTensor, PagedTensor.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+
+# Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.
+_MEMORY_READERS = {
+    torch.Tensor.__array__,
+    torch.Tensor.__cuda_array_interface__.__get__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.apply_,
+    torch.Tensor.data_ptr,
+    torch.Tensor.map_,
+    torch.Tensor.numpy,
+    torch.Tensor.share_memory_,
+    torch.Tensor.storage,
+    torch.Tensor.tolist,
+    torch.Tensor.untyped_storage,
+}
 
 _sdpa: Callable[..., torch.Tensor] | None = None
 

@@ -69,7 +69,7 @@ class LayerGroup:
         the `device` that the first layer of the step asked for.
         Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
         """
-        if not self.tables:
+        if not self.tables and not self.length:
             self._open(batch_size, query_len)
         if batch_size != len(self.tables):
             raise ValueError(f"the cache holds {len(self.tables)} rows, but keys of {batch_size} rows came")
@@ -111,6 +111,8 @@ class LayerGroup:
         counts = [max(0, length - padding) - table.num_tokens for table, padding in zip(self.tables, self.paddings)]
         if self.blocks.make_room(self.tables, counts):
             self._host_tables = None
+        if any(count and table.shared_tail is not None for table, count in zip(self.tables, counts)):
+            self._keep_snapshots()
         copies = [copy for table, count in zip(self.tables, counts) if (copy := table.append(count)) is not None]
         if copies:
             self.blocks.copy_on_write(copies)
@@ -130,6 +132,7 @@ class LayerGroup:
         ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
         writers = Counter(block for table, tokens in zip(self.tables, ranges) for block in table.shared_blocks(*tokens))
         if writers:
+            self._keep_snapshots()
             self.blocks.reserve(num_copies(self.blocks.pool, writers))
             copies = [copy for table, tokens in zip(self.tables, ranges) for copy in table.own(*tokens)]
             self.blocks.copy_on_write(copies)
@@ -177,6 +180,8 @@ class LayerGroup:
 
     def _new_slots(self, step: Step) -> torch.Tensor:
         size, position = step.block_size, step.context_len
+        if not step.host_tables:
+            return torch.empty(0, step.query_len, dtype=torch.long)
         if step.query_len == 1:
             slots = []
             for ids, padding, dropped in zip(step.host_tables, step.paddings, step.dropped):
@@ -201,7 +206,7 @@ class LayerGroup:
         return self._view
 
     def remember(self, handle: PagedTensor) -> PagedTensor:
-        """Keeps what `handle` shows true: it is gathered before its blocks are given back."""
+        """Keeps what `handle` shows true: it is gathered before its blocks are given back, or left to other tables."""
         if len(self._snapshots) > 64:
             self._snapshots = [ref for ref in self._snapshots if ref() is not None]
         self._snapshots.append(weakref.ref(handle))
@@ -239,8 +244,6 @@ class LayerGroup:
     def crop(self, length: int) -> None:
         """Forgets logical positions from `length` on, and what is outside the window then."""
         with held(), self.memory.lock:
-            if not self.tables:
-                return
             self._keep_snapshots()
             for table, padding in zip(self.tables, self.paddings):
                 table.truncate(max(0, length - padding))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_paged import PagedCache
 
@@ -77,3 +79,63 @@ def test_item_20_nothing_is_shown_that_was_there_before(window: int | None) -> N
         for found in (keys, values):
             assert torch.equal(found.clone(), expected[:, :, -found.shape[2] :]), f"step {step}"
     cache.check_integrity()
+
+
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+    "numpy.asarray": lambda x: torch.from_numpy(numpy.asarray(x)),
+    "numpy.from_dlpack": lambda x: torch.from_numpy(numpy.from_dlpack(x).copy()),
+    "torch.from_dlpack": torch.from_dlpack,
+    "tolist": lambda x: torch.tensor(x.tolist()),
+    "untyped_storage": lambda x: torch.empty(0).set_(x.untyped_storage(), 0, x.shape),
+    "data_ptr": lambda x: torch.frombuffer(bytearray(ctypes.string_at(x.data_ptr(), x.nbytes)), dtype=x.dtype).view(
+        x.shape
+    ),
+    "apply_": lambda x: x.apply_(lambda number: number),
+    "map_": lambda x: x.map_(x.clone(), lambda number, _: number),
+    "share_memory_": lambda x: x.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_item_20_keys_whose_memory_is_asked_for_are_gathered(name: str) -> None:
+    """Some of these ended the process, or read memory at address 0."""
+    cache = PagedCache(paged_config={"block_size": 8})
+    states = torch.randn(2, 2, 11, 4)
+    cache.update(states, states, 0)
+    keys = cache.layers[0].keys
+    assert keys is not None
+    assert keys.data_ptr()  # first: a test must not end the process
+    assert torch.equal(READERS[name](keys), states)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 5, 4), (0, 2, 5, 4), (2, 2, 5, 0)], ids=["heads", "rows", "dims"])
+def test_item_20_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
+    plain, paged = DynamicCache(), PagedCache(paged_config={"block_size": 8})
+    for tokens in (5, 1, 3):
+        states = torch.zeros(*shape[:2], tokens, shape[3])
+        expected, found = plain.update(states, states, 0), paged.update(states, states, 0)
+        for mine, theirs in zip(expected, found):
+            assert torch.equal(mine, theirs.clone())
+    paged.check_integrity()
+
+
+@pytest.mark.parametrize("empty", ["batch_repeat_interleave", "batch_select_indices"])
+def test_item_20_a_cache_without_rows_takes_none(empty: str) -> None:
+    """It showed memory of others as the past of the new rows."""
+    cache = PagedCache(paged_config={"block_size": 8})
+    states = torch.randn(2, 2, 5, 4)
+    cache.update(states, states, 0)
+    if empty == "batch_repeat_interleave":
+        cache.batch_repeat_interleave(0)
+    else:
+        cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match="holds 0 rows, but keys of 2 rows came"):
+        cache.update(states, states, 0)
+    cache.crop(-2)
+    keys = cache.layers[0].keys
+    assert keys is not None and keys.clone().shape == (0, 2, 3, 4)
+    cache.reset()
+    cache.update(states, states, 0)
+    keys = cache.layers[0].keys
+    assert keys is not None and torch.equal(keys, states)

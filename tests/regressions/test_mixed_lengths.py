@@ -79,6 +79,21 @@ def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
     assert_equal(*twins, "the copy's step")
 
 
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 40)], ids=["even", "mixed"])
+def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(lengths: tuple[int, ...]) -> None:
+    _, paged, generator = filled(lengths)
+    for index in range(2):  # memory that is large enough: storage that grows leaves old keys where they were
+        paged.update(*states(2, 100, generator), index)
+    paged.crop(-100)
+    shown = paged.layers[0].keys
+    expected = paged.layers[0].keys.clone()
+    twin = copy.deepcopy(paged)
+    paged.update(*states(2, 1, generator), 0)
+    twin.crop(-3)
+    twin.update(*states(2, 3, generator), 0)
+    assert torch.equal(shown, expected)
+
+
 def test_item_16_crop_takes_as_many_tokens_of_every_layer() -> None:
     plain, paged, generator = filled((5, 40))
     new = states(2, 3, generator)

@@ -2,9 +2,9 @@
 Asynchronous exceptions wait until the bookkeeping is done.
 
 Python runs a signal's handler between any two bytecodes of the main thread, so a Ctrl-C can fall between two lines that
-belong together. Within [`held`] the handler is one that takes note; on leaving it the signal is raised again and finds
-its own handler. [`let_in`] opens a window for what may take long or is a caller's code. A signal mask would not do: the
-system then picks another thread, and Python runs the handler in the main one all the same.
+belong together. Within [`held`] the handler is one that takes note; on leaving it the signal's own handler is called.
+[`let_in`] opens a window for what may take long or is a caller's code. A signal mask would not do: the system then picks
+another thread, and Python runs the handler in the main one all the same.
 
 Other threads get no signals, and there is nothing to do in them. Not held: exceptions that one thread sets in another
 (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import _signal  # the functions of `signal` are these in a wrapper of ten times the time
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -69,8 +70,13 @@ def _put_back(handlers: dict[int, Any]) -> None:
 
 
 def _raise_pending() -> None:
+    signum = _pending.pop(0)
+    handler = _signal.getsignal(signum)
     try:
-        signal.raise_signal(signal.Signals(_pending.pop(0)))
+        if callable(handler):  # not raised again: the file of `signal.set_wakeup_fd` has already told of it
+            handler(signum, sys._getframe())
+        elif handler == signal.SIG_DFL:  # the system's own way, which a caller's code has set since
+            signal.raise_signal(signum)
     finally:  # each has its turn, also if the one before raised
         if _pending:
             _raise_pending()

@@ -43,7 +43,7 @@ class Route:
     slowed_by: tuple[str, ...] = ()
 
 
-_lock = forks.lock()
+_lock = forks.rlock()  # signal handlers and finalizers, which run at any moment, may look at models or free them
 # Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()

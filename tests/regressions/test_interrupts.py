@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import linecache
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -221,3 +222,56 @@ def test_item_07_calls_in_other_threads_leave_signals_alone() -> None:
         assert signal.getsignal(signal.SIGINT) is handler
     thread.join()
     assert torch.equal(got[0], expected)
+
+
+def test_item_07_an_event_loop_hears_of_a_signal_once() -> None:
+    case, seen = Generate(models.build("llama"), "greedy"), []
+    case.run()
+
+    async def interrupted() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: seen.append(point))
+        run_traced(case, point)
+        await asyncio.sleep(0.01)
+
+    handler = signal.getsignal(signal.SIGINT)
+    for point in range(50, 2500, 350):
+        asyncio.run(interrupted())
+        signal.signal(signal.SIGINT, handler)
+        case.check()
+    assert seen == list(range(50, 2500, 350))
+
+
+class Looks:
+    """A trace function that calls `look` before each line of `registry.py` that has not run before."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self.look = look
+        self.lines: set[int] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_lineno not in self.lines:
+            self.lines.add(frame.f_lineno)
+            self.look()
+        return self if frame.f_code.co_filename == str(Path(OURS) / "registry.py") else None
+
+
+def test_item_07_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:
+    model, other = models.build("llama"), models.build("llama")
+    case = Generate(model, "greedy")
+    Generate(other, "greedy").run()
+
+    def look() -> None:
+        hf_paged.memory_stats(model), hf_paged.last_route(model), hf_paged.free(other)
+
+    looks, ended = Looks(look), threading.Event()
+
+    def run() -> None:
+        sys.settrace(looks)
+        case.run()
+        sys.settrace(None)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(30), "it waits for a lock that it holds itself"
+    assert len(looks.lines) > 10
+    case.check()

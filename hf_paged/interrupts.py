@@ -3,8 +3,8 @@ Asynchronous exceptions wait until the bookkeeping is done.
 
 Python runs a signal's handler between any two bytecodes of the main thread, so a Ctrl-C can fall between two lines that
 belong together. Within [`held`] the handler is one that takes note; on leaving it the signal's own handler is called.
-[`let_in`] opens a window for what may take long or is a caller's code. A signal mask would not do: the system then picks
-another thread, and Python runs the handler in the main one all the same.
+[`let_in`] opens a window for what may take long or is a caller's code. A signal mask would not do: the system then
+picks another thread, and Python runs the handler in the main one all the same.
 
 Other threads get no signals, and there is nothing to do in them. Not held: exceptions that one thread sets in another
 (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.

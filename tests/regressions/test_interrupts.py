@@ -228,14 +228,14 @@ def test_item_07_an_event_loop_hears_of_a_signal_once() -> None:
     case, seen = Generate(models.build("llama"), "greedy"), []
     case.run()
 
-    async def interrupted() -> None:
+    async def interrupted(point: int) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: seen.append(point))
         run_traced(case, point)
         await asyncio.sleep(0.01)
 
     handler = signal.getsignal(signal.SIGINT)
     for point in range(50, 2500, 350):
-        asyncio.run(interrupted())
+        asyncio.run(interrupted(point))
         signal.signal(signal.SIGINT, handler)
         case.check()
     assert seen == list(range(50, 2500, 350))

@@ -135,8 +135,9 @@ class Storage:
         if promoted != [layer.keys.dtype, layer.values.dtype]:
             empty = [states[:, :, :0].to(dtype) for states, dtype in zip((keys, values), promoted)]
             wider = LayerBlocks.allocate(layer.keys.shape[0], self.block_size, *empty)
-            wider.keys.copy_(layer.keys)
-            wider.values.copy_(layer.values)
+            used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
+            wider.keys[used] = layer.keys[used]
+            wider.values[used] = layer.values[used]
             self._layers[index] = layer = wider
         return layer
 

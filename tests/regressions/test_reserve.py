@@ -64,3 +64,19 @@ assert PagedEngine(model, PagedConfig(num_blocks=2)).generate([prompt], options)
     message = run(code, megabytes=48, **heads)  # 64 a layer for a block of 256 tokens, 4 for one of 16
     assert "needs 1 blocks of 256 tokens, for which there is no memory" in message
     assert "`num_blocks` (8) or `memory_fraction` (None)" in message
+
+
+def test_item_09_a_wider_dtype_between_steps_touches_no_memory_that_is_set_aside() -> None:
+    code = """
+engine = PagedEngine(model, PagedConfig(num_blocks=1 << 17))  # 512 MB a layer
+engine.add_request(prompt, options)
+engine.step()
+before = psutil.Process().memory_info().rss
+model.double()
+while engine.has_unfinished:
+    for output in engine.step():
+        assert output.result is None or output.result.error is None
+assert psutil.Process().memory_info().rss - before < 256 << 20
+assert engine.generate([prompt], options)[0].token_ids == expected
+"""
+    run(code, megabytes=1 << 14)

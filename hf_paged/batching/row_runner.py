@@ -4,6 +4,7 @@ positions that depend on the batch, attention of their own."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ class RowRunner:
         """As `generate` prepares a single prompt without padding."""
         model = self.model
         kwargs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(ids)}
-        if "position_ids" in model.forward.__code__.co_varnames:
+        if "position_ids" in inspect.signature(model.forward).parameters:
             kwargs["position_ids"] = model._prepare_position_ids_for_generation(ids, kwargs)
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
 from typing import Any
 
@@ -58,6 +60,21 @@ def test_item_15_an_engine_that_runs_row_by_row_says_so_once(caplog: pytest.LogC
     with PagedEngine(another) as engine:
         engine.generate(PROMPTS, OPTIONS)
     assert warnings(caplog) == said
+
+
+@pytest.mark.parametrize("takes_anything", [False, True])
+def test_item_15_an_engine_serves_a_forward_that_is_no_function(takes_anything: bool) -> None:
+    """As wrappers of other packages are: row by row."""
+    model = models.build("llama")
+    forward = functools.partial(model.forward)
+    if takes_anything:
+        forward.__signature__ = inspect.signature(lambda *args, **kwargs: None)  # type: ignore[attr-defined]
+    model.forward = forward
+    with PagedEngine(model) as engine:
+        for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, OPTIONS)):
+            assert result.error is None, result.error
+            assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        assert engine.route is not None and engine.route.road == "rows"
 
 
 def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -80,11 +81,18 @@ def _visible_obstacle(model: PreTrainedModel, cache: PagedCache, parts: Parts) -
 
 
 def _fingerprint(model: PreTrainedModel, parts: Parts) -> tuple[Any, ...]:
-    """Changes when a module is replaced or added (an adapter), or attention, dtype, device or mode is another."""
+    """
+    Changes when a module is replaced or added (an adapter), a function of a module's class is replaced, a module's
+    attribute that is a bool or a string is another, or attention, dtype, device or mode is.
+    """
     modules = tuple((type(module), module.training) for _, module in parts.modules)
+    switches = tuple(each for _, module in parts.modules for each in vars(module).values() if type(each) in (bool, str))
+    classes = dict.fromkeys(base for kind, _ in modules for base in kind.__mro__)
+    functions = tuple(each for base in classes for each in vars(base).values() if isinstance(each, FunctionType))
     implementations = tuple(native_implementation(config) for config in parts.configs)
     autocast = autocast_dtype(model.device)
-    return modules, implementations, model.dtype, autocast, model.device, getattr(type(model), PREPARE)
+    prepare = getattr(type(model), PREPARE)
+    return modules, switches, functions, implementations, model.dtype, autocast, model.device, prepare
 
 
 # -- what the model is made of ------------------------------------------------------------------------------------

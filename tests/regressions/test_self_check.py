@@ -83,6 +83,39 @@ def test_item_18_in_half_precision(build: Any, dtype: torch.dtype) -> None:
     assert route is not None and "packed, its logits of decode steps are" in route.reason
 
 
+class _Switch(_Single):
+    """As `_Single` once `is_on`."""
+
+    is_on = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) if self.is_on else self.inner(hidden)
+
+
+@pytest.mark.parametrize("change", ["class", "attribute"])
+def test_item_18_code_that_changes_after_the_check_is_checked_again(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.build("llama")
+    layer: Any = model.model.layers[0]
+    layer.mlp = _Switch(layer.mlp)
+    inputs = models.padded_prompt("llama")
+    with PagedEngine(model) as engine:
+        engine.generate(PROMPTS, OPTIONS)
+        model.generate(**inputs, **OPTIONS, **models.PAGED)
+        if change == "class":
+            monkeypatch.setattr(_Switch, "forward", _Single.forward)
+        else:
+            layer.mlp.is_on = True
+        results = engine.generate(PROMPTS, OPTIONS)
+    for prompt, result in zip(PROMPTS, results):
+        assert result.token_ids == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+    found = model.generate(**inputs, **OPTIONS, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and "packed, its logits of decode steps are" in route.reason
+    assert torch.equal(found, model.generate(**inputs, **OPTIONS))
+
+
 class _Fails(nn.Module):
     """Raises in its first forward."""
 

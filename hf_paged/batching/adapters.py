@@ -11,6 +11,14 @@ from torch import nn
 BASE = "__base__"  # PEFT's own name for "no adapter"
 
 
+class AdapterError(ValueError):
+    """Forwards cannot run with this adapter."""
+
+    def __init__(self, adapter: str, message: str) -> None:
+        super().__init__(message)
+        self.adapter = adapter
+
+
 def base_model(model: Any) -> Any:
     """
     The transformers model inside a PEFT wrapper, or the model itself.
@@ -35,26 +43,25 @@ def _tuner_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if all(hasattr(module, name) for name in own)]
 
 
-def adapter_names(model: nn.Module) -> frozenset[str]:
-    """Names of the adapters that the model's layers hold."""
-    names: set[str] = set()
-    for layer in _tuner_layers(model):
-        for attribute in layer.adapter_layer_names:
-            names.update(getattr(layer, attribute, {}).keys())
-    return frozenset(names)
+def _held_by(layer: Any) -> Iterator[Any]:
+    """What a layer keeps by the names of adapters."""
+    for attribute in layer.adapter_layer_names:
+        yield getattr(layer, attribute, {})
 
 
 def check_adapter(model: nn.Module, name: str) -> None:
     """Raises `ValueError` if forwards of `model` cannot run with the adapter `name`."""
-    names = adapter_names(model)
-    if name != BASE and name not in names:
-        raise ValueError(f"adapter {name!r} does not exist: the model has {', '.join(sorted(names)) or 'none'}")
-    _check_unmerged(_tuner_layers(model), name)
+    _check_layers(_tuner_layers(model), name)
 
 
-def _check_unmerged(layers: list[Any], name: str) -> None:
+def _check_layers(layers: list[Any], name: str) -> None:
+    if name != BASE and not any(name in held for layer in layers for held in _held_by(layer)):
+        names = {known for layer in layers for held in _held_by(layer) for known in held.keys()}
+        raise AdapterError(name, f"adapter {name!r} does not exist: the model has {', '.join(sorted(names)) or 'none'}")
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
-        raise ValueError(f"adapter {name!r} was asked for, but some are merged into the weights: unmerge them first")
+        raise AdapterError(
+            name, f"adapter {name!r} was asked for, but some are merged into the weights: unmerge them first"
+        )
 
 
 @contextlib.contextmanager
@@ -62,13 +69,14 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """
     Within it, forwards of `model` run with the adapter `name` (`"__base__"`: with none; `None`: as the model is).
 
-    Unlike PEFT's `set_adapter` it leaves `requires_grad` alone.
+    Unlike PEFT's `set_adapter` it leaves `requires_grad` alone. Raises `AdapterError` if they cannot, since PEFT's
+    layers pass over names that they do not know.
     """
     if name is None:
         yield
         return
     layers = _tuner_layers(model)
-    _check_unmerged(layers, name)
+    _check_layers(layers, name)
     own = ("_active_adapter", "_disable_adapters")
     saved = [(layer, {key: vars(layer)[key] for key in own if key in vars(layer)}) for layer in layers]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..attention.switch import switchable_configs, use_configs
 from ..cache.block_manager import BlockManager, ManagedGroup
 from ..cache.block_pool import BlockPool
 from ..cache.memory import GroupMemory, PagedMemory
@@ -74,13 +72,7 @@ def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int)
         vouch=guard.vouch,
     )
     runner = PackedRunner(model, cache)
-    return Core(model, memory, blocks, runner, scheduler, cost, _attention(model), swapper=swapper, guard=guard)
-
-
-def _attention(model: PreTrainedModel) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The switch around the steps of an engine. `generate` has made its own, and never asks for the configs."""
-    configs = functools.cache(lambda: switchable_configs(model.modules()))
-    return lambda: use_configs(configs())
+    return Core(model, memory, blocks, runner, scheduler, cost, swapper=swapper, guard=guard)
 
 
 class MeasuredSwapper(BlockSwapper):
@@ -157,7 +149,7 @@ def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_nu
         blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, preempt="recompute", swapper=None
     )
     runner = RowRunner(model, memory)
-    return Core(model, memory, blocks, runner, scheduler, None, _attention(model), states=runner, obstacle=obstacle)
+    return Core(model, memory, blocks, runner, scheduler, None, states=runner, obstacle=obstacle)
 
 
 @functools.lru_cache

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..attention.switch import switchable_configs, use_configs
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.fingerprint import ModelState, read_state
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.weights import WeightsGuard
 from ..interrupts import held, let_in
-from .adapters import use_adapter
+from .adapters import AdapterError, use_adapter
 from .ahead import LookAhead
 from .cost import CostModel
 from .decoding import Advance, num_embeddings
@@ -82,7 +82,6 @@ class Core:
         runner ([`Runner`]): Computes what is scheduled.
         scheduler ([`Scheduler`]): Decides what that is.
         cost ([`CostModel`], *optional*): Is told how long prefills take.
-        attention (`Callable`): A context in which the model's attention is `"hf_paged"`.
         states ([`States`], *optional*): What the runner holds of sequences beside their blocks.
         swapper ([`BlockSwapper`], *optional*): Counts in `num_swaps` the requests whose blocks went to host memory.
         obstacle (`str`, *optional*): Why the model does not run packed.
@@ -97,7 +96,6 @@ class Core:
         runner: Runner,
         scheduler: Scheduler,
         cost: CostModel | None,
-        attention: Callable[[], AbstractContextManager[Any]],
         states: States | None = None,
         swapper: Any = None,
         obstacle: str | None = None,
@@ -105,7 +103,8 @@ class Core:
     ) -> None:
         self.model, self.memory, self.blocks = model, memory, blocks
         self.runner, self.scheduler, self.cost = runner, scheduler, cost
-        self.attention, self.states = attention, states
+        self.states = states
+        self._configs: list[PreTrainedConfig] | None = None  # that `attention` switches
         self.step_lock = step_lock(model)
         self.autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
         self._num_embeddings = num_embeddings(model)
@@ -204,6 +203,15 @@ class Core:
             with held(), self.step_lock:
                 self.guard.settle(is_call)
 
+    def attention(self) -> AbstractContextManager[None]:
+        """
+        Within it the model's attention is `"hf_paged"`: around the steps of an engine, after `open_window`. `generate`
+        has made its own.
+        """
+        if self._configs is None:
+            self._configs = switchable_configs(self.model.modules())
+        return use_configs(self._configs)
+
     def abandon(self) -> None:
         """Called instead of `settle` after a failure."""
         if self.guard is not None:
@@ -229,8 +237,11 @@ class Core:
                 self._loosen(stopped)
 
     def _forget_model(self) -> None:
-        """What was launched ahead is of no use, and graphs are not before somebody has looked at the model."""
-        self._num_changes = -1
+        """
+        What was launched ahead is of no use, graphs are not before the model was looked at, and its modules may have
+        other configs.
+        """
+        self._num_changes, self._configs = -1, None
         if self._ahead is not None:
             self._ahead.clear()
         self.runner.begin(None)
@@ -357,6 +368,8 @@ class Core:
             if not isinstance(error, Exception):
                 raise  # interrupted: the step can be taken again
             jobs = self._jobs(batch)
+            if isinstance(error, AdapterError):  # the others take the step again
+                jobs = [job for job in jobs if _adapter(job.requests[0]) == error.adapter]
             for job in jobs:
                 self.drop(job)
                 job.error = error

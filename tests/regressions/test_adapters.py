@@ -9,6 +9,7 @@ from tests.batching.engine_helpers import assert_drained, assert_same_as_lone, p
 from tests.test_peft_engine import lone_with, lora_model
 
 BEAMS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "num_beams": 3}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14}
 
 
 def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
@@ -22,3 +23,19 @@ def test_item_01_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -
         assert_drained(engine)
     for i, (prompt, adapter) in enumerate(zip(texts, adapters)):
         assert_same_as_lone(lone_with(model, adapter, prompt, BEAMS), results[str(i)], BEAMS, f"{i}, {adapter}")
+
+
+def test_item_01_a_request_whose_adapter_is_deleted_fails_alone() -> None:
+    """PEFT's layers pass over names that they do not know: its tokens would be the base model's."""
+    model, texts = lora_model(), prompts(20, 25, 18)
+    expected = lone_with(model, "second", texts[1], GREEDY)
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=2)) as engine:
+        for i, (prompt, adapter) in enumerate(zip(texts, ("first", "second", "first"))):
+            engine.add_request(prompt, GREEDY, request_id=str(i), adapter=adapter)
+        engine.step()
+        model.delete_adapter("first")
+        results = run_all(engine)
+        assert_drained(engine)
+    for name in "02":
+        assert str(results[name].error) == "adapter 'first' does not exist: the model has second"
+    assert_same_as_lone(expected, results["1"], GREEDY, "the other adapter")

@@ -94,7 +94,12 @@ def other_layer(model: PreTrainedModel) -> None:
     model.get_decoder().layers[1].mlp = models.build("llama", seed=5).get_decoder().layers[1].mlp
 
 
-CHANGES = [add_to_data, one_element, fused_adamw, by_numpy, other_weights, other_layer]
+def attention_of_another_model(model: PreTrainedModel) -> None:
+    """Its config is another object, which names the attention that this layer uses."""
+    model.get_decoder().layers[1] = models.build("llama", seed=5).get_decoder().layers[1]
+
+
+CHANGES = [add_to_data, one_element, fused_adamw, by_numpy, other_weights, other_layer, attention_of_another_model]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -132,6 +137,14 @@ def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTra
     for call in (other, inputs):
         assert torch.equal(model.generate(**call, **greedy(), **models.PAGED), model.generate(**call, **greedy()))
     hf_paged.check_integrity(model)
+
+
+def test_item_06_attention_of_another_model_while_nothing_is_unfinished() -> None:
+    model = models.build("llama")
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.generate([PROMPT], greedy())
+        attention_of_another_model(model)
+        expect(engine, model, 0)
 
 
 def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> None:

@@ -198,6 +198,7 @@ class PagedEngine:
             if entry is None:
                 raise ValueError(f"no unfinished request has the id {request_id!r}")
             self._emit(RequestOutput(request_id, result=self._end(entry, "cancelled")), entry, self._unread)
+            entry.close("cancelled")
 
     @property
     def has_unfinished(self) -> bool:
@@ -617,6 +618,7 @@ class PagedEngine:
             for entry in list(self._entries.values()):
                 if entry.outbox is outbox:
                     self._end(entry, "cancelled")
+                    entry.close("cancelled")
 
     def _report(self, job: Job, outputs: deque[RequestOutput]) -> None:
         """What a job's step means for whoever waits for its request."""
@@ -634,29 +636,30 @@ class PagedEngine:
                     text = entry.text.add([tokens[0]], last=job.is_done)
                 except Exception as failure:  # the tokenizer's
                     error = failure
-        result = None
+        result, reason = None, None if error is None else "error"
         if error is not None or job.is_done:
-            result = self._end(entry, None if error is None else "error", error)
+            result = self._end(entry, reason, error)
         self._emit(RequestOutput(entry.request_id, tokens, text, result), entry, outputs)
+        if result is not None:
+            entry.close(reason)
 
     def _emit(self, output: RequestOutput, entry: Entry, default: deque[RequestOutput] | Unread) -> None:
         (default if entry.outbox is None else entry.outbox).append(output)
 
     def _end(self, entry: Entry, reason: str | None = None, error: Exception | None = None) -> RequestResult:
-        """Takes a request out and says how it ended; its blocks go back."""
+        """Takes a request out and says how it ended; its blocks go back. Once that is told it is to be closed."""
         result = entry.result(reason, error)
         self._num_finished += 1
         self._num_hit_tokens += result.num_prefix_hit_tokens
-        self._remove(entry, reason)
+        self._remove(entry)
         return result
 
-    def _remove(self, entry: Entry, reason: str | None) -> None:
+    def _remove(self, entry: Entry) -> None:
         if self._core is not None:
             self._core.drop(entry.job)
         del self._entries[entry.request_id]
         if entry in self._unstarted:
             self._unstarted.remove(entry)
-        entry.close(reason)
 
 
 def _check_generates(model: Any) -> None:
@@ -703,4 +706,5 @@ class _Adding:
         if error is not None and entry is not None:
             with held(), engine._lock:
                 if engine._entries.get(entry.request_id) is entry:
-                    engine._remove(entry, "error")
+                    engine._remove(entry)
+                    entry.close("error")

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
+from ..interrupts import let_in
 from .arguments import as_config, as_list, as_priority, as_seed, check_streamed_rows, check_streamer
 from .beam import BeamDecoding
 from .job import Job
@@ -67,12 +68,15 @@ class Entry:
         )
 
     def close(self, reason: str | None) -> None:
-        """After the end: readers of the streamer wait no longer, and nothing refers to itself."""
-        if reason is not None and self.streamer is not None:  # else the decoding has ended it
-            with contextlib.suppress(Exception):
-                self.streamer.end()
+        """
+        After the end, once it is told: nothing refers to itself, and readers of the streamer wait no longer. To be
+        called within `held`; interrupts reach the streamer.
+        """
         # request, job and entry hold one another: what the decoding holds goes now, not at the next collection
         self.request.payload, self.job.state = [], None
+        if reason is not None and self.streamer is not None:  # else the decoding has ended it
+            with contextlib.suppress(Exception), let_in(waiting=False):
+                self.streamer.end()
 
     def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:
         """What it returns, and what the tokenizer raised."""

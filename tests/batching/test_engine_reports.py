@@ -136,7 +136,7 @@ def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(monkeypatch: pyte
         for other in (None, "mine"):  # the id may be somebody else's by then
             stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
             next(stream)
-            engine._remove(engine._entries["mine"], "error")
+            engine._remove(engine._entries["mine"])
             if other is not None:
                 engine.add_request([5, 6], GREEDY, request_id=other)
             with pytest.raises(RuntimeError, match=r"'mine'.*gone"):

@@ -275,3 +275,49 @@ def test_item_07_a_signal_handler_may_look_at_models_and_free_them_at_any_moment
     assert ended.wait(30), "it waits for a lock that it holds itself"
     assert len(looks.lines) > 10
     case.check()
+
+
+class Blocks:
+    """A streamer whose `end` is interrupted while it waits."""
+
+    goes_on_waiting = False
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.goes_on_waiting = True
+
+
+class Fails(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of a processor")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
+def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
+    model, results, streamer = models.build("llama"), {}, Blocks()
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        (expected,) = engine.generate([[8, 9]], GREEDY)
+        engine.add_request([8, 9], GREEDY, request_id="other")
+        if how == "closed":
+            stream = engine.stream([[5, 6, 7]], GREEDY, streamer=streamer, request_id="own")
+            next(stream)
+            with pytest.raises(KeyboardInterrupt):
+                stream.close()
+        else:
+            own = {"logits_processor": [Fails()]} if how == "failed" else {}
+            engine.add_request([5, 6, 7], GREEDY, request_id="own", streamer=streamer, **own)
+            with pytest.raises(KeyboardInterrupt):
+                results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
+                engine.cancel("own")
+        finish(engine, results)
+        engine.check_integrity()
+        assert engine.stats().used_blocks == 0
+    assert not streamer.goes_on_waiting
+    assert results["other"].token_ids == expected.token_ids
+    if how == "cancelled":
+        assert results["own"].finish_reason == "cancelled"
+    if how == "failed":
+        assert str(results["own"].error) == "of a processor"

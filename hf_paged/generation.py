@@ -20,7 +20,7 @@ from . import forks
 from .attention import interface
 from .attention.latent import unwrap_expansions
 from .attention.switch import NAME
-from .batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer
+from .batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
 from .batching.generate import GenerateCall
 from .batching.streaming import ObservedCriteria, RowStreamers
 from .cache.paged_cache import PagedCache
@@ -63,7 +63,9 @@ def _check_arguments(
     ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     if getattr(model, "main_input_name", None) == "input_ids" and not model.config.is_encoder_decoder:
         check_ids(ids)
-    options = vars(config) if isinstance(config, GenerationConfig) else {}
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise ValueError(f"`generation_config` is {shown(config)}: it must be a `GenerationConfig` or None")
+    options = {} if config is None else vars(config)
     check_numbers({**options, **kwargs}, check_range=False)
     for name in ("logits_processor", "stopping_criteria"):
         as_list(name, kwargs.get(name))

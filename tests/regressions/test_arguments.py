@@ -159,6 +159,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"generation_config": GenerationConfig(num_beams=2.0)},
         "`num_beams` is 2.0: it must be a whole number of at least 1",
     ),
+    "a dict for a config": (
+        {"generation_config": {"max_length": 3}},
+        "`generation_config` is {'max_length': 3}: it must be a `GenerationConfig` or None",
+    ),
     "length as text": ({"max_new_tokens": "3"}, "`max_new_tokens` is '3': it must be a whole number (tokens)"),
     "processor": ({"logits_processor": [5]}, "`logits_processor` holds 5 at place 0: it must be callable"),
     "criterion": ({"stopping_criteria": [5]}, "`stopping_criteria` holds 5 at place 0: it must be callable"),

@@ -104,7 +104,7 @@ class LayerGroup:
     def _extend(self, length: int, context_len: int) -> None:
         if self.window is not None and not self.record_past:
             self._drop_outside_window(context_len)
-            if context_len == 0 and length >= self.window:
+            if context_len == 0 and length >= self.window and not self.length:
                 # a first prefill attends to its own states: what will be outside the window is never stored
                 for table, padding in zip(self.tables, self.paddings):
                     table.skip(max(0, length - self.window + 1 - padding))
@@ -129,6 +129,8 @@ class LayerGroup:
                 f"a layer starts with {length} tokens where another of its kind holds {self.length}, of which the "
                 f"first {self.paddings} of each row were padding and are not stored: pass rows without padding in front"
             )
+        # a first prefill attends to its own states
+        self._check_window(context_len or length)
         ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
         writers = Counter(block for table, tokens in zip(self.tables, ranges) for block in table.shared_blocks(*tokens))
         if writers:
@@ -138,6 +140,17 @@ class LayerGroup:
             self.blocks.copy_on_write(copies)
             self._host_tables = None
             self.memory.note_peak()
+
+    def _check_window(self, length: int) -> None:
+        """Raises `ValueError` unless what the next query after `length` positions is shown is still there."""
+        first = self.first_visible(length)
+        dropped = (table.num_dropped * table.block_size for table in self.tables)
+        given_back = max((padding + count for padding, count in zip(self.paddings, dropped) if count), default=0)
+        if given_back > first:
+            raise ValueError(
+                f"a layer looks {self.window} tokens back from token {length}, of which the first {given_back} were "
+                f"given back, as another layer of its kind holds {self.length} tokens: update all layers in each step"
+            )
 
     def _drop_outside_window(self, length: int) -> None:
         """Gives back what no query at logical position `length` or later can see."""
@@ -202,6 +215,8 @@ class LayerGroup:
     def view(self, length: int) -> Step:
         """A step without queries over the first `length` logical positions."""
         if self._view is None or self._view.length != length or self.length != length:
+            if length < self.length:
+                self._check_window(length)
             self._view = self._snapshot(length, length)
         return self._view
 
@@ -230,7 +245,9 @@ class LayerGroup:
         with held(), self.memory.lock:
             self._keep_snapshots()
             old = self.tables
-            indices = [range(len(old))[i] for i in indices]  # IndexError before anything is forked
+            if missing := [i for i in indices if not -len(old) <= i < len(old)]:
+                raise IndexError(f"rows {missing} are asked for, the cache holds rows 0 to {len(old) - 1}")
+            indices = [range(len(old))[i] for i in indices]
             # a row that stays where it is keeps its table object
             new = [old[i] if i == row else old[i].fork() for row, i in enumerate(indices)]
             for row, table in enumerate(old):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape {tuple(value_shape)}: "
                 "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
             )
+        self._check_turn()
         group, context_len, query_len = self.group, self.num_seen, key_shape[2]
         with group.memory.lock:
             group.blocks.layer(group, self.index, key_states, value_states, is_empty=context_len == 0)
@@ -92,6 +94,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.is_initialized = True
 
     def _show(self, which: str) -> PagedTensor | None:
+        self._check_turn()
         if not self.num_seen or self.index not in self.group.blocks.storage.layers:
             return None
         blocks = self.group.blocks.storage.layers[self.index]
@@ -139,30 +142,37 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     # -- operations on rows: each layer asks, the group does each once -----------------------------------------------
 
-    def _is_turn(self) -> bool:
+    def _once(self, operation: Callable[..., None], *args: Any) -> None:
+        """The group's `operation` if this layer is the first to ask; one that raises counts as not asked for."""
+        if self.num_operations == self.group.num_operations:
+            operation(*args)
+            self.group.num_operations += 1
         self.num_operations += 1
-        if self.num_operations > self.group.num_operations:
-            self.group.num_operations = self.num_operations
-            return True
-        return False
+
+    def _check_turn(self) -> None:
+        if self.num_operations != self.group.num_operations:
+            raise RuntimeError(
+                f"layer {self.index} was left out of an operation on rows or lengths that layers of its kind were "
+                "given, with which it shares block tables: call it on the cache, and `reset` this cache"
+            )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`, by permuting block tables."""
-        if self._is_turn():
-            self.group.select_rows(torch.as_tensor(beam_idx).tolist())
+        """Row `i` becomes row `beam_idx[i]`, by permuting block tables. Raises `IndexError`, with nothing changed."""
+        beam_idx = torch.as_tensor(beam_idx)
+        if beam_idx.numel() and (beam_idx.dim() != 1 or beam_idx.dtype not in (torch.int32, torch.int64)):
+            raise IndexError(
+                f"the cache takes row numbers, a vector of int32 or int64, not {beam_idx.dtype} of shape "
+                f"{tuple(beam_idx.shape)}"
+            )
+        self._once(self.group.select_rows, beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(-1)
-        self.reorder_cache(indices)
+        self.reorder_cache(row_numbers(indices, len(self.group.tables)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks."""
-        rows = len(self.group.tables)
-        if self._is_turn():
-            self.group.select_rows([row for row in range(rows) for _ in range(repeats)])
+        self._once(self.group.select_rows, torch.arange(len(self.group.tables)).repeat_interleave(repeats).tolist())
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Forgets the last `-tokens_to_remove` positions (and, in a sliding layer, what left the window)."""
@@ -179,15 +189,14 @@ class PagedLayer(cache_utils.DynamicLayer):
             )
         removed = min(self.num_seen, -count)
         self.num_seen -= removed
-        if self._is_turn():  # another layer may hold more: what is too long is written over
-            self.group.crop(self.group.length - removed)
+        # another layer may hold more: what is too long is written over
+        self._once(self.group.crop, self.group.length - removed)
 
     def reset(self) -> None:
         """Empties the layer; blocks go back to the pool."""
         self.num_seen = 0
         self.is_initialized = False
-        if self._is_turn():
-            self.group.free()
+        self._once(self.group.free)
 
     def offload(self) -> None:
         """Nothing: blocks stay where they are."""
@@ -244,10 +253,7 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` of blocks and indexer keys."""
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(-1)
-        self.reorder_cache(indices)
+        self.reorder_cache(row_numbers(indices, len(self.group.tables)))
 
 
 class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
@@ -286,6 +292,18 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
     def activate_past_recording(self) -> None:
         """Keeps what `crop` may have to bring back."""
         self._linear.activate_past_recording(self)
+
+
+def row_numbers(indices: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The rows that `indices` names among `num_rows`: positions, or a boolean mask. Raises `IndexError`."""
+    indices = torch.as_tensor(indices)
+    if indices.dtype != torch.bool:
+        return indices
+    if indices.shape != (num_rows,):
+        raise IndexError(
+            f"a mask of shape {tuple(indices.shape)} came for {num_rows} rows: one of shape ({num_rows},) is needed"
+        )
+    return indices.nonzero().squeeze(-1)
 
 
 def num_state_rows(layer: Any) -> int:

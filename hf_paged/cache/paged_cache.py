@@ -17,7 +17,7 @@ from ..viz.html import cache_html
 from .block_table import BlockTable
 from .handles import ReadCounters
 from .layer_group import LayerGroup
-from .layers import PagedLayer, num_state_rows, stand_in
+from .layers import PagedLayer, num_state_rows, row_numbers, stand_in
 from .memory import MemoryStats, PagedMemory
 
 
@@ -148,13 +148,19 @@ class PagedCache(DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(-1)
-        self.reorder_cache(indices)
+        rows = (num_state_rows(layer) if hasattr(layer, "conv_states") else 0 for layer in self.layers)
+        tables = (len(group.tables) for group in self.groups.values())
+        self.reorder_cache(row_numbers(indices, max((*tables, *rows), default=0)))
+
+    def reset(self) -> None:
+        """Gives every block back; the cache is empty and can be used again."""
+        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.num_operations = layer.group.num_operations  # what it missed is gone
 
     def free(self) -> None:
-        """Gives every block back; the cache is empty and can be used again."""
+        """Does what `reset` does."""
         self.reset()
 
     def discard(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, MllamaConfig, MllamaForConditionalGeneration
+from transformers import DynamicCache, Gemma3TextConfig, MllamaConfig, MllamaForConditionalGeneration
 
 import hf_paged
 from hf_paged import PagedCache
@@ -133,6 +133,82 @@ def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> 
             pairs[pairs.index((plain, paged))] = copy.deepcopy(plain), pickle.loads(pickle.dumps(paged))
         for pair in pairs:
             assert_equal(*pair, what)
+
+
+def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
+    """Two layers with a window of 8 that were given so many tokens at once."""
+    config = Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2)
+    plain, paged, generator = DynamicCache(config=config), PagedCache(config, {"block_size": 8}), torch.Generator()
+    for index, length in enumerate(lengths):
+        new = states(2, length, generator.manual_seed(index))
+        for cache in (plain, paged):
+            cache.update(*new, index)
+    return plain, paged
+
+
+@pytest.mark.parametrize("lengths", [(5, 40), (20, 20), (40, 39)], ids=str)
+def test_item_16_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]) -> None:
+    plain, paged = windowed(lengths)
+    assert_equal(plain, paged, "the first update")
+    for seed in range(3):
+        new = states(2, 1, torch.Generator().manual_seed(seed))
+        for cache in (plain, paged):
+            cache.update(*new, 0)
+        assert_equal(plain, paged, "an update of the first layer")
+
+
+def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
+    """Its keys were not stored, and zeros shown in their place."""
+    with pytest.raises(ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"):
+        windowed((40, 5))
+    _, paged = windowed((8, 8))
+    for seed in range(20):
+        paged.update(*states(2, 1, torch.Generator().manual_seed(seed)), 0)
+    message = "a layer looks 8 tokens back from token 8, of which the first 16 .* another layer of its kind holds 28"
+    with pytest.raises(ValueError, match=message):
+        paged.update(*states(2, 1, torch.Generator()), 1)
+    with pytest.raises(ValueError, match=message):
+        _ = paged.layers[1].keys
+    paged.check_integrity()
+
+
+@pytest.mark.parametrize("operation", ["crop", "reset", "reorder_cache", "batch_repeat_interleave"])
+def test_item_16_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
+    """It showed what the others had given back, and memory of others."""
+    _, paged, generator = filled((20, 20))
+    argument = {"crop": (-12,), "reorder_cache": (torch.tensor([1, 1]),), "batch_repeat_interleave": (2,)}
+    getattr(paged.layers[1], operation)(*argument.get(operation, ()))
+    message = "layer 0 was left out of an operation on rows or lengths that layers of its kind were given"
+    with pytest.raises(RuntimeError, match=message):
+        paged.update(*states(2, 1, generator), 0)
+    with pytest.raises(RuntimeError, match=message):
+        _ = paged.layers[0].keys
+    paged.check_integrity()
+    paged.reset()
+    assert paged.stats().used_blocks == 0
+    new = states(2, 3, generator)
+    paged.update(*new, 0)
+    assert torch.equal(paged.layers[0].keys, new[0])
+
+
+def test_item_16_a_refused_operation_leaves_the_layers_together() -> None:
+    plain, paged, _ = filled((5, 5), rows=3)
+    for wrong, message in (
+        (torch.tensor([0, 3]), r"rows \[3\] are asked for, the cache holds rows 0 to 2"),
+        (torch.tensor([True, False]), r"a mask of shape \(2,\) came for 3 rows: one of shape \(3,\) is needed"),
+        (torch.tensor([0.0, 1.0]), r"takes row numbers, a vector of int32 or int64, not torch.float32 of shape \(2,\)"),
+        (torch.tensor([1, 0, 1], dtype=torch.uint8), r"not torch.uint8 of shape \(3,\)"),
+        (torch.tensor([[0, 1]]), r"not torch.int64 of shape \(1, 2\)"),
+        (torch.tensor(1), r"not torch.int64 of shape \(\)"),
+    ):
+        with pytest.raises(IndexError, match=message):
+            paged.batch_select_indices(wrong)
+        assert_equal(plain, paged, f"the refused {wrong}")
+    with pytest.raises(RuntimeError, match="non-negative"):
+        paged.batch_repeat_interleave(-1)
+    for cache in (plain, paged):
+        cache.batch_repeat_interleave(torch.tensor([2, 0, 1]))
+    assert_equal(plain, paged, "repeats of each row")
 
 
 def image_model() -> Any:

@@ -42,7 +42,7 @@ class PagedCache(DynamicCache):
     Args:
         config ([`PreTrainedConfig`], *optional*): The model's configuration, which tells the layers' kinds. Without it,
             every layer is a full attention layer, made when it first updates.
-        paged_config ([`PagedConfig`] or `dict`, *optional*): Block size and budget.
+        paged_config ([`PagedConfig`] or `dict`, *optional*): Block size and budget, of a memory of its own.
         memory ([`PagedMemory`], *optional*): A memory to share with other caches; its own if left out.
         kind (`str`): Names this cache's groups in the memory.
         offloading, offload_only_non_sliding (`bool`): Ignored, as blocks stay where they are; models that rebuild a
@@ -66,7 +66,15 @@ class PagedCache(DynamicCache):
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
     ) -> None:
-        self._setup(memory or PagedMemory(PagedConfig.coerce(paged_config)), kind)
+        if memory is None:
+            memory = PagedMemory(PagedConfig.coerce(paged_config))
+        elif not isinstance(memory, PagedMemory):
+            raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
+        elif paged_config is not None and PagedConfig.coerce(paged_config) != memory.config:
+            raise ValueError(
+                f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}: pass one of the two"
+            )
+        self._setup(memory, kind)
         self._adopt(DynamicCache(config=config) if config is not None else DynamicCache())
 
     @classmethod

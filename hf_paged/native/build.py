@@ -128,7 +128,7 @@ def _build(folder: Path, key: str, compiler: str) -> Path:
     try:
         for extra in _EXTRA_FLAGS:
             command = [compiler, *_FLAGS, *extra, str(_SOURCE), "-o", name]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
             if done.returncode == 0:
                 os.chmod(name, 0o700)  # the linker goes by the umask
                 path = _path(folder, key, private.read(Path(name)))

@@ -203,6 +203,15 @@ def test_another_batch_size_is_refused() -> None:
         cache.update(torch.zeros(3, 1, 1, 4), torch.zeros(3, 1, 1, 4), 0)
 
 
+def test_knobs_for_a_memory_that_has_its_own_are_refused() -> None:
+    memory = PagedCache(paged_config={"block_size": 8}).memory
+    with pytest.raises(ValueError, match=r"`paged_config` is \{'block_size': 32\}, but `memory` was made with Paged"):
+        PagedCache(paged_config={"block_size": 32}, memory=memory)
+    with pytest.raises(ValueError, match="`memory` is 'mine': it must be None or a `PagedMemory`"):
+        PagedCache(memory="mine")  # type: ignore[arg-type]
+    assert PagedCache(memory=memory, paged_config=memory.config).memory is memory
+
+
 def test_assigning_keys_is_refused() -> None:
     cache = PagedCache()
     cache.update(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)

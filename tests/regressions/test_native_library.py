@@ -375,6 +375,16 @@ def test_item_12_a_warning_says_that_no_compiler_was_found(
     )
 
 
+def test_item_12_a_compilers_words_may_be_in_any_encoding(
+    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first call died of it, where the portable path serves."""
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n')
+    assert not load()
+    assert caplog.records[-1].getMessage().endswith(f"which is slower: {compiler} failed: no \ufffd such file")
+    assert not list((tmp_path / ".cache" / "hf_paged").iterdir())
+
+
 @pytest.mark.skipif(
     os.geteuid() != 0 or not all(folder.stat().st_mode & 1 for folder in (SOURCES, *SOURCES.parents)),
     reason="only root can become another user, and that one must be able to read the sources",

@@ -223,7 +223,9 @@ def paged_attention(
 
 
 def attention_error(error: int, metadata: AttentionMetadata, num_blocks: int, bias_len: int) -> Exception:
-    """What the kernel found that would have read outside of a tensor; it then has computed nothing."""
+    """Why the kernel gives no result: it would have read outside of a tensor, or there was no memory to compute in."""
+    if error == 6:
+        return MemoryError("not enough memory for the sums of the attention kernel")
     if error == 4:
         return ValueError("a tensor without memory, or sizes that do not fit one another")
     if error == 5:

@@ -6,12 +6,14 @@
 // of a row's visible ranges are read. No intrinsics.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -34,6 +36,7 @@ struct AttentionCall {
 
 namespace {
 
+constexpr int kNoMemory = 6;  // beside the errors of `plan`
 constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread does it all
 
 struct Span { int64_t row, head, low, high, partial; };  // partial: slot of an unmerged part, -1 if it is the whole row
@@ -43,14 +46,16 @@ float float_at(const void* p, int64_t dtype, int64_t i) {
     return dtype == 1 ? to_float((const BFloat16*)p + i) : to_float((const Float16*)p + i);
 }
 
-// Grows, never shrinks; one per thread and use.
+// Grows, never shrinks; one per thread and use. Null where there is no memory.
 struct Scratch {
     std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
     size_t size = 0;
     float* get(size_t floats) {
         if (floats > size) {
-            size = (floats + 1023) / 1024 * 1024;
-            memory.reset((float*)std::aligned_alloc(64, size * sizeof(float)));
+            const size_t wanted = (floats + 1023) / 1024 * 1024;
+            memory.reset(), size = 0;
+            memory.reset((float*)std::aligned_alloc(64, wanted * sizeof(float)));
+            if (memory) size = wanted;
         }
         return memory.get();
     }
@@ -106,9 +111,11 @@ struct Kernel {
         }
     }
 
-    template <class T> void run(const Span& s, float* partials) const {
+    // Whether there was memory for it.
+    template <class T> bool run(const Span& s, float* partials) const {
         static thread_local Scratch scratch;
         float* kt = scratch.get(c.key_dim * kSub + M * c.key_dim + M * kTile + part + M + kTile * padded);
+        if (!kt) return false;
         float *q = kt + c.key_dim * kSub, *scores = q + M * c.key_dim, *acc = scores + M * kTile;
         float *top = acc + M * padded, *sum = top + M, *alpha = sum + M, *wide = alpha + M;
         for (int64_t m = 0; m < M; ++m) {
@@ -156,6 +163,7 @@ struct Kernel {
         }
         if (s.partial < 0) write<T>(s, acc, top, sum);
         else std::memcpy(partials + s.partial * part, acc, part * sizeof(float));
+        return true;
     }
 
     template <class V>
@@ -277,12 +285,16 @@ struct Kernel {
         int64_t num_partials = 0, total = 0;
         if (int error = plan(spans, num_partials, total)) return error;
         float* partials = num_partials ? storage.get(num_partials * part) : nullptr;
+        if (num_partials && !partials) return kNoMemory;
         const Span* tasks = spans.data();  // thread_local: the workers must see the caller's
         const int64_t count = (int64_t)spans.size();
         // Waking threads takes some microseconds: about what one thread needs for kAlone elements.
         [[maybe_unused]] const bool shared = c.threads > 1 && count > 1 && total * (c.key_dim + c.value_dim) > kAlone;
+        std::atomic<bool> failed{false};
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (shared)
-        for (int64_t i = 0; i < count; ++i) run<T>(tasks[i], partials);
+        for (int64_t i = 0; i < count; ++i)
+            if (!run<T>(tasks[i], partials)) failed.store(true, std::memory_order_relaxed);
+        if (failed) return kNoMemory;
         for (int64_t i = 0, j; num_partials && i < count; i = j) {
             for (j = i + 1; j < count && tasks[j].row == tasks[i].row && tasks[j].head == tasks[i].head;) ++j;
             if (tasks[i].partial >= 0) merge<T>(tasks + i, j - i, partials);
@@ -297,8 +309,12 @@ extern "C" int hf_paged_attention(const AttentionCall* call) {
     if (!Kernel::fits(*call)) return 4;
     if (!(call->batch && call->heads && call->query_len && call->value_dim)) return 0;
     Kernel kernel{*call};
-    if (call->dtype == 0) return kernel.execute<float>();
-    return call->dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
+    try {
+        if (call->dtype == 0) return kernel.execute<float>();
+        return call->dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
 }
 
 // Strides in bytes; slots[B][n], a negative one is not stored.

@@ -56,7 +56,8 @@ class StoreCall:
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores `(1, kv_heads, tokens, dim)` states at `slots`, `(1, tokens)` int64."""
-        if slots.shape != self._slots or slots.dtype is not torch.int64:
+        fits = slots.shape == self._slots and slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+        if not fits:
             check_slots(slots, *self._slots)
         kernels = library()
         assert kernels is not None

@@ -100,11 +100,14 @@ def check_ids(value: Any) -> None:
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
     """
     Raises `ValueError` for generation options that count or measure and are no numbers, and with `check_range` for
-    counts below 1 (`generate` leaves these to transformers, which raises an error of its own type).
+    counts that are bools or below 1 (`generate` leaves these to transformers, which takes True, and raises errors of
+    its own type).
     """
     for name in _COUNTS:
         value = options.get(name)
-        if value is not None and (not isinstance(value, Integral) or (check_range and value < 1)):
+        if value is not None and (
+            not isinstance(value, Integral) or (check_range and (not is_whole(value) or value < 1))
+        ):
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
     for name in _LENGTHS:

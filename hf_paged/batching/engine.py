@@ -52,8 +52,10 @@ class PagedEngine:
 
     The model may be trained or changed between calls and between steps: requests that come later are served nothing
     that other weights computed. Unfinished ones go on with the keys and values that they have, unless the change is
-    made within `weights_update`. Methods may be called from several threads; one that changes the model while others
-    take steps does so within `weights_update` or `pause`.
+    made within `weights_update`. Whether the model runs packed is decided while no request is unfinished: add forward
+    hooks, dropout, attention functions and code that acts on shapes then, since unfinished requests, and those that
+    join them, may get other tokens otherwise. Methods may be called from several threads; one that changes the model
+    while others take steps does so within `weights_update` or `pause`.
 
     Args:
         model ([`PreTrainedModel`] or `PeftModel`): A decoder-only model.

@@ -54,6 +54,10 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         "the prompt is a torch.int64 tensor of shape (0, 20): pass whole numbers of shape (length,) or (1, length), "
         "one request for each prompt",
     ),
+    "beams a bool": (
+        {"generation_config": {"num_beams": True}},
+        "`num_beams` is True: it must be a whole number of at least 1",
+    ),
     "beams a float": (
         {"generation_config": {"num_beams": 2.0}},
         "`num_beams` is 2.0: it must be a whole number of at least 1",

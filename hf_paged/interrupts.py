@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-SIGNALS: tuple[int, ...] = tuple(
-    int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
-)
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
+SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
 _handlers: dict[int, Any] | None = None  # those in whose place `_note` is; `None` while nothing is held
 _holder = 0  # ident of the thread that holds
@@ -54,19 +53,31 @@ def _release(raises: bool = True) -> None:
     """Puts the handlers back and raises what was noted."""
     global _handlers
     handlers, _handlers = _handlers, None
-    _put_back(handlers or {})
-    if _pending and raises:
-        _raise_pending()
+    try:
+        _put_back(handlers or {})
+    finally:  # also if a handler that is back has just raised
+        if _pending and raises:
+            _raise_pending()
 
 
 def _put_back(handlers: dict[int, Any]) -> None:
-    if handlers:
-        signum, handler = handlers.popitem()
+    """
+    Those in whose place `_note` is. One that is back may raise where Python looks for signals, which is after a call
+    and on entering a function: so from the first to the last there is nothing but these calls.
+    """
+    put, ours = _signal.signal, [item for item in handlers.items() if _signal.getsignal(item[0]) is _note]
+    ours += [(0, None)] * (len(_NAMES) - len(ours))
+    (first, a), (second, b), (third, c) = ours
+    try:
+        if first:
+            put(first, a)
+    finally:
         try:
-            if _signal.getsignal(signum) is _note:
-                _signal.signal(signum, handler)
-        finally:  # also if the handler that is back has just raised
-            _put_back(handlers)
+            if second:
+                put(second, b)
+        finally:
+            if third:
+                put(third, c)
 
 
 def _raise_pending() -> None:

@@ -321,3 +321,39 @@ def test_item_07_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None
         assert results["own"].finish_reason == "cancelled"
     if how == "failed":
         assert str(results["own"].error) == "of a processor"
+
+
+def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_others() -> None:
+    case = Generate(models.build("llama"), "greedy")
+    case.run()
+    interrupts, count = str(Path(OURS) / "interrupts.py"), 0
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        raise Nowhere
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        """Raises a signal at the `point`-th place where Python looks for them in `interrupts.py`."""
+        nonlocal count
+        if event in ("call", "c_return") and frame.f_code.co_filename == interrupts:
+            count += 1
+            if count == point:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGALRM)
+
+    original, interrupt = signal.signal(signal.SIGALRM, handle), signal.getsignal(signal.SIGINT)
+    profiling = sys.getprofile()
+    try:
+        for point in range(1, 120):
+            count = 0
+            sys.setprofile(profile)
+            try:
+                with contextlib.suppress(Nowhere):
+                    case.run()
+            finally:
+                sys.setprofile(profiling)
+            found = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
+            signal.signal(signal.SIGINT, interrupt)
+            assert found == (interrupt, handle), f"point {point}"
+    finally:
+        signal.signal(signal.SIGALRM, original)
+    case.check()

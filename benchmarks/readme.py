@@ -171,7 +171,8 @@ def whole_calls(data: Data) -> str:
         f"{slower_tails(rows)} {equality(data)}",
         flow(
             f"""{not_run(data["rows"])} Engines made for processors that load a model from files (OpenVINO GenAI, vLLM)
-            run where they are installed; on a CPU they have been faster than ours."""
+            run where they are installed; this project's own trials found them faster on a CPU, without a committed
+            figure."""
         ),
         flow(
             f"""**Targets** of this run: {len(judged) - len(missed)} of {len(judged)} are met, {len(missed)} are not.

@@ -152,7 +152,6 @@ def compare(
 
     Args:
         road (`str`): That the paged call took.
-        road (`str`): That the paged call took.
         width (`int`): Tokens in front of the new ones in what comes back.
         shown: What user code was shown, by plain and by paged.
     """
@@ -254,7 +253,7 @@ class OpenRows:
         for item in shown:
             if isinstance(item, torch.Tensor):
                 kept.append((item.shape, item[self.of_length(item.shape[1])]))
-            elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], list):
+            elif isinstance(item, tuple) and isinstance(item[0], int) and isinstance(item[-1], list):  # `Allowed`
                 kept += [item] if len(item[1]) < self.ends[item[0] * self.beams] else []
             else:
                 kept.append(item)

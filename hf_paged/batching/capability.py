@@ -21,7 +21,7 @@ from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..interrupts import held, let_in
 from .locks import step_lock
-from .self_check import PREPARE, input_check, self_check
+from .self_check import PREPARE, ForwardFailedError, input_check, self_check
 
 LOOP_CONDITION = "_has_unfinished_sequences"
 # Where these are not transformers' own, a forward may get inputs that the engine does not know of, or the loop end at
@@ -61,8 +61,11 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     with _lock:
         found = _verdicts.get(model)
     if found is None or found[0] != key:
-        with held(), step_lock(model), let_in():
-            found = (key, input_check(model, cache) or self_check(model, cache))
+        try:
+            with held(), step_lock(model), let_in():
+                found = (key, input_check(model, cache) or self_check(model, cache))
+        except ForwardFailedError as error:  # it may have been something passing: the next call checks again
+            return str(error)
         with _lock:
             _verdicts[model] = found
     return found[1]

@@ -64,6 +64,8 @@ class GenerateCall:
             return "synced_gpus"
         if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
             return "attentions or hidden states are asked for"
+        if not self.model_kwargs.get("use_cache", True):  # transformers' loop then sends all tokens in every step
+            return f"use_cache is {self.model_kwargs['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             return "is_assistant, prefill_chunk_size or low_memory is set"
         other = [k for k, v in self.model_kwargs.items() if k not in _PASSIVE and not _says_nothing(v)]

@@ -34,6 +34,10 @@ _LENGTH = 22  # tokens of each of the three sequences; above the windows and blo
 _FIRST, _SECOND, _CHUNK = 8, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
 
 
+class ForwardFailedError(Exception):
+    """A plain forward failed in the check, so that there is nothing to compare with: the message says why."""
+
+
 def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """
     Whether the model's own preparation of inputs gives, for text, anything but what transformers' own does, in a first
@@ -102,11 +106,15 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """
     Compares packed steps, with prompts side by side, decodes beside a chunk, and a chunk after what is cached, with
     plain forwards: of whole sequences without a cache, and of decode steps over a `DynamicCache`. The model, the random
-    state and the memory behind `cache` are left as they were. Returns why they differ, or `None`. Raises what says that
-    memory ran out, and so nothing about the model.
+    state and the memory behind `cache` are left as they were. Returns why they differ, or `None`.
+
+    Raises:
+        ForwardFailedError: if a plain forward fails, which says nothing about packed ones.
+        MemoryError, RuntimeError: if memory ran out, which says nothing about the model.
     """
     devices = [] if model.device.type in ("cpu", "meta") else [model.device]
     kind = model.device.type if devices else "cuda"
+    decoded = None
     try:
         rng = torch.random.fork_rng(devices, device_type=kind)
         with held(), rng, _unchanged(model), torch.no_grad(), let_in():
@@ -118,6 +126,8 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        if decoded is None:
+            raise ForwardFailedError(f"its forward fails: {_first_line(error)}") from error
         return f"packed, its forward fails: {_first_line(error)}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])

@@ -318,3 +318,11 @@ def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
             told[output.request_id].append(output.new_tokens[0])
         for name, result in results.items():
             assert len(result.token_ids) == length and result.token_ids[-len(told[name]) :] == told[name]
+
+
+@pytest.mark.parametrize("use_cache", [0, None, []])
+def test_use_cache_that_is_false_in_another_way(use_cache: Any) -> None:
+    """transformers builds a cache then, and sends all tokens in every step: the tokens are that loop's."""
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    options = {"do_sample": False, "max_new_tokens": 12, "use_cache": use_cache}
+    assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, **options, **models.PAGED))

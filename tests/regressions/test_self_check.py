@@ -128,6 +128,8 @@ class _Fails(nn.Module):
             self.left.pop()
             if self.kind == "cpu":
                 torch.empty(1 << 50)
+            if self.kind == "passing":
+                raise ValueError("the disk is away")
             raise MemoryError if self.kind == "python" else torch.OutOfMemoryError("CUDA out of memory")
         return self.inner(hidden)
 
@@ -144,3 +146,15 @@ def test_item_09_memory_that_ran_out_is_no_verdict(kind: str) -> None:
     route = last_route(model)
     assert route is not None and route.road == "engine"
     assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
+
+
+def test_item_09_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
+    model = models.build("llama")
+    model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, "passing")  # type: ignore[union-attr]
+    inputs = models.padded_prompt("llama")
+    for road in ("hf_loop", "engine"):
+        paged = model.generate(**inputs, **OPTIONS, **models.PAGED)
+        route = last_route(model)
+        assert route is not None and route.road == road
+        assert "the disk is away" in route.reason or road == "engine"
+        assert torch.equal(paged, model.generate(**inputs, **OPTIONS))

@@ -211,6 +211,8 @@ class SampleDecoding(Decoding):
             else:
                 with let_in(waiting=False):
                     scores = processors(ids, scores)
+                if len(scores) != len(ids):
+                    raise RuntimeError(f"the logits processors made scores of {len(scores)} rows from {len(ids)} rows")
         if self.scores is not None:
             self.scores += (scores,)
         if self.raw_logits is not None:

@@ -100,6 +100,27 @@ def test_item_05_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) 
     assert torch.equal(model.generate(**inputs, **GREEDY, **models.PAGED), model.generate(**inputs, **GREEDY))
 
 
+@pytest.mark.parametrize("copies", [0, 2])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "beams"])
+def test_item_05_scores_of_another_number_of_rows(mode: str, copies: int) -> None:
+    def repeat(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.repeat(copies, 1)
+
+    model, (text, other) = models.get("llama"), prompts(9, 12)
+    for paged in ({}, models.PAGED):
+        with pytest.raises(RuntimeError):
+            model.generate(torch.tensor([text]), **MODES[mode], logits_processor=[repeat], **paged)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        engine.add_request(text, MODES[mode], request_id="bad", logits_processor=[repeat])
+        engine.add_request(other, GREEDY, request_id="good")
+        results: dict[str, Any] = {}
+        while engine.has_unfinished:
+            results |= {output.request_id: output.result for output in engine.step() if output.result is not None}
+        assert_drained(engine)
+    assert results["bad"].error is not None and results["bad"].token_ids == []
+    assert_same_as_lone(lone_run(model, other, GREEDY), results["good"], GREEDY, "good")
+
+
 def test_item_05_an_unknown_id_that_ends_its_row_is_no_error() -> None:
     """No forward gets it: an EOS token that only a processor knows."""
     model, prompt = models.get("llama"), prompts(9)[0]

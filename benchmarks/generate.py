@@ -269,7 +269,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """All files anew. A checkout that is no longer what it was at the start is not called clean."""
+        """Writes all files. A checkout that is no longer what it was at the start is not called clean."""
         directory, notes = self.args.results, [str(self.limits), *self.extra["problems"]]
         if machine.revision() != self.facts["revision"]:
             self.facts["tree"] = "changed during the run"

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     """
     Args:
         rows (`list[list[int]]`): New tokens of every row.
-        times (`list[list[float]]`): When each of them was there, by `time.perf_counter`; empty where nobody can tell.
+        times (`list[list[float]]`): When each of them was there, by `time.perf_counter`; empty where it is unknown.
     """
 
     rows: list[list[int]]

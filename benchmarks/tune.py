@@ -195,7 +195,7 @@ def tune_prefill(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator
         loads = LOADS[name]
         rows = group * max(queries for _, queries, _ in loads.values())
         key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
-        if key in keys:  # so many heads share keys that short chunks fill tiles too
+        if key in keys:  # enough heads share keys for short chunks to fill tiles too
             continue
         keys.add(key)
         default = prefill_configs.default_prefill_config(key_dim, value_dim, dtype, rows, False, chip)

@@ -34,7 +34,7 @@ class Workload:
         target (`float`, *optional*): Plain's time over ours, at least; from the issue.
         batch_sizes (`tuple[int, ...]`): Of plain `generate`; the best counts.
         repeats, fewest (`int`): Turns of each system: as many as the run has time for, never fewer than `fewest`.
-        processes (`int`): That run so many turns each.
+        processes (`int`): Number of processes; each takes this number of turns.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Generate for 500 prompts of different lengths with the batching engine, and compare a sample with plain `generate`.
 
-Every prompt begins with one of a few passages of Python's manual, so many begin alike; each has a limit of its own. The
+Every prompt begins with one of a few passages of Python's manual; each has a limit of its own. The
 engine batches them as they fit, computes a shared beginning once, and gives the tokens that plain `generate` gives for
 the prompt alone. The script exits with status 1 if one token of the sample differs.
 

@@ -23,7 +23,7 @@ _survivors: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """A lock that a child process finds free. Whoever holds it must not fork."""
+    """A lock that a child process finds free. The thread that holds it must not fork."""
     made = threading.Lock()
     _locks.add(made)
     return made

@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory that hangs on `model`, made anew when block size, budget, dtype or device are not what they were."""
+    """The memory that hangs on `model`, made again when block size, budget, dtype or device are not what they were."""
     budget = (config.block_size, config.num_blocks, config.memory_fraction)
     key = (budget, model.dtype, autocast_dtype(model.device), model.device)
     with _lock:
@@ -103,7 +103,7 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     What the model's pool holds.
 
     Args:
-        reset (`bool`, defaults to `False`): Count the peaks anew from now on; the figures returned are those before.
+        reset (`bool`, defaults to `False`): Start counting the peaks again; the figures returned are those before.
     """
     memories = _memories_of(model)
     if not memories:

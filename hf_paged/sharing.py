@@ -71,8 +71,8 @@ def prefill_once(
 
 def _rows_are_independent(model: PreTrainedModel) -> bool:
     """
-    Whether a row's result is its own and outside the cache nothing remembers it: no dropout, nobody watching the
-    forward, no expert capacity for a whole batch, no module that sets up a state of its own for so many rows.
+    Whether a row's result is its own and outside the cache nothing remembers it: no dropout, no code watching the
+    forward, no expert capacity for a whole batch, no module that sets up a state of its own for a number of rows.
     """
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):

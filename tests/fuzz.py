@@ -204,7 +204,7 @@ def compare_step(expected: Any, actual: Any, rows: list[int], where: str, case: 
         return
     assert expected.shape == actual.shape, f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
     if expected.ndim == 3 and first:
-        # what a model computes at padding is nobody's business; the shorter positions of a prompt follow from the last
+        # what a model computes at padding is not compared; the shorter positions of a prompt follow from the last
         shortest = 1 if case.mask == "hole" else min(case.lengths)
         expected, actual = expected[:, -shortest:], actual[:, -shortest:]
     assert_same_tensor(expected[rows], actual[rows], where)
@@ -245,7 +245,7 @@ class OpenRows:
     def of_shown(self, shown: list[Any]) -> list[Any]:
         """
         What a processor or a `prefix_allowed_tokens_fn` saw, less what finished beams still said: those that did not
-        come back are nobody's. Samples that have ended show padding, which is compared.
+        come back are not compared. Samples that have ended show padding, which is compared.
         """
         if self.beams == 1:
             return shown

@@ -240,7 +240,7 @@ def _returned(rng: random.Random) -> dict[str, Any]:
 
 
 def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
-    """What is made anew for every call."""
+    """What is made again for every call."""
     late: dict[str, Any] = {rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)}
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
     if kind == "frequent":

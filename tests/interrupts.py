@@ -129,7 +129,7 @@ class Engine(Case):
             for number in range(len(results)):  # those that the interrupt left out are the last
                 self.compare(number, results[str(number)])
         assert not engine.has_unfinished, "requests are left of a caller that is gone"
-        assert engine.stats().used_blocks == 0, "blocks are held that nobody uses"
+        assert engine.stats().used_blocks == 0, "blocks are held without a use"
         for number, result in enumerate(engine.generate(self.prompts, self.options, seed=7)):
             self.compare(number, result)
         engine.check_integrity()

@@ -51,7 +51,7 @@ class Difference(AssertionError):
 
 
 class Client:
-    """Whoever uses one engine: sends requests, reads what comes and compares it."""
+    """The user of one engine: sends requests, reads what comes and compares it."""
 
     def __init__(self, run: Run, model: Any, known: list[Wanted], draw: random.Random) -> None:
         self.run, self.model, self.known, self.draw = run, model, known, draw
@@ -100,7 +100,7 @@ class Client:
 
     def _act(self) -> None:
         draw = self.draw
-        if self.step_number % 64 == 0:  # 0: whoever is there goes on alone
+        if self.step_number % 64 == 0:  # 0: the requests that are there go on alone
             self.level = draw.choice([0, self.run.in_flight // 4, *3 * [self.run.in_flight]])
         for _ in range(2):
             if len(self.open) < self.level and draw.random() < 0.6:

@@ -137,7 +137,7 @@ def other_batch_shown(output: Any, processor: Any) -> None:
 
 
 def raises(output: Any, processor: Any) -> None:
-    raise KeyError("nobody asked for this")
+    raise KeyError("not asked for")
 
 
 def out_of_blocks(output: Any, processor: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_model_left_changed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("case", [PLAIN, BEAMS], ids=["sample", "beams"])
-def test_what_comes_after_a_row_s_end_is_nobody_s(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_after_a_row_s_end_is_not_compared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     right, changed = fuzz.generate, []
 
     def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:

@@ -133,7 +133,7 @@ def test_waste_on_ragged_prompts(rows: int) -> None:
 
 
 def test_stats_count_what_is_held() -> None:
-    """A returned cache holds its blocks until it is collected; `reset` starts the peaks anew."""
+    """A returned cache holds its blocks until it is collected; `reset` starts counting the peaks again."""
     model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
     empty = hf_paged.memory_stats(model)
     assert (empty.used_blocks, empty.peak_blocks, empty.peak_bytes) == (0, 0, 0)

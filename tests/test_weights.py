@@ -87,7 +87,7 @@ class Watch:
         return self.model.generate(**self.inputs, **GREEDY)[:, max(LENGTHS) :]
 
     def expect(self, hits: int, what: str) -> torch.Tensor:
-        """Plain's tokens, and so many tokens from the cache."""
+        """Plain's tokens, `hits` of them from the cache."""
         expected = self.plain()
         tokens, found = self.call()
         assert torch.equal(tokens, expected), f"{what}\nplain\n{expected}\npaged\n{tokens}"

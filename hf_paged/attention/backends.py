@@ -29,7 +29,7 @@ BACKENDS = {"reference": reference, "cpu": cpu, "native": native}
 NAMES = (*BACKENDS, "triton")  # its module is imported when it is used, since Triton may be missing
 
 obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
-"""Gets why kernels did not take what they were meant for in this context, for whatever tells how a call went."""
+"""Collects why kernels did not take what they were meant for in this context; a call's report reads it."""
 
 
 def select(
@@ -123,7 +123,7 @@ def paged_attention(
     a model's own attention is.
     """
     features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks, bias=bias)
-    if autocast_dtype(query.device) is not None:  # a backend sums in float32, whatever it is given
+    if autocast_dtype(query.device) is not None:  # a backend sums in float32 for every input dtype
         query = as_autocast(query)
         with torch.autocast(query.device.type, enabled=False):
             return paged_attention(query, key_blocks, value_blocks, metadata, **features)

@@ -1,4 +1,4 @@
-"""Attention masks that stay symbolic until somebody needs the numbers."""
+"""Attention masks that stay symbolic until code reads the numbers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class MaskPattern:
 
     Args:
         causal (`bool`): A query sees keys up to its own position.
-        window (`int`, *optional*): ... and at most so many, itself included.
-        chunk (`int`, *optional*): ... and only those of its own chunk of so many positions, counted from the row's
+        window (`int`, *optional*): ... and at most this number of tokens, itself included.
+        chunk (`int`, *optional*): ... and only those of its own chunk of this length, counted from the row's
             first real token.
     """
 

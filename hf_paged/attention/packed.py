@@ -56,7 +56,7 @@ def packed_attention(
 
     Raises:
         NotPackable: if the mask says anything that a packed step cannot keep apart by sequence.
-        NotCapturable: if the step's lengths are on the device only, and nobody can do with those.
+        NotCapturable: if the step's lengths are on the device only, and no backend can use those.
     """
     if not (isinstance(key, PackedTensor) and isinstance(value, PackedTensor)):
         raise NotPackable("packed keys or values go with ordinary ones")

@@ -33,7 +33,7 @@ NAME = "hf_paged"
 
 class _Switched(str):
     """
-    Our name in a config that a call has switched. Whoever copies or pickles the config, or a model with it, meanwhile
+    Our name in a config that a call has switched. A copy or pickle of the config, or of a model with it, made meanwhile
     gets what the config names by itself: the end of the call puts back this config alone.
     """
 

@@ -2,7 +2,7 @@
 One step ahead: the next step of decodes is launched while its tokens are still on their way to the host.
 
 What the host does between two forwards (tokens appended, ends found, results told, the next step scheduled and laid
-out) then takes place while the device computes. The launched step is a guess, that every row goes on and nobody joins;
+out) then takes place while the device computes. The launched step is a guess, that every row goes on and none joins;
 what turns out otherwise is computed as always, and what was launched in vain is not looked at: it wrote to slots past
 the end of sequences only.
 """

@@ -33,7 +33,7 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = 
 
 
 class Parts(NamedTuple):
-    """What a model is made of at this moment. Modules may change at any time, so it is read anew for every call."""
+    """What a model is made of at this moment. Modules may change at any time, so every call reads it again."""
 
     modules: list[tuple[str, nn.Module]]
     configs: list[PreTrainedConfig]  # that a call switches to our attention

@@ -79,7 +79,7 @@ class CapturedStep:
 
 
 def bucket(num_rows: int) -> int:
-    """Rows of the graph for so many: 1, 2, 4, 8, then in steps of 8, from 128 on of an eighth to a sixteenth."""
+    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on of an eighth to a sixteenth."""
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
     step = max(8, 1 << ((num_rows - 1).bit_length() - 4))
@@ -182,7 +182,7 @@ class CapturedDecodes:
         self._eager = None
         if self.obstacle is not None:
             return None
-        # Nobody may move the blocks between the look at their addresses and the launch.
+        # No thread may move the blocks between the look at their addresses and the launch.
         with self._groups[0].memory.lock:
             self._follow_blocks()
             if not self._blocks or self._prefers_cascade(layout):
@@ -308,7 +308,7 @@ class CapturedDecodes:
         return [blocks for group in self._groups for blocks in group.storage.layers.values()]
 
     def _follow_blocks(self) -> None:
-        """Drops all graphs if any layer's blocks are others than they were: the pool grew, or was made anew."""
+        """Drops all graphs if any layer's blocks are others than they were: the pool grew, or was made again."""
         blocks = self._layers()
         if len(blocks) != len(self._blocks) or any(ref() is not now for ref, now in zip(self._blocks, blocks)):
             self._graphs.clear()

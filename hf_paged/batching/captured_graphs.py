@@ -37,7 +37,7 @@ class GraphBackend(Protocol):
 class NothingUnrecorded(TorchDispatchMode):
     """
     Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
-    numbers. Unlike torch's sync debug mode it is this thread's alone; and whoever fails here leaves no capture behind
+    numbers. Unlike torch's sync debug mode it is this thread's alone; and a failure here leaves no capture behind
     that is half done.
     """
 
@@ -82,7 +82,7 @@ def graph_backend(device: torch.device) -> GraphBackend | None:
 
 class CudaGraphs:
     """
-    CUDA graphs that share one private memory pool: they are replayed one after the other, and nobody reads what one of
+    CUDA graphs that share one private memory pool: they are replayed one after the other, and nothing reads what one of
     them left there but the graph itself.
 
     Args:

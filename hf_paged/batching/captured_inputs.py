@@ -1,4 +1,4 @@
-"""The inputs of a captured step: at fixed addresses, filled anew for every step with one copy."""
+"""The inputs of a captured step: at fixed addresses, filled for every step with one copy."""
 
 from __future__ import annotations
 

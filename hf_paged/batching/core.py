@@ -43,7 +43,7 @@ class Runner(Protocol):
     num_captured_steps: int
 
     def begin(self, state: ModelState | None) -> None:
-        """Work begins on a model in this state; `None`: nobody looked."""
+        """Work begins on a model in this state; `None`: its state is unknown."""
 
     def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         """
@@ -238,8 +238,8 @@ class Core:
 
     def _forget_model(self) -> None:
         """
-        What was launched ahead is of no use, graphs are not before the model was looked at, and its modules may have
-        other configs.
+        Drops the step launched ahead. No graph is used before the model's state has been read again, and its modules
+        may have other configs.
         """
         self._num_changes, self._configs = -1, None
         if self._ahead is not None:
@@ -257,7 +257,7 @@ class Core:
 
     def compute(self, targets: list[tuple[Sequence, int]]) -> None:
         """
-        Computes the K and V of each sequence up to so many tokens, for nobody's logits. Raises `OutOfBlocksError`.
+        Fills the K and V of each sequence up to its target; returns no logits. Raises `OutOfBlocksError`.
         """
         budget = self.scheduler.max_num_batched_tokens
         pending = list(targets)

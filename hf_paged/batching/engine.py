@@ -483,7 +483,7 @@ class PagedEngine:
         Args:
             unit (`str`): What is on the x axis, `"steps"` or `"seconds"`.
             ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
-            max_requests (`int`): Only the last so many requests.
+            max_requests (`int`): Number of requests to draw, the last ones.
 
         Raises:
             ImportError: without matplotlib, which the extra `viz` brings.
@@ -579,7 +579,7 @@ class PagedEngine:
     def _retire(self) -> None:
         """Gives the core and its memory up; what it counted stays."""
         self._past = {name: self._count(name) for name in _COUNTS}
-        self.memory.captured = None  # whoever holds a cache has no use for graphs
+        self.memory.captured = None  # a cache that is held has no use for graphs
         self._core, self.memory = None, PagedMemory(self.config)
         self._obstacles = set()
         self._unreported.clear()
@@ -613,7 +613,7 @@ class PagedEngine:
             self._unread.extend(self._take_step(window))
 
     def _close(self, outbox: deque[RequestOutput], window: Window) -> None:
-        """Ends whatever reports to `outbox`, which is not read any more."""
+        """Ends the requests that report to `outbox`, which is not read any more."""
         with held(), self._lock:
             if window.is_open and not window.is_settled and self._core is not None:
                 self._core.abandon()
@@ -623,7 +623,7 @@ class PagedEngine:
                     entry.close("cancelled")
 
     def _report(self, job: Job, outputs: deque[RequestOutput]) -> None:
-        """What a job's step means for whoever waits for its request."""
+        """Tells the caller that waits for a request what a job's step brought."""
         entry: Entry | None = job.state
         if entry is None or self._entries.get(entry.request_id) is not entry:
             return

@@ -33,7 +33,7 @@ class Entry:
         text ([`TextTracker`], *optional*): For text piece by piece.
         limits (`list[MaxTimeCriteria]`): Of `max_time`, whose clock starts with the step that first runs the request.
         queued, first_token (`float`, *optional*): As in [`Timings`].
-        outbox (`deque[RequestOutput]`, *optional*): Of whoever waits for this request.
+        outbox (`deque[RequestOutput]`, *optional*): Of the caller that waits for this request.
     """
 
     request_id: str

@@ -47,7 +47,7 @@ class Reader:
     ended; iterated over, it takes steps and gives the outputs of these requests alone.
 
     Args:
-        engine ([`PagedEngine`]): Whose steps it takes, if nobody else does.
+        engine ([`PagedEngine`]): Whose steps it takes, if no other thread does.
         prompts, generation_config, attention_mask: As in `PagedEngine.generate`.
         options (`dict`): Other arguments of `add_request`.
 
@@ -161,7 +161,7 @@ async def read_in_thread(stream: Generator[RequestOutput, None, None]) -> AsyncI
         closing = asyncio.get_running_loop().run_in_executor(None, close)
         if pending is None or pending.done():
             await asyncio.shield(closing)
-        else:  # what the step brings, or raises, is nobody's
+        else:  # no reader waits for what the step brings or raises
             pending.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 

@@ -87,7 +87,7 @@ class Request:
         arrival (`int`): Counts the requests added before it.
         num_prompt_tokens (`int`): Tokens of its shortest sequence when it was added.
         num_open_rows (`int`): Rows that are not finished, those still to be forked included.
-        num_shared_tokens (`int`): While its rows are computed anew: tokens that the first computes for all of them.
+        num_shared_tokens (`int`): While its rows are recomputed: tokens that the first computes for all of them.
         num_preemptions, num_hit_tokens (`int`): How often it was preempted; tokens of its prompt that the prefix cache
             had when it was first admitted.
     """

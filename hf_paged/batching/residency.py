@@ -55,7 +55,7 @@ class Residency:
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
         size, rows = self.blocks.block_size, request.num_rows
-        # rows that are computed anew share all full blocks short of a prompt's last token
+        # rows that are recomputed share all full blocks short of a prompt's last token
         shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 else 0
         # the last token of all is never computed
         longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
@@ -80,7 +80,7 @@ class Residency:
         Args:
             chunk (`int`): Most tokens that are computed at a time.
             reserve (`int`): Blocks that must be left then.
-            is_alone (`bool`): Nobody else runs: what does not fit now never will, unless it is computed anew.
+            is_alone (`bool`): No other request runs: what does not fit now never will, unless it is recomputed.
         """
         manager = self.blocks
         if request.is_swapped:
@@ -136,7 +136,7 @@ class Residency:
         """
         Gives rows what the prefix cache has of them. Returns for each open row the tokens that it starts with.
 
-        If a request of several rows is computed anew, they must share again what they shared before. If the cache does
+        If a request of several rows is recomputed, they must share again what they shared before. If the cache does
         not have all of that, the first row computes it and the others fork from there (`num_shared_tokens`).
         """
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
@@ -212,7 +212,7 @@ class Residency:
         self.forget_sequence(sequence)
 
     def forget_swapped(self, request: Request) -> None:
-        """Gives up what is on the host, if anything is: the request is computed anew."""
+        """Gives up what is on the host, if anything is: the request is recomputed."""
         if request.is_swapped:
             assert self._swapper is not None
             self._swapper.discard(request)
@@ -241,7 +241,7 @@ class Residency:
         rows = request.sequences
         old = [(s.token_ids, s.blocks, s.swapped, s.num_computed_tokens, s.num_answered_tokens) for s in rows]
         moved = [row for row, parent in enumerate(parents) if row != parent and not rows[row].is_finished]
-        taken = set(range(len(rows))) - set(moved)  # whose tables are somebody's already
+        taken = set(range(len(rows))) - set(moved)  # whose tables are taken already
         for row in moved:
             parent, sequence = parents[row], rows[row]
             token_ids, blocks, sequence.swapped, sequence.num_computed_tokens, sequence.num_answered_tokens = old[

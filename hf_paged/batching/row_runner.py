@@ -74,7 +74,7 @@ class RowRunner:
         )
         try:
             outputs = self.model(**inputs, return_dict=True)
-        except BaseException:  # whoever keeps the traceback keeps the state: its blocks must not wait for that
+        except BaseException:  # a kept traceback keeps the state: its blocks must not wait for that
             for value in state.model_kwargs.values():
                 if isinstance(value, PagedCache):
                     value.discard()

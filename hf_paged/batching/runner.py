@@ -34,20 +34,20 @@ class Layout(NamedTuple):
 
     token_ids: list[int]
     positions: list[int]
-    last: list[int]  # packed positions whose logits somebody waits for
+    last: list[int]  # packed positions whose logits are returned
     num_decodes: int  # leading positions that are a sequence each
     shares: list[GroupShare]
 
     @property
     def is_decode(self) -> bool:
-        """Whether every token is a sequence of its own, with somebody waiting for its logits."""
+        """Whether every token is a sequence of its own whose logits are returned."""
         return self.num_decodes == len(self.token_ids) == len(self.last)
 
 
 class PackedRunner:
     """
     Runs the model's own forward on tokens of many sequences at once; steps of nothing but decodes as replays of a graph
-    where there are graphs. Whoever runs a loop of steps switches the model's attention around it
+    where there are graphs. The caller that runs a loop of steps switches the model's attention around it
     (`attention.switch.use_paged_attention`).
 
     Args:
@@ -70,7 +70,7 @@ class PackedRunner:
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._captured = captured_decodes(model, cache)
         self.can_capture = self._captured is not None
-        self._is_known = False  # whether somebody looked at the model when this work began
+        self._is_known = False  # whether the model's state was read when this work began
         self.num_captured_steps = 0
 
     def begin(self, state: ModelState | None) -> None:
@@ -225,7 +225,7 @@ class PackedRunner:
         self, sequences: Items[Sequence], group: int, ahead: int = 0
     ) -> tuple[list[int], list[list[int]], list[int]]:
         """
-        Slots, block ids and lengths of sequences whose last computed token is this step's, or will be after so many
+        Slots, block ids and lengths of sequences whose last computed token is this step's, or will be after `ahead`
         more tokens.
         """
         size = self._block_size

@@ -79,7 +79,7 @@ class SampleDecoding(Decoding):
         self._filler: torch.Tensor | None = None  # [rows, vocab]: last logits of rows that left
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._runs_known_code = are_row_wise(logits_processor, self.num_rows)
-        # the processors then run on open rows alone: nobody sees the others
+        # the processors then run on open rows alone: no code sees the others
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed: tuple[list[int], LogitsProcessorList] | None = None
         by_itself = self.num_rows == 1 and not self._keeps_scores and self.endings.is_row_wise

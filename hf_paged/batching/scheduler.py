@@ -55,7 +55,7 @@ class Scheduler:
         vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Residency`).
 
     Attributes:
-        timeline ([`Timeline`]): Is told who comes and goes; whoever wants another sets it before the first request.
+        timeline ([`Timeline`]): Is told which requests come and go; to use another, set it before the first request.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Scheduler:
         return batch
 
     def _start_over(self) -> None:
-        """After scheduling was interrupted: what was counted will never be computed, so everybody is computed anew."""
+        """After scheduling was interrupted: what was counted will never be computed, so every request is recomputed."""
         self.blocks.undo_step()
         self._batch = ScheduledBatch()
         for request in list(self._running):
@@ -161,7 +161,7 @@ class Scheduler:
         if not batch.preempted:
             self._admit(batch, chunks, left)
         while not batch.items and not chunks and self._waiting.head() is not None:
-            # everybody who runs waits for a token that depends on somebody who does not
+            # every running request waits for a token that depends on one that does not run
             self._admit(batch, chunks, self.max_num_batched_tokens, any_rows=True)
             if batch.items or chunks:
                 break
@@ -250,7 +250,7 @@ class Scheduler:
                 return 0
         computed = sequence.num_computed_tokens = computed + query_len
         if query_len > 1:
-            # whoever comes later in this step may share them: a layer stores all K and V before any attention reads
+            # requests later in this step may share them: a layer stores all K and V before any attention reads
             self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
             chunks.append((sequence, query_len))
         else:
@@ -260,7 +260,7 @@ class Scheduler:
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """
         Takes the blocks for one more token of each of these sequences, which have their logits, if the next step is
-        going to be that and nothing else, as far as can be told: nobody waits, and the others that run, `num_ending`,
+        going to be that and nothing else, as far as can be told: none waits, and the others that run, `num_ending`,
         end before.
         """
         if len(self._waiting) or self._num_rows != len(sequences) + num_ending:
@@ -347,7 +347,7 @@ class Scheduler:
         self._stop(request)
         try:
             self._residency.send_out(request)
-        except BaseException:  # no memory to swap to, or interrupted: compute it anew
+        except BaseException:  # no memory to swap to, or interrupted: recompute it
             self._residency.forget_swapped(request)
             self._residency.forget(request)
             raise
@@ -432,7 +432,7 @@ class Scheduler:
         self._residency.permute(request, parents, tokens)
 
     def forget_swapped(self, request: Request) -> None:
-        """What the host holds of a request is given up: it is computed anew."""
+        """Gives up what the host holds of a request: it is recomputed."""
         self._residency.forget_swapped(request)
 
     def __repr__(self) -> str:

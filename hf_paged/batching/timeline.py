@@ -56,7 +56,7 @@ class Timeline:
     What the requests of a scheduler did in which steps.
 
     Only changes are noted: an interval takes as much memory whether it covers one step or a million, and a step in
-    which nobody comes, goes or begins to decode costs a comparison. The latest `max_intervals` are kept, with one for
+    which none comes, goes or begins to decode costs a comparison. The latest `max_intervals` are kept, with one for
     every unfinished request.
 
     Args:
@@ -97,7 +97,7 @@ class Timeline:
         self._admitted.add(request)
 
     def stepped(self, items: list[tuple[Sequence, int]]) -> None:
-        """The next step computes these sequences, so many tokens of each, chunks last."""
+        """The next step computes these sequences, the given number of tokens of each, chunks last."""
         if self._admitted or self._prefilling or (items and items[-1][1] > 1):
             self._note_changes(items)
         self.num_steps += 1

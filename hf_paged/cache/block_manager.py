@@ -38,7 +38,7 @@ class SequenceBlocks:
     """
     What one sequence holds: a block table a layer group, all with the same number of tokens.
 
-    `capacity`: up to this many tokens the tables have room in blocks of their own, so that whoever appends one token
+    `capacity`: up to this many tokens the tables have room in blocks of their own, so that a step of one token
     may just count it. The rest is the manager's: how many blocks have been offered to the prefix index, the node of the
     last of them, and the manager's epoch when the first token was stored.
     """
@@ -108,7 +108,7 @@ class BlockManager:
 
     @property
     def num_total(self) -> int:
-        """Blocks that there would be if nobody held any."""
+        """Blocks that there would be if no table held any."""
         return self.num_free + sum(group.pool.num_used for group in self.groups)
 
     def num_needed(self, blocks: SequenceBlocks, num_tokens: int) -> int:
@@ -219,7 +219,7 @@ class BlockManager:
                 group.pool.release(block_ids)
             return None
         for copies, block_ids in zip(self._copies, taken):
-            if copies:  # whoever a queued copy was for has given the block back since
+            if copies:  # the table that a queued copy was for has given the block back since
                 for block_id in block_ids:
                     copies.pop(block_id, None)
         return taken
@@ -268,7 +268,7 @@ class BlockManager:
     def match(self, blocks: SequenceBlocks, token_ids: Sequence[int], namespace: Hashable) -> int:
         """
         Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
-        last token, whose logits somebody wants. Returns the number of its tokens.
+        last token, whose logits are needed. Returns the number of its tokens.
         """
         if not self.prefix_caching or namespace is UNCACHED:
             return 0

@@ -13,7 +13,7 @@ class OutOfBlocksError(RuntimeError):
 class BlockPool:
     """
     The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (held by
-    none, but somebody asked to `keep` its content) or free.
+    none, but its content is to be kept, `keep`) or free.
 
     Always true: `num_free + num_cached + num_used == num_blocks`, and a block is used exactly when its refcount is not
     0. Free blocks are handed out least recently freed first, then cached ones are evicted, least recently released
@@ -36,7 +36,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no table holds and whose content nobody wants."""
+        """Blocks that no table holds and whose content is not kept."""
         return len(self._free)
 
     @property
@@ -68,7 +68,7 @@ class BlockPool:
         return [-1 if block_id in self._cached else count for block_id, count in enumerate(self._refcounts)]
 
     def is_kept(self, block_id: int) -> bool:
-        """Whether somebody asked to keep the block's content."""
+        """Whether the block's content is to be kept."""
         return block_id in self._kept
 
     def grow(self, num_blocks: int) -> None:
@@ -89,7 +89,7 @@ class BlockPool:
                 raise OutOfBlocksError(
                     f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}"
                 )
-            while num_blocks > len(free):  # whoever is told of an eviction may drop further blocks
+            while num_blocks > len(free):  # a listener that is told of an eviction may drop further blocks
                 self.evict(1)
         block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in block_ids:
@@ -109,7 +109,7 @@ class BlockPool:
             self._refcounts[block_id] = refcount + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One table fewer holds each of these; blocks that nobody holds are cached or free, in the order given."""
+        """One table fewer holds each of these; blocks that no table holds are cached or free, in the order given."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -122,8 +122,8 @@ class BlockPool:
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
         """
-        From now on the content of this used block is worth keeping: it becomes cached, not free, when nobody holds it.
-        `on_evict(block_id)` is called when it is given up for somebody else.
+        From now on the content of this used block is worth keeping: it becomes cached, not free, when no table has it.
+        `on_evict(block_id)` is called when the block is evicted.
         """
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")

@@ -60,7 +60,7 @@ def read_state(model: nn.Module) -> ModelState | None:
     """Everything about `model` but the content of its tensors; `None` if some of it cannot be read."""
     try:
         return ModelState(model)
-    except Exception as error:  # whatever hangs on a model, looking at it fails no call
+    except Exception as error:  # reading a model's state fails no call
         logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
         return None
 

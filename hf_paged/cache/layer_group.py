@@ -36,7 +36,7 @@ class LayerGroup:
         self.tables: list[BlockTable] = []
         self.length = 0  # logical positions, padding included
         self.paddings: tuple[int, ...] = ()
-        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # of a first step of so many positions
+        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # and length of a first step
         self.record_past = False
         self.num_operations = 0
         self.num_layers = 0

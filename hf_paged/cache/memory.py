@@ -34,7 +34,7 @@ class MemoryStats:
         held_bytes (`int`): Bytes of every block that was ever in use and not given back by `free`.
         waste (`float`): Share of the slots that were allocated but unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
-        cached_blocks (`int`): Blocks that nobody uses, kept for the tokens that they hold until their place is needed.
+        cached_blocks (`int`): Blocks that no table holds, kept for their tokens until their place is needed.
         shared_blocks (`int`): Blocks in use that more than one block table holds.
     """
 
@@ -63,7 +63,7 @@ class GroupMemory:
 
     @property
     def memory(self) -> PagedMemory:
-        """The memory this group is part of, which whoever uses the group holds."""
+        """The memory this group is part of, which every user of the group holds."""
         memory = self._memory()
         assert memory is not None
         return memory
@@ -141,8 +141,8 @@ class GroupMemory:
 
         Args:
             owner (`LayerGroup`): Whose layer asks.
-            is_empty (`bool`): Whether the owner's tables have no content in this layer yet, and neither have
-            num_begun (`int`): so many tables beside them.
+            is_empty (`bool`): Whether the owner's tables have no content in this layer yet.
+            num_begun (`int`): Number of other tables that have none either.
 
         Raises:
             ValueError: if what the layer holds has other heads, dims or device.
@@ -222,7 +222,7 @@ class PagedMemory:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody uses and whose content is kept, over all groups."""
+        """Blocks that no table holds and whose content is kept, over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
     @property
@@ -306,7 +306,7 @@ class PagedMemory:
         self._waste = unused / slots
 
     def reset_peak(self) -> None:
-        """Starts counting the peak anew."""
+        """Starts counting the peak again."""
         self._peak_blocks, self._waste, self._copied_blocks = 0, 0.0, 0
         self._peak_used = {}
         self.note_peak()

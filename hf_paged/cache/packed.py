@@ -50,7 +50,7 @@ class PackedStep:
     """
     One layer group's share of a packed step: `num_decodes` sequences with one new token each, then chunks.
 
-    A runner overwrites `tables` when it builds the next step: by then nobody may read through this one any more.
+    A runner overwrites `tables` when it builds the next step: by then no code may read through this one any more.
 
     Args:
         num_tokens (`int`): Length of the packed dimension.

@@ -116,7 +116,7 @@ class PagedCache(DynamicCache):
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
         """
-        Rows of the first prefill, `length` positions, start with so many padding positions, which every mask will hide:
+        Rows of the first prefill, `length` positions, start with this padding, which every mask hides:
         do not store them.
         """
         for group in self.groups.values():

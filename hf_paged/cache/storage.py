@@ -112,7 +112,7 @@ class Storage:
         self._reserved, self._share = num_blocks, share
 
     def drop_smaller(self, num_blocks: int) -> None:
-        """Forgets layers with fewer blocks than that, whose content nobody holds: making them anew copies nothing."""
+        """Forgets layers with fewer blocks, whose content no table holds: making them again copies nothing."""
         self._layers = {index: layer for index, layer in self._layers.items() if layer.keys.shape[0] >= num_blocks}
 
     def promote(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
@@ -183,7 +183,7 @@ class Storage:
         return layer
 
     def _most_blocks(self, num_blocks: int, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """`num_blocks`, halved until so many can be made."""
+        """Allocates `num_blocks` blocks, or half, a quarter, ... of them until memory suffices."""
         while num_blocks > self.capacity:
             try:
                 LayerBlocks.allocate(num_blocks, self.block_size, keys, values)

@@ -51,7 +51,7 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     blocks = tensor.index_select(0, torch.tensor(block_ids, device=tensor.device))
     if tensor.is_cpu:
         return blocks
-    # waits for the copy: preempting is rare, and whoever measures it gets the truth
+    # waits for the copy: preempting is rare, and its measured time is then true
     return torch.empty(blocks.shape, dtype=blocks.dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(blocks)
 
 
@@ -213,7 +213,7 @@ def _from_host(group: GroupMemory, layers: dict[int, HostLayer], block_ids: dict
     storage = group.storage
     for index, held in layers.items():
         states = held.keys, held.values
-        # the storage may have grown, changed its dtype, or have been made anew since
+        # the storage may have grown, changed its dtype, or have been made again since
         target = storage.find(index, *states)
         if target is None:
             target = (storage.promote if index in storage.layers else storage.make)(index, *states)

@@ -49,7 +49,7 @@ class Report:
         return max(0, self.free_bytes - self.weight_bytes)
 
     def num_sequences(self, length: int) -> int:
-        """Sequences of so many tokens whose blocks fit beside the weights."""
+        """Number of sequences of `length` tokens whose blocks fit beside the weights."""
         num_bytes = self.footprint.sequence_bytes(length)
         return self.left_bytes // num_bytes if num_bytes else 0
 

@@ -57,7 +57,7 @@ def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
 
 @functools.cache
 def _agrees() -> bool:
-    """Whether the kernel is there and draws what this build of torch draws, whose algorithm is nobody's promise."""
+    """Whether the kernel is there and draws what this build of torch draws, whose algorithm torch does not promise."""
     generator = torch.Generator()
     generator.manual_seed(0)
     if library() is None or generator.get_state().nbytes != _STATE_BYTES:

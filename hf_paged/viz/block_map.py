@@ -12,7 +12,7 @@ from .optional import require
 
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
 MAX_CELLS = 128 * 64  # of all groups together; of larger pools a cell shows several blocks
-_COLUMNS = ((512, 32), (2048, 64), (MAX_CELLS, 128))  # up to so many cells, so many columns
+_COLUMNS = ((512, 32), (2048, 64), (MAX_CELLS, 128))  # up to this number of cells, this number of columns
 _NUMBERED_COLUMNS = 32  # with more columns the number of holders does not fit into a cell
 _HEADING = 1 / 20  # of the width: room above a group among several
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """Blocks with at least so many holders, and fewer than the next kind has; -1 holders: cached."""
+    """Blocks with at least this number of holders, and fewer than the next kind has; -1 holders: cached."""
 
     low: int
     label: str
@@ -29,7 +29,7 @@ _LOWS = [kind.low for kind in KINDS]
 
 
 def kind_index(num_holders: int) -> int:
-    """The place in `KINDS` of a block with so many holders (0: free, -1: cached)."""
+    """The place in `KINDS` of a block with this number of holders (0: free, -1: cached)."""
     return bisect_right(_LOWS, num_holders) - 1
 
 

@@ -33,7 +33,7 @@ def plot_intervals(
         intervals (`Sequence[Interval]`): What [`Timeline.intervals`] returns.
         unit (`str`): What is on the x axis: `"steps"`, or `"seconds"` since the first of what is shown.
         ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
-        max_requests (`int`): Only the last so many requests.
+        max_requests (`int`): Number of requests to draw, the last ones.
 
     Returns:
         `matplotlib.figure.Figure`: As `plot_block_map`.

@@ -1,4 +1,4 @@
-"""Packed attention against the reference for each sequence alone; slots that nobody may read hold NaN."""
+"""Packed attention against the reference for each sequence alone; slots that must not be read hold NaN."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class CapturedBench(Bench):
-    """A runner whose work has begun, on a pool that does not grow up to so many blocks a layer group."""
+    """A runner whose work has begun, on a pool that does not grow up to this number of blocks a layer group."""
 
     def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200) -> None:
         super().__init__(model)

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compil
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
-    """What became of steps: `launched`, then `used` whole, `in part` (somebody left), `joined` or `in vain`."""
+    """What became of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
     use_fake_graphs(monkeypatch)
     counts: collections.Counter[str] = collections.Counter()
     take, run_ahead = LookAhead.take, PackedRunner.run_ahead
@@ -166,7 +166,7 @@ def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> 
 
 
 def test_short_of_blocks(seen: collections.Counter[str]) -> None:
-    """Nobody is preempted for a guess."""
+    """No request is preempted for a guess."""
     model, jobs = models.get("llama"), [job(7, 33, 0), job(7, 33, 1)]
     most = 2 * -(-40 // SIZE)
     with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=most)) as engine:
@@ -317,8 +317,8 @@ def test_what_is_reserved() -> None:
     twin = manager.fork(sequence.blocks)
     assert not scheduler.reserve_next([sequence]), "the tail is shared"
     manager.free(twin)
-    assert not scheduler.reserve_next([]), "somebody else runs"
+    assert not scheduler.reserve_next([]), "another request runs"
     assert scheduler.reserve_next([], 1), "... but ends"
     scheduler.add(Request("b", [Sequence([1])], 2))
-    assert not scheduler.reserve_next([sequence]), "somebody waits"
+    assert not scheduler.reserve_next([sequence]), "a request waits"
     manager.check_integrity()

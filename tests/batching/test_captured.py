@@ -249,7 +249,7 @@ def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
     held = weakref.ref(bench.groups[0].storage.layers[0])
     other = Row(tokens(300, 1), bench)
     bench.run([other.take(299)])
-    assert held() is None, "nobody holds the blocks before the growth"
+    assert held() is None, "nothing holds the blocks before the growth"
     for _ in range(3):
         assert_close(bench.decode(row), [bench.plain(row)])
     assert len(graphs.graphs) == 2 and graphs.graphs[1].num_replays == 3  # no waiting the second time
@@ -341,7 +341,7 @@ def test_settings_that_choose_kernels(setting: str, graphs: FakeGraphs, monkeypa
     assert not keys(bench)
 
 
-def test_a_runner_nobody_began_with_is_eager(graphs: FakeGraphs) -> None:
+def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
     bench = CapturedBench(models.get("llama"), graphs)
     bench.runner.begin(None)
     row = Row(tokens(40, 0), bench)
@@ -388,7 +388,7 @@ def test_a_cascade_that_pays_more_than_launches_cost_is_eager(
     bench.memory.captured._costs = None
     assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
     assert graphs.num_replays == 2
-    bench.decode(rows[0])  # shares with nobody in this step
+    bench.decode(rows[0])  # shares with no row in this step
     bench.decode(rows[0])
     assert graphs.num_replays > 2
 

@@ -421,7 +421,7 @@ def test_threads() -> None:
 
 
 def test_priorities() -> None:
-    """Those with a lower number start first, whoever came before."""
+    """Those with a lower number start first, in whatever order they came."""
     texts = prompts(10, 11, 12, 13)
     with engine_of(max_num_seqs=1) as engine:
         for i, (prompt, priority) in enumerate(zip(texts, (0, 2, -1, 1))):

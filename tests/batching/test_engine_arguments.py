@@ -167,5 +167,5 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
         decodings = [entry.job.decoding for entry in engine._entries.values()]
         for name, result in run_all(engine).items():
             assert_same_as_lone(expected, result, MODES[mode], name)
-        assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), "kept for nobody"
+        assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), "kept without a reader"
     assert all(getattr(model.generation_config, name) for name in own)

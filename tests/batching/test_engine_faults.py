@@ -180,7 +180,7 @@ def test_whole_numbers_of_other_types_are_taken() -> None:
     assert twice["a"].token_ids == twice["b"].token_ids
 
 
-def test_ids_of_nobody_cannot_be_cancelled() -> None:
+def test_unknown_ids_cannot_be_cancelled() -> None:
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         for name in ("nobody", ""):
             with pytest.raises(ValueError, match=f"no unfinished request has the id '{name}'"):
@@ -315,7 +315,7 @@ def test_a_forward_that_raises_fails_the_requests_of_that_step(place: str, step:
             engine.check_integrity()
     failed = {name for name, result in results.items() if result.error is not None}
     assert failed and all(isinstance(results[name].error, OnPurpose) for name in failed)
-    assert len(failed) < len(OTHERS) + len(waiting), "nobody was left to go on"
+    assert len(failed) < len(OTHERS) + len(waiting), "no request was left to go on"
     results |= run_all(engine)
     assert_drained(engine)
     survivors = {name for name, result in results.items() if result.error is None}
@@ -413,7 +413,7 @@ def test_an_interrupt_between_scheduling_and_the_forward(name: str, step: int, m
 @pytest.mark.parametrize("place", FAULTS)
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])
 def test_an_interrupt_while_tokens_are_chosen(place: str, mode: str) -> None:
-    """Nobody hangs: whoever was to get a token goes on rightly or ends with an error, and the engine works."""
+    """Nothing hangs: each request goes on rightly or ends with an error, and the engine works."""
     if place == "streamer" and mode == "beams":
         pytest.skip("beams take no streamer")
     with PagedEngine(models.get("llama"), CONFIG) as engine:

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the way from a step to its reader, every request ends once, told to whoever waits for it."""
+"""Whatever goes wrong on the way from a step to its reader, every request ends once, and its reader is told."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(monkeypatch: pyte
 
     monkeypatch.setattr(PagedEngine, "step", counted)
     with engine_of() as engine:
-        for other in (None, "mine"):  # the id may be somebody else's by then
+        for other in (None, "mine"):  # the id may be another request's by then
             stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
             next(stream)
             engine._remove(engine._entries["mine"])
@@ -282,7 +282,7 @@ def test_hit_tokens_are_those_of_the_prompt_when_it_was_first_admitted() -> None
     with engine_of(num_blocks=14, preemption="recompute") as engine:
         options = {"do_sample": False, "max_new_tokens": 40}
         results = engine.generate(texts, options)
-        assert sum(result.num_preemptions for result in results) > 0, "nobody was computed anew"
+        assert sum(result.num_preemptions for result in results) > 0, "no request was recomputed"
         assert [result.num_prefix_hit_tokens for result in results] == [0] * 4
         assert engine.stats().num_prefix_hit_tokens == 0
 

@@ -104,7 +104,7 @@ def test_random_schedules_give_plain_logits(name: str) -> None:
     assert len(prompts) > 5
 
 
-def test_nobody_waits_for_logits() -> None:
+def test_no_logits_are_returned() -> None:
     bench = Bench(models.get("llama"))
     row = Row(tokens(30, 0), bench)
     assert bench.run([row.take(9, known=30)]).shape == (0, models.VOCAB_SIZE)

@@ -36,7 +36,7 @@ def in_threads(*functions: Callable[[], None]) -> None:
 
 
 def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
-    """The active adapter is the model's, so one forward runs at a time, whoever asks."""
+    """The active adapter is the model's, so one forward runs at a time, for any caller."""
     base, ids = models.build("llama"), models.token_ids(1, 40)
     lora = dict(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     model = get_peft_model(base, LoraConfig(**lora), adapter_name="x").eval()
@@ -64,7 +64,7 @@ def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
 
 
 def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
-    """A full block that is cut and filled anew is copied first: others find it by its old tokens."""
+    """A full block that is cut and filled again is copied first: others find it by its old tokens."""
     model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
     expected = model.generate(**inputs, **GREEDY)
     for _ in range(2):

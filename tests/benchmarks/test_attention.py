@@ -34,7 +34,7 @@ def test_quick_prints_and_writes_every_phase_and_peer(quick):
     assert contenders >= {"varlen_attn", *(f"ours: {name}" for name in backends.NAMES)}
     for phase in ("decode", "chunk", "prefill"):
         of_phase = [row for row in rows if row["phase"] == phase]
-        assert {row["contender"] for row in of_phase} == contenders  # nobody is left out silently
+        assert {row["contender"] for row in of_phase} == contenders  # none is left out silently
         timed = {row["contender"] for row in of_phase if "us" in row}
         assert timed >= {CONTIGUOUS, "ours", "ours: reference", "ours: cpu", "HF sdpa", "HF eager"}
     assert not [row for row in rows if row["time"].startswith("failed")]

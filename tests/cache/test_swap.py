@@ -304,7 +304,7 @@ def test_host_memory_goes_with_discard_and_with_the_request() -> None:
     house.check()
 
 
-@pytest.mark.parametrize("change", ["grown", "made anew", "never written"])
+@pytest.mark.parametrize("change", ["grown", "made again", "never written"])
 def test_storage_that_changed_meanwhile(change: str) -> None:
     house = House()
     row = house.sequence(3 * SIZE)
@@ -315,7 +315,7 @@ def test_storage_that_changed_meanwhile(change: str) -> None:
     else:
         for group in house.groups:
             group.storage._layers = {}
-        if change == "made anew":
+        if change == "made again":
             house.groups[0].storage.make(1, *states("pair"))
     house.swapper.swap_in(request(row))
     assert same(content(house, row), before)

@@ -253,7 +253,7 @@ def test_item_11_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
 
 
 @needs_fork
-def test_item_11_engines_that_nobody_was_using_go_on_in_a_child() -> None:
+def test_item_11_idle_engines_go_on_in_a_child() -> None:
     model = models.build("llama")
     engine = PagedEngine(model, CONFIG)
     expected = engine.generate([[5, 6, 7]], OPTIONS)[0].token_ids

@@ -136,7 +136,7 @@ def test_item_16_random_operations_on_layers_of_different_lengths(seed: int) -> 
 
 
 def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
-    """Two layers with a window of 8 that were given so many tokens at once."""
+    """Two layers with a window of 8 that were given these tokens at once."""
     config = Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2)
     plain, paged, generator = DynamicCache(config=config), PagedCache(config, {"block_size": 8}), torch.Generator()
     for index, length in enumerate(lengths):

@@ -47,7 +47,7 @@ def finish(engine: PagedEngine) -> dict[str, Any]:
 
 
 def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
-    """PROMPT, beside whatever is unfinished: plain's tokens, and so many of them from the cache."""
+    """PROMPT, beside what is unfinished: plain's tokens, `hits` of them from the cache."""
     expected = plain(model, PROMPT)
     name = engine.add_request(PROMPT, greedy())
     while True:

@@ -23,7 +23,7 @@ def _find_item(
 ):  # fmt: skip
     """Row of an item, its split, the row's splits and first item, tokens of a split. The row is past `rows` if none is.
 
-    Every row has a split, so that rows without tokens get their zeros; splits have so many tokens that, with `programs`
+    Every row has a split, so that rows without tokens get their zeros; splits are so long that, with `programs`
     of each, there are about `target`.
     """
     i = tl.arange(0, BLOCK_ROWS)

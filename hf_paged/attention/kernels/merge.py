@@ -57,7 +57,7 @@ def merge_kernel(
         total += weight
         acc += _take(partials + tl.cast(part, tl.int64) * partials_part, weight, rows, dim, VALUE_DIM)
 
-    # `out` may be `tail`: nobody writes before everybody has read.
+    # `out` may be `tail`: every program reads before any writes.
     tl.debug_barrier()
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + token * out_token + head[:, None] * out_head + dim[None, :]

@@ -1,7 +1,7 @@
 """Triton attention of many queries a row over paged K/V: prompts, chunks, speculated trees and shared prefixes.
 
 The packed queries of all rows are cut into tiles of `BLOCK_M`, the query heads of a K/V head side by side in them, so
-that chunks of a few tokens fill a tile too. The grid has room for the most tiles that so many tokens can need; which
+that chunks of a few tokens fill a tile too. The grid has room for the most tiles that these tokens can need; which
 row a tile belongs to, its program reads from `cu_query_lens` on the device, so that no step waits for lengths. Tiles of
 keys that every query of a tile sees go without masks (FlashAttention-2, arXiv 2307.08691, sec. 3.1).
 """

@@ -31,7 +31,7 @@ WIDE = [
 
 
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
-    """The kernel with splits of at least so many tokens, on a chip that always has room for another program."""
+    """The kernel with splits of at least this number of tokens, on a chip that always has room for another program."""
     from hf_paged.attention.kernels import configs, decode
 
     call = on_device(call)

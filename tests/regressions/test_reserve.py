@@ -27,7 +27,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def run(code: str, megabytes: int, **sizes: int) -> str:
-    """What `code` prints in a child process that may map so much more than it does when the code begins."""
+    """What `code` prints in a child process that may map `megabytes` MiB more than it does when the code begins."""
     command = [sys.executable, "-c", CHILD.format(megabytes=megabytes, sizes=sizes) + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -63,7 +63,7 @@ engine.check_integrity()
 assert PagedEngine(model, PagedConfig(num_blocks=2)).generate([prompt], options)[0].token_ids == expected
 """
     heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 1024}
-    message = run(code, megabytes=48, **heads)  # 64 a layer for a block of 256 tokens, 4 for one of 16
+    message = run(code, megabytes=104, **heads)  # 64 in each of two layers for a block of 256 tokens, 4 for one of 16
     assert "needs 1 blocks of 256 tokens, for which there is no memory" in message
     assert "`num_blocks` (8) or `memory_fraction` (None)" in message
 

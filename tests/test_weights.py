@@ -48,9 +48,10 @@ class Generate:
 
     def __call__(self) -> tuple[torch.Tensor, int]:
         inner = self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
-        # the forwards by which a model shows that it can run packed are none of the call's
-        assert packable(inner, empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))) is None
         with counted_tokens(self.model) as counts:
+            # the forwards by which a model shows that it can run packed are none of the call's
+            assert packable(inner, empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))) is None
+            counts.clear()
             tokens = self.model.generate(**self.inputs, **GREEDY, **models.PAGED)
         new = len(self.inputs["input_ids"]) * (GREEDY["max_new_tokens"] - 1)
         return tokens[:, max(LENGTHS) :], sum(LENGTHS) + new - sum(counts)

@@ -231,7 +231,7 @@ def test_a_forward_that_raises_is_a_reason_of_one_line() -> None:
             raise ValueError("no such thing\nand a long story")
 
     model.lm_head.__class__ = Failing
-    assert reason(model) == "packed, its forward fails: no such thing"
+    assert reason(model) == "its forward fails: no such thing"
 
 
 def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeypatch: pytest.MonkeyPatch) -> None:

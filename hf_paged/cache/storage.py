@@ -183,7 +183,7 @@ class Storage:
         return layer
 
     def _most_blocks(self, num_blocks: int, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Allocates `num_blocks` blocks, or half, a quarter, ... of them until memory suffices."""
+        """`num_blocks`, or the first of its half, quarter, ... for which there is memory; at least `capacity`."""
         while num_blocks > self.capacity:
             try:
                 LayerBlocks.allocate(num_blocks, self.block_size, keys, values)

@@ -3,7 +3,7 @@ The figures of README.md and benchmarks/README.md, rendered from the committed J
 
     python -m benchmarks.readme [--check]
 
-No figure there is written by hand: `tests/benchmarks/test_readme.py` renders the text again and compares.
+No figure there is written by hand: `tests/regressions/test_truth.py` renders the text again and compares.
 """
 
 from __future__ import annotations

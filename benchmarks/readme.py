@@ -260,7 +260,7 @@ def benchmarks_section() -> str:
 
 def architectures_section() -> str:
     """Of README.md."""
-    from tests.architectures import section
+    from tests.support.architectures import section
 
     return section(read(ARCHITECTURES))
 

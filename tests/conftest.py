@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 import torch
 
-# Appended, so that an installed hf_paged wins over the checkout while `tests.models` is still found.
+# Appended, so that an installed hf_paged wins over the checkout while `tests.support` is still found.
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
+
+pytest.register_assert_rewrite("tests.support")  # its assertions show both sides too
 
 SEED = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
     # Two cores and many tiny models: threads cost more than they give, and one thread makes sums reproducible.
     torch.set_num_threads(1)
 

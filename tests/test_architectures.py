@@ -1,8 +1,8 @@
-"""`"paged"` gives plain `generate`'s tokens on a sample of architectures; `python -m tests.architectures` runs all."""
+"""A sample of `python -m tests.support.architectures`: `"paged"` gives plain `generate`'s tokens."""
 
 import pytest
 
-from tests.architectures import check, list_architectures
+from tests.support.architectures import check, list_architectures
 
 SAMPLE = [
     "LlamaForCausalLM",

@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_paged
 from hf_paged.attention import backends
 from hf_paged.cache import handles
-from tests import models
+from tests.support import models
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}

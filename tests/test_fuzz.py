@@ -1,4 +1,4 @@
-"""A fixed part of `python -m tests.fuzz`, and that its comparison sees what it is there to see."""
+"""A fixed part of `python -m tests.support.fuzz`, and that its comparison sees what it is there to see."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hf_paged
-from tests import fuzz, fuzz_cases, models
-from tests.fuzz_cases import Case
+from tests.support import fuzz, fuzz_cases, models
+from tests.support.fuzz_cases import Case
 
 SEED = 2026
 CASES = 40
@@ -24,7 +24,7 @@ def test_case(number: int) -> None:
     try:
         outcomes = fuzz.run_case(case)
     except Exception as error:
-        raise AssertionError(f"python -m tests.fuzz --seed {SEED} --only {number}\n{case}\n{error}") from error
+        raise AssertionError(f"python -m tests.support.fuzz --seed {SEED} --only {number}\n{case}\n{error}") from error
     assert outcomes
 
 

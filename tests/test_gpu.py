@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_paged
-from tests import models
+from tests.support import models
 
 pytestmark = pytest.mark.gpu
 

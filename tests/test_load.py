@@ -1,4 +1,4 @@
-"""A small part of `python -m tests.load`, and that it sees what it is there to see."""
+"""A small part of `python -m tests.support.load`, and that it sees what it is there to see."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ pytest.importorskip("peft")
 
 from hf_paged import PagedConfig
 from hf_paged.cache.block_pool import BlockPool
-from tests import load, load_cases
-from tests.load_cases import Run
+from tests.support import load, load_cases
+from tests.support.load_cases import Run
 
 SEED, REQUESTS = 3, 24
 FEW_BLOCKS = {"block_size": 8, "num_blocks": 10, "max_num_batched_tokens": 17}
@@ -49,7 +49,7 @@ def test_a_wrong_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(load_cases, "catalogue", lambda *arguments: known)
     _, failure = load.play(small_run(0, "swap"), 40, REQUESTS)
-    assert "difference: python -m tests.load --seed 3 --only 0 --run-steps 40" in failure
+    assert "difference: python -m tests.support.load --seed 3 --only 0 --run-steps 40" in failure
 
 
 def test_blocks_that_are_lost_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

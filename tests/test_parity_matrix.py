@@ -38,7 +38,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 import hf_paged
-from tests import models
+from tests.support import models
 
 NEW_TOKENS = 12
 SEED = 1

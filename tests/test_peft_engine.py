@@ -11,8 +11,8 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
-from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
 from tests.test_faults import Countdown, OnPurpose, last_block, model_state, replaced_forward
 
 peft = pytest.importorskip("peft")

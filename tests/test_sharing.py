@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_paged
-from tests import models
+from tests.support import models
 
 PROMPT, NEW = 512, 64
 BLOCK_SIZE = 16

@@ -15,7 +15,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.assembly import empty_cache
 from hf_paged.batching.capability import packable
 from hf_paged.cache.memory import PagedMemory
-from tests import models
+from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
 LENGTHS = (26, 20, 17)

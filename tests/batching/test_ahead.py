@@ -21,10 +21,12 @@ from hf_paged.batching.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
-from tests import models
 from tests.batching import test_invariance
-from tests.batching.captured_helpers import results, use_fake_graphs
-from tests.batching.engine_helpers import (
+from tests.batching.test_invariance import Schedule
+from tests.batching.test_runner import SIZE
+from tests.support import models
+from tests.support.captured_helpers import results, use_fake_graphs
+from tests.support.engine_helpers import (
     MANY_ENDS,
     MODES,
     assert_drained,
@@ -33,8 +35,6 @@ from tests.batching.engine_helpers import (
     prompts,
     run_all,
 )
-from tests.batching.test_invariance import Schedule
-from tests.batching.test_runner import SIZE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 CONFIG = PagedConfig(block_size=SIZE)

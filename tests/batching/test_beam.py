@@ -12,8 +12,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from hf_paged.batching.beam import BeamDecoding
 from hf_paged.batching.sampling import advance_many, request_decoding
-from tests import models
-from tests.batching.driver import drive, generate_by_decoding
+from tests.support import models
+from tests.support.driver import drive, generate_by_decoding
 
 ONE_EOS, SOME_EOS, MANY_EOS = [70], list(range(4, 128, 17)), list(range(4, 128, 4))
 NEW = 12

@@ -16,8 +16,8 @@ from hf_paged.batching.capability import packable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
-from tests import models
-from tests.architecture_configs import tiny_model
+from tests.support import models
+from tests.support.architecture_configs import tiny_model
 
 
 def cache_for(model: Any, **config: Any) -> PagedCache:

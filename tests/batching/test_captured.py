@@ -21,10 +21,10 @@ from hf_paged.batching.captured import CapturedDecodes, Key, bucket
 from hf_paged.batching.captured_graphs import NothingUnrecorded
 from hf_paged.cache.fingerprint import addresses, read_state
 from hf_paged.cache.packed import NotCapturable
-from tests import models
-from tests.batching.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
-from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
+from tests.support import models
+from tests.support.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 
 NAMES = ("llama", "gemma3")  # one group; a window beside full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)

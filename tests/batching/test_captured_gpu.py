@@ -15,10 +15,10 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching import ahead, captured, captured_graphs
 from hf_paged.cache.fingerprint import read_state
-from tests import models
-from tests.batching.captured_helpers import results
-from tests.batching.engine_helpers import assert_drained, prompts
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
+from tests.support import models
+from tests.support.captured_helpers import results
+from tests.support.engine_helpers import assert_drained, prompts
 
 pytestmark = pytest.mark.gpu
 

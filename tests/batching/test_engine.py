@@ -20,8 +20,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
-from tests import models
-from tests.batching.engine_helpers import (
+from tests.support import models
+from tests.support.engine_helpers import (
     MANY_ENDS,
     MODES,
     assert_drained,

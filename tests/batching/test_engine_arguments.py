@@ -10,9 +10,9 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from hf_paged import PagedEngine
-from tests import models
-from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
 from tests.batching.test_engine import Recorder, engine_of
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
 
 GREEDY = MODES["greedy"]
 

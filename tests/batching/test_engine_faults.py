@@ -17,8 +17,8 @@ from hf_paged.batching import engine as engine_module
 from hf_paged.batching.core import MAX_IDLE_STEPS
 from hf_paged.batching.scheduler import ScheduledBatch
 from hf_paged.cache.storage import LayerBlocks
-from tests import models
-from tests.batching.engine_helpers import (
+from tests.support import models
+from tests.support.engine_helpers import (
     MODES,
     assert_drained,
     assert_same_as_lone,

@@ -16,9 +16,9 @@ import torch
 from transformers import LogitsProcessor, MaxTimeCriteria
 
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
-from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
 from tests.batching.test_engine import Recorder, engine_of
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose
 
 GREEDY = MODES["greedy"]

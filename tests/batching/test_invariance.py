@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
-from tests import models
-from tests.batching.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support import models
+from tests.support.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, lone_run, prompts
 
 OPTIONS: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 13},

@@ -16,7 +16,7 @@ from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
-from tests import models
+from tests.support import models
 
 SIZE = models.BLOCK_SIZE
 

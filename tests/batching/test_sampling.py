@@ -14,8 +14,8 @@ from hf_paged.batching import sampling
 from hf_paged.batching.decoding import Advance, argmax
 from hf_paged.batching.processors import Shareable, are_row_wise, for_rows, together
 from hf_paged.batching.sampling import SampleDecoding, advance_many, request_decoding
-from tests import models
-from tests.batching.driver import drive, generate_by_decoding, logits_of
+from tests.support import models
+from tests.support.driver import drive, generate_by_decoding, logits_of
 
 SOME_EOS = list(range(4, 128, 9))  # rows end at different lengths
 NEW = 14

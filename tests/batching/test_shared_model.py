@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 import hf_paged
 from hf_paged import PagedEngine
-from tests import models
+from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
 

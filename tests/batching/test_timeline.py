@@ -13,8 +13,8 @@ import torch
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.timeline import Activity, Timeline
-from tests import models
-from tests.batching.engine_helpers import prompts
+from tests.support import models
+from tests.support.engine_helpers import prompts
 
 LENGTHS = (40, 24, 33, 5, 60)
 

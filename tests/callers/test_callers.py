@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import hf_paged
-from tests import models
+from tests.support import models
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}

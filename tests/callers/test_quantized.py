@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
 from tests.callers.test_callers import BEAMS, GREEDY, assert_same_tokens, assert_used_pool
+from tests.support import models
 
 # int4 is what runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
 SCHEMES: dict[str, Callable[[], Any]] = {

@@ -14,8 +14,8 @@ import hf_paged
 from hf_paged.cache.storage import free_bytes
 from hf_paged.inspect.__main__ import main
 from hf_paged.inspect.report import Report, examine
-from tests import models
-from tests.viz.missing import take_away
+from tests.support import models
+from tests.support.missing import take_away
 
 DEEPSEEK: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},

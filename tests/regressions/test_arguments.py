@@ -11,8 +11,8 @@ from transformers import BatchEncoding, GenerationConfig, TextIteratorStreamer, 
 
 import hf_paged
 from hf_paged import PagedEngine
-from tests import models
-from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 
 GREEDY = MODES["greedy"]
 BEAMS = MODES["beams"]

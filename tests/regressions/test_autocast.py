@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, check_integrity, last_route
-from tests import models
+from tests.support import models
 
 STEPS = 10
 LENGTHS = (13, 4, 13, 9)  # rows of one length that are no neighbours

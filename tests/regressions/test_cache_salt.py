@@ -13,7 +13,7 @@ from transformers import GenerationConfig, InfNanRemoveLogitsProcessor, LogitsPr
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
+from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 PROMPT = models.token_ids(1, 41, seed=5)[0].tolist()  # five full blocks and one token

@@ -11,9 +11,9 @@ from torch import nn
 
 import hf_paged
 from hf_paged import native
-from tests import models
-from tests.architecture_configs import tiny_model
-from tests.batching.captured_helpers import FakeGraphs, use_fake_graphs
+from tests.support import models
+from tests.support.architecture_configs import tiny_model
+from tests.support.captured_helpers import FakeGraphs, use_fake_graphs
 
 OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_paged
 from hf_paged import PagedEngine
-from tests import models
+from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 PROMPT = models.token_ids(1, 34)[0].tolist()

@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
+from tests.support import models
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 CONFIG = PagedConfig(block_size=8)

@@ -20,8 +20,8 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
-from tests.interrupts import MODES, Case, Engine, Generate, interrupt_often
+from tests.support import models
+from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_often
 from tests.test_faults import model_state
 
 OURS = str(Path(hf_paged.__file__).parent)

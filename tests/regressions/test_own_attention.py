@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_paged import PagedEngine, check_integrity, last_route
-from tests import models
+from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_paged
-from tests import models
+from tests.support import models
 
 LONG = models.prompt("llama", 1, 60)["input_ids"]
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}

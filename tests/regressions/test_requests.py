@@ -10,8 +10,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import hf_paged
 from hf_paged import PagedEngine
-from tests import models
-from tests.batching.engine_helpers import MODES, assert_drained, assert_same_as_lone, build_bloom, lone_run, prompts
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, build_bloom, lone_run, prompts
 
 GREEDY = MODES["greedy"]
 SOME_EOS = list(range(20, 50))

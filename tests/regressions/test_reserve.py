@@ -14,7 +14,7 @@ resource = pytest.importorskip("resource")  # not on Windows
 CHILD = """
 import resource, psutil, torch
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
+from tests.support import models
 
 torch.set_num_threads(1)
 model = models.build("llama", **{sizes})

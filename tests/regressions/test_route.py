@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from hf_paged import PagedEngine, Route, last_route, native
-from tests import models
-from tests.architecture_configs import tiny_model
+from tests.support import models
+from tests.support.architecture_configs import tiny_model
 
 OPTIONS = {"max_new_tokens": 4, "do_sample": False}
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9)]

@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedEngine, last_route
-from tests import models
+from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]

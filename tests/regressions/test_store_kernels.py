@@ -11,8 +11,8 @@ import torch
 
 import hf_paged
 from hf_paged.attention.metadata import AttentionMetadata
-from tests.attention.kernels.device import DEVICE, available
-from tests.models import PAGED, build, token_ids
+from tests.support.kernels.device import DEVICE, available
+from tests.support.models import PAGED, build, token_ids
 
 pytestmark = available
 FAR = 1 << 30  # elements: a stride that fits in 31 bits; twice that does not

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.cache import weights as weights_module
-from tests import models
+from tests.support import models
 
 PROMPT = models.token_ids(1, 34)[0].tolist()
 OTHER = models.token_ids(1, 21, seed=9)[0].tolist()

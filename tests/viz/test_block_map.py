@@ -13,8 +13,8 @@ from hf_paged import PagedCache, PagedEngine
 from hf_paged.viz.block_map import MAX_CELLS, plot_block_map
 from hf_paged.viz.kinds import KINDS, count_kinds, group_label, kind_index, to_cells
 from hf_paged.viz.optional import require
-from tests import models
-from tests.viz.missing import take_away
+from tests.support import models
+from tests.support.missing import take_away
 
 STATES = [0, -1, 1, 2, 3, 4, 7, 8, 100]
 

@@ -11,7 +11,7 @@ import pytest
 from hf_paged import PagedCache, PagedEngine
 from hf_paged.viz.html import COLUMNS, MAX_ROWS, format_bytes, memory_html
 from hf_paged.viz.kinds import KINDS
-from tests import models
+from tests.support import models
 
 
 def parsed(html: str) -> ElementTree.Element:

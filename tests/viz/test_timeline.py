@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from hf_paged import PagedEngine
 from hf_paged.batching.timeline import Activity, Interval
 from hf_paged.viz.timeline import plot_intervals
-from tests import models
-from tests.batching.engine_helpers import prompts
+from tests.support import models
+from tests.support.engine_helpers import prompts
 
 A = Activity
 DECODE, SWAPPED = "#0072B2", "#CC79A7"

@@ -42,7 +42,7 @@ def default_prefill_config(
 ) -> PrefillConfig:
     """
     Large tiles that compile without spilled registers and fit the shared memory: 99 KiB (compute capabilities 8.6, 8.9
-    and 12.0) for heads up to 128, 163 KiB for wider ones. `tests/attention/kernels/prefill_cases.py` checks it.
+    and 12.0) for heads up to 128, 163 KiB for wider ones. `tests/support/kernels/prefill_cases.py` checks it.
 
     Args:
         rows (`int`): Most query rows of one row and K/V head.

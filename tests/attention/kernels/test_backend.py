@@ -14,9 +14,9 @@ import torch
 import hf_paged
 from hf_paged.attention import backends, cpu, kernels
 from hf_paged.cache import storage
-from tests import models
-from tests.attention.kernels.device import DEVICE, available
 from tests.attention.test_backends import Case, build
+from tests.support import models
+from tests.support.kernels.device import DEVICE, available
 
 
 @available

@@ -10,7 +10,7 @@ import torch
 from hf_paged.attention import reference
 from hf_paged.attention.cascade_plan import CascadeCosts, SharedPrefix
 from hf_paged.attention.metadata import AttentionMetadata
-from tests.attention.kernels.device import DEVICE, available
+from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.attention.kernels.aot import SHARED_LIMIT, Compiled, compile_cases
+from tests.support.kernels.aot import SHARED_LIMIT, Compiled, compile_cases
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or importlib.util.find_spec("triton") is None, reason="no Triton to compile with"

@@ -16,7 +16,7 @@ from hf_paged.attention.kernels import configs
 from hf_paged.attention.kernels.configs import DecodeConfig
 from hf_paged.attention.kernels.decode import paged_attention
 from hf_paged.attention.kernels.prefill_configs import PrefillConfig, prefill_config
-from tests.attention.kernels.device import DEVICE, available
+from tests.support.kernels.device import DEVICE, available
 
 
 def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention import test_backends
-from tests.attention.kernels.device import DEVICE, available, on_device
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
+from tests.support.kernels.device import DEVICE, available, on_device
 
 # the interpreter's numpy notes that the dtype's minimum in a mask becomes -inf on its way into an exponential
 pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention.kernels.device import on_device
 from tests.attention.test_backends import TOLERANCE, Case, build
+from tests.support.kernels.device import on_device
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,9 @@ import torch
 import hf_paged
 from hf_paged.attention import backends
 from hf_paged.attention.cascade_plan import CascadeCosts
-from tests import models
-from tests.attention.kernels.device import DEVICE, available
 from tests.attention.test_packed import MIXED, PROMPTS, TOLERANCE, Built, Case, causal_mask
+from tests.support import models
+from tests.support.kernels.device import DEVICE, available
 
 pytestmark = [available, pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU, tests/test_gpu.py does this")]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_paged.attention import reference
 from hf_paged.attention.metadata import AttentionMetadata
-from tests.attention.kernels.device import DEVICE, available
+from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_paged.cache import storage
-from tests.attention.kernels.device import DEVICE, available
+from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
 

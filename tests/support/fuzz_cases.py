@@ -1,4 +1,4 @@
-"""Random `generate` calls as plain data: what `tests.fuzz` draws, and how a drawn call becomes arguments.
+"""Random `generate` calls as plain data: what `tests.support.fuzz` draws, and how a drawn call becomes arguments.
 
 A case is drawn from its number alone. Parts that depend on text (ends, stop strings) are drawn as steps of the plain
 greedy text and looked up when the case is played, so that rows really end, and at different steps.
@@ -23,7 +23,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from tests import models
+from tests.support import models
 from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
 
 GREEDY_STEPS = 12  # of the plain text that ends and stop strings are taken from

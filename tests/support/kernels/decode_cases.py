@@ -10,7 +10,7 @@ import torch
 from hf_paged.attention.kernels.decode import paged_attention
 from hf_paged.attention.kernels.store import store
 from hf_paged.attention.metadata import AttentionMetadata
-from tests.attention.kernels.aot import AotCase
+from tests.support.kernels.aot import AotCase
 
 
 def _store(heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Every kernel compiled ahead of time for chips that need not be here: `python -m tests.attention.kernels.aot`.
+"""Every kernel compiled ahead of time for chips that need not be here: `python -m tests.support.kernels.aot`.
 
 A launcher is called with tensors of the meta device while Triton's driver is a stand-in and launches only compile. So
 what is compiled is what a call of that launcher would run: signature, specialisation, constants and options. The
@@ -166,16 +166,13 @@ def _inspect(cubin: bytes) -> tuple[dict[str, int], str]:
 
 def cases() -> list[AotCase]:
     """All cases of `CASE_MODULES`."""
-    found: list[AotCase] = []
-    for name in CASE_MODULES:
-        if importlib.util.find_spec(f"tests.attention.kernels.{name}") is not None:
-            found += importlib.import_module(f"tests.attention.kernels.{name}").CASES
-    return found
+    modules = [importlib.import_module(f"tests.support.kernels.{name}") for name in CASE_MODULES]
+    return [case for module in modules for case in module.CASES]
 
 
 def compile_cases(only: str = "", capabilities: Iterable[int] = ()) -> list[Compiled]:
     """`measure` for every case whose name contains `only`, in a process without the interpreter."""
-    command = [sys.executable, "-m", "tests.attention.kernels.aot", "--json", "--only", only]
+    command = [sys.executable, "-m", "tests.support.kernels.aot", "--json", "--only", only]
     for capability in capabilities:
         command += ["--capability", str(capability)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

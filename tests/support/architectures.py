@@ -1,6 +1,6 @@
 """Every generative architecture of transformers, tiny and random: does `"paged"` give plain `generate`'s tokens?
 
-    python -m tests.architectures [--only REGEX] [--json PATH] [--jobs N]
+    python -m tests.support.architectures [--only REGEX] [--json PATH] [--jobs N]
 
 `check(name)` answers for one class. An architecture that cannot be built here, or that plain `generate` does not
 serve, is listed with its reason and is no failure of the paged cache.
@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from benchmarks import machine
-from tests.architecture_configs import tiny_model
-from tests.architecture_inputs import make_inputs
+from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import make_inputs
 
 FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -430,7 +430,7 @@ def main() -> int:
     results = sweep(names, options.jobs)
     print(table(results), summary(results), overview(results), class_lists(results), sep="\n\n")
     if options.json:
-        head = {"command": "python -m tests.architectures", "facts": facts}
+        head = {"command": "python -m tests.support.architectures", "facts": facts}
         rows = ",\n".join(json.dumps(dataclasses.asdict(result)) for result in results)
         options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
     return int(any(result.status in ("different", "error") for result in results))

@@ -1,5 +1,5 @@
 """
-Real SIGINTs at random moments of `generate` and the engine: `python -m tests.interrupts --count 1000`.
+Real SIGINTs at random moments of `generate` and the engine: `python -m tests.support.interrupts --count 1000`.
 
 Another process sends them, so that they come between any two bytecodes. After each: the pool is whole and
 no call that is gone holds a block, the model is as it was, and what comes next gives plain's tokens. The exit code is 1
@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests import models
-from tests.batching.engine_helpers import build_bloom
+from tests.support import models
+from tests.support.engine_helpers import build_bloom
 from tests.test_faults import model_state
 
 NEW_TOKENS = 6

@@ -1,7 +1,7 @@
 """
 Load test: engines with few blocks serve a random mixture of requests for a long time, in float32.
 
-    python -m tests.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--first RUN] [--only RUN]
+    python -m tests.support.load --steps 100000 [--seed 0] [--run-steps 2500] [--jobs 1] [--first RUN] [--only RUN]
 
 Requests come at random with adapters, beams, samples, stop strings and priorities; some are cancelled, and now and then
 all are. The tokens of each are those of plain `generate` of that request alone; after each step what was streamed and
@@ -34,11 +34,11 @@ import torch
 
 import hf_paged
 from hf_paged import OutOfBlocksError, PagedEngine, RequestOutput
-from tests import load_cases, models
-from tests.batching.captured_helpers import addresses_of, use_fake_graphs
-from tests.batching.engine_helpers import assert_drained, assert_same_as_lone
 from tests.batching.test_invariance import count_chunks
-from tests.load_cases import Run, Wanted
+from tests.support import load_cases, models
+from tests.support.captured_helpers import addresses_of, use_fake_graphs
+from tests.support.engine_helpers import assert_drained, assert_same_as_lone
+from tests.support.load_cases import Run, Wanted
 
 RUN_STEPS = 2500
 CHECKED_STEPS = 500  # of an engine, whose integrity is checked after each; then after every 5th
@@ -223,7 +223,7 @@ def play(run: Run, num_steps: int, num_requests: int = load_cases.CATALOGUE) -> 
             hf_paged.check_integrity(model)
         except Exception as error:
             steps = sum(client.step_number for client in clients)
-            repeat = f"python -m tests.load --seed {run.seed} --only {run.number} --run-steps {num_steps}"
+            repeat = f"python -m tests.support.load --seed {run.seed} --only {run.number} --run-steps {num_steps}"
             kind = "difference" if isinstance(error, Difference) else type(error).__name__
             trace = "" if isinstance(error, AssertionError) else traceback.format_exc(limit=-6)
             failure = f"run {run.number}, step {steps}, {kind}: {repeat}\n  {run}\n  {error}\n{trace}"

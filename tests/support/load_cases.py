@@ -11,8 +11,8 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_paged import PagedConfig
-from tests import models
-from tests.batching.engine_helpers import MANY_ENDS, lone_run, prompts
+from tests.support import models
+from tests.support.engine_helpers import MANY_ENDS, lone_run, prompts
 from tests.test_peft_engine import ADAPTERS, active, lora_model
 
 # full attention; that and a sliding window; a window only. As few layers as that takes: most steps are overhead

@@ -9,7 +9,7 @@ import torch
 
 from hf_paged.attention.kernels.merge import merge
 from hf_paged.attention.kernels.prefill import Launch, prefill_attention
-from tests.attention.kernels.aot import AotCase
+from tests.support.kernels.aot import AotCase
 
 HALF, FULL = torch.bfloat16, torch.float32
 TENSOR_CORES = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}

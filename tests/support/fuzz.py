@@ -1,7 +1,7 @@
 """
 Differential fuzz: random `generate` calls, plain against `cache_implementation="paged"`, in float32.
 
-    python -m tests.fuzz --cases 500 [--seed 0] [--jobs 2] [--model llama] [--only CASE]
+    python -m tests.support.fuzz --cases 500 [--seed 0] [--jobs 2] [--model llama] [--only CASE]
 
 Equal means: tokens, shapes, dtypes, the random state left behind and everything that user code was shown, exactly;
 floating point closely, up to a row's end; an exception of the same type where plain raises one. A call with a budget of
@@ -35,8 +35,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import hf_paged
 from hf_paged.cache.block_pool import OutOfBlocksError
-from tests import fuzz_cases, models
-from tests.fuzz_cases import GREEDY_STEPS, Case
+from tests.support import fuzz_cases, models
+from tests.support.fuzz_cases import GREEDY_STEPS, Case
 from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor, model_state
 
 HANG_SECONDS = 180.0  # a case takes less than one
@@ -270,7 +270,7 @@ def attempt(seed: int, number: int, model: str | None) -> tuple[list[Outcome], s
     disable_progress_bar()
     warnings.simplefilter("ignore")
     case = fuzz_cases.draw(seed, number, model)
-    repro = f"python -m tests.fuzz --seed {seed} --only {number}" + (f" --model {model}" if model else "")
+    repro = f"python -m tests.support.fuzz --seed {seed} --only {number}" + (f" --model {model}" if model else "")
 
     def hung() -> None:
         print(f"case {number} hangs: {repro}\n  {case}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from hf_paged import PagedEngine, RequestResult
-from tests import models
+from tests.support import models
 
 MANY_ENDS = list(range(20, 36))  # enough EOS ids that texts end early
 

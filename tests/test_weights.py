@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.assembly import empty_cache
-from hf_paged.batching.capability import packable
+from hf_paged.batching.runner import PackedRunner
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.model.capability import packable
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
@@ -50,7 +51,8 @@ class Generate:
         inner = self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
         with counted_tokens(self.model) as counts:
             # the forwards by which a model shows that it can run packed are none of the call's
-            assert packable(inner, empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))) is None
+            empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
+            assert packable(inner, empty, PackedRunner) is None
             counts.clear()
             tokens = self.model.generate(**self.inputs, **GREEDY, **models.PAGED)
         new = len(self.inputs["input_ids"]) * (GREEDY["max_new_tokens"] - 1)

@@ -16,7 +16,7 @@ from ..cache.block_pool import BlockPool
 from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.swap import BlockSwapper
-from ..cache.weights import WeightsGuard
+from ..model.weights import WeightsGuard
 from .core import Core
 from .cost import CostModel
 from .request import Request

@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from ..attention.backends import VARIABLE
 from ..attention.cascade_plan import CascadeCosts
 from ..attention.switch import native_implementation
-from ..cache.fingerprint import ModelState, addresses
 from ..cache.memory import GroupMemory, autocast_dtype
 from ..cache.packed import PackedStep
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import LayerBlocks
+from ..model.fingerprint import ModelState, addresses
 from . import captured_graphs
 from .captured_cascade import eager_costs, has_shared_blocks, prefers_cascade
 from .captured_graphs import Graph, GraphBackend, no_autocast_cache

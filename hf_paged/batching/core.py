@@ -14,16 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.switch import switchable_configs, use_configs
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.fingerprint import ModelState, read_state
 from ..cache.memory import PagedMemory, autocast_dtype
-from ..cache.weights import WeightsGuard
 from ..interrupts import held, let_in
-from .adapters import AdapterError, use_adapter
+from ..locks import step_lock
+from ..model.fingerprint import ModelState, read_state
+from ..model.weights import WeightsGuard
 from .ahead import LookAhead
 from .cost import CostModel
 from .decoding import Advance, num_embeddings
+from .execution.adapters import AdapterError, use_adapter
 from .job import Job
-from .locks import step_lock
 from .request import Request, Sequence
 from .sampling import advance_many
 from .scheduler import ScheduledBatch, Scheduler

@@ -21,22 +21,23 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig, check_cache_salt
 from ..interrupts import held, let_in
+from ..locks import PatientLock
+from ..model.capability import packable
 from ..registry import Route, note_route
 from ..viz.block_map import plot_block_map
 from ..viz.html import engine_html
 from ..viz.timeline import MAX_REQUESTS, plot_intervals
-from .adapters import base_model, check_adapter
 from .arguments import check_names, shown
 from .assembly import empty_cache, make_core
-from .capability import packable
 from .core import Core
 from .entries import Entry, new_entry
+from .execution.adapters import base_model, check_adapter
 from .job import Job
-from .locks import PatientLock
 from .prompts import Prompt
 from .readers import Reader, Window, read_in_thread
 from .request import Request
 from .results import EngineStats, RequestOutput, RequestResult, Unread
+from .runner import PackedRunner
 from .timeline import Timeline
 
 # of a core
@@ -547,7 +548,7 @@ class PagedEngine:
             return self._core
         autocast = autocast_dtype(self.model.device)
         empty = empty_cache(self.model, self.memory)
-        obstacle = packable(self.model, empty)
+        obstacle = packable(self.model, empty, PackedRunner)
         made_for = (_layout(empty), obstacle, self.model.dtype, self.model.device, autocast)
         if self._core is None or made_for != self._made_for:
             self._retire()

@@ -14,12 +14,13 @@ from ..cache.block_manager import UNCACHED
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held
+from ..model.capability import packable
 from .assembly import packed_core
 from .beam import BeamDecoding
-from .capability import packable
 from .core import Core
 from .job import Job
 from .request import Request, Sequence
+from .runner import PackedRunner
 from .sampling import SampleDecoding
 from .streaming import RowStreamers
 
@@ -74,7 +75,7 @@ class GenerateCall:
         keep = self.model_kwargs.get("logits_to_keep")
         if keep is not None and not (isinstance(keep, int) and keep == 1):
             return "logits_to_keep is set"
-        return self._layout_obstacle() or packable(self.model, self.cache)
+        return self._layout_obstacle() or packable(self.model, self.cache, PackedRunner)
 
     def _layout_obstacle(self) -> str | None:
         ids, mask = self.input_ids, self.model_kwargs.get("attention_mask")

@@ -32,7 +32,7 @@ _OPTIONS = {"request_id"} | {
 @dataclass
 class Window:
     """
-    A time in which control does not go back to code that might change the model (`cache.weights.WeightsGuard`): a step,
+    A time in which control does not go back to code that might change the model (`model.weights.WeightsGuard`): a step,
     or a whole call of `generate`.
     """
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..cache.fingerprint import ModelState
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
+from ..model.fingerprint import ModelState
 from .request import Sequence
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.fingerprint import ModelState
 from ..cache.packed import Chunk, PackedCache, PackedStep
 from ..cache.paged_cache import PagedCache
+from ..model.fingerprint import ModelState
 from .captured import captured_decodes
 
 if TYPE_CHECKING:

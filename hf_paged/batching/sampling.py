@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from .. import native
+from ..model.capability import LOOP_CONDITION, is_stock
 from .beam import BeamDecoding
-from .capability import LOOP_CONDITION, is_stock
 from .decoding import CHUNK, Advance, Decoding, Fetch, argmax, hits, num_embeddings
 from .processors import together
 from .sample import SampleDecoding, logprobs_of

@@ -14,13 +14,14 @@ from ..attention import backends
 from ..attention.metadata import AttentionMetadata
 from ..attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
 from ..batching.assembly import empty_cache
-from ..batching.capability import packable, visible_obstacle
+from ..batching.runner import PackedRunner
 from ..cache.layers import PagedLayer
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import LayerBlocks
 from ..call import prepared
 from ..config import PagedConfig
+from ..model.capability import packable, visible_obstacle
 from ..viz.kinds import group_label
 from .footprint import Footprint, GroupFootprint
 from .models import build, first_line, num_bytes
@@ -124,7 +125,7 @@ def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[str | No
                 small = build(config, type(model), torch.float32, "cpu")
         except (ValueError, AssertionError):
             continue
-        return packable(small, empty_cache(small, PagedMemory(PagedConfig()))), what
+        return packable(small, empty_cache(small, PagedMemory(PagedConfig())), PackedRunner), what
     return None
 
 

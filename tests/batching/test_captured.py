@@ -19,8 +19,8 @@ from hf_paged.attention import backends
 from hf_paged.batching import captured, captured_cascade, captured_graphs
 from hf_paged.batching.captured import CapturedDecodes, Key, bucket
 from hf_paged.batching.captured_graphs import NothingUnrecorded
-from hf_paged.cache.fingerprint import addresses, read_state
 from hf_paged.cache.packed import NotCapturable
+from hf_paged.model.fingerprint import addresses, read_state
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedEngine
-from hf_paged.cache import weights as weights_module
+from hf_paged.model import weights as weights_module
 from tests.support import models
 
 PROMPT = models.token_ids(1, 34)[0].tolist()

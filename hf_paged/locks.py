@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import forks, interrupts
+from . import forks, interrupts
 
 
 class PatientLock:

@@ -20,8 +20,8 @@ from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..interrupts import held, let_in
-from .locks import step_lock
-from .self_check import PREPARE, ForwardFailedError, input_check, self_check
+from ..locks import step_lock
+from .self_check import PREPARE, ForwardFailedError, MakeRunner, input_check, self_check
 
 LOOP_CONDITION = "_has_unfinished_sequences"
 # Where these are not transformers' own, a forward may get inputs that the engine does not know of, or the loop end at
@@ -44,13 +44,14 @@ def _parts(model: PreTrainedModel) -> Parts:
     return Parts(modules, switchable_configs(module for _, module in modules))
 
 
-def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner) -> str | None:
     """
     Why a packed forward through `model` would not give each sequence what it gets alone, in one line; `None` if it
     does.
 
     Args:
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
+        make_runner (`Callable`): What runs packed steps, `batching.runner.PackedRunner`.
     """
     parts = _parts(model)
     if reason := _visible_obstacle(model, cache, parts):
@@ -63,7 +64,7 @@ def packable(model: PreTrainedModel, cache: PagedCache) -> str | None:
     if found is None or found[0] != key:
         try:
             with held(), step_lock(model), let_in():
-                found = (key, input_check(model, cache) or self_check(model, cache))
+                found = (key, input_check(model, cache) or self_check(model, cache, make_runner))
         except ForwardFailedError as error:  # it may have been something passing: the next call checks again
             return str(error)
         with _lock:

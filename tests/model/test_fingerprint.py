@@ -18,8 +18,8 @@ from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged import native
-from hf_paged.cache import fingerprint as module
-from hf_paged.cache.fingerprint import fingerprint, hash_portable
+from hf_paged.model import fingerprint as module
+from hf_paged.model.fingerprint import fingerprint, hash_portable
 
 BACKENDS = [
     pytest.param("native", marks=pytest.mark.skipif(not native.is_available(), reason="no compiler")),

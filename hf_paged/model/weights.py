@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .block_manager import BlockManager
+from ..cache.block_manager import BlockManager
+from ..cache.memory import PagedMemory
 from .fingerprint import fingerprint
-from .memory import PagedMemory
 
 LINE = 64  # bytes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in
-from .runner import PackedRunner
 
 PREPARE = "prepare_inputs_for_generation"
 # Of the logits' standard deviation. Half precision rounds differently with every shape, by about a fifth of these, and
@@ -32,6 +31,16 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND, _CHUNK = 8, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
+
+
+class Runner(Protocol):
+    """What `batching.runner.PackedRunner` does for the check."""
+
+    def run(self, items: list[Any], /) -> torch.Tensor:
+        """Sequences and their `query_len` to logits `(n, vocab_size)`."""
+
+
+MakeRunner = Callable[[PreTrainedModel, PagedCache], Runner]
 
 
 class ForwardFailedError(Exception):
@@ -102,7 +111,7 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
+def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner) -> str | None:
     """
     Compares packed steps, with prompts side by side, decodes beside a chunk, and a chunk after what is cached, with
     plain forwards: of whole sequences without a cache, and of decode steps over a `DynamicCache`. The model, the random
@@ -122,7 +131,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
             whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
             decoded = _decoded_logits(model, _stock_twin(cache), rows[:2])
             memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
-            found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows)
+            found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows, make_runner)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -189,9 +198,11 @@ def _decoded_logits(model: PreTrainedModel, held: DynamicCache, rows: torch.Tens
     return torch.stack(logits[1:], dim=1)
 
 
-def _packed_logits(model: PreTrainedModel, cache: PagedCache, rows: torch.Tensor) -> torch.Tensor:
+def _packed_logits(
+    model: PreTrainedModel, cache: PagedCache, rows: torch.Tensor, make_runner: MakeRunner
+) -> torch.Tensor:
     """`(6, vocab_size)`: after both prompts, after one more token each, after another of the first and the chunks."""
-    runner = PackedRunner(model, cache)
+    runner = make_runner(model, cache)
     tokens = rows.tolist()
     first, second, third = (SimpleNamespace(num_computed_tokens=0, token_ids=[]) for _ in range(3))
     third.token_ids = tokens[2]

@@ -1,0 +1,1 @@
+"""How a step runs: the model, and the adapter it runs with."""

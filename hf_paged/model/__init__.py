@@ -1,0 +1,1 @@
+"""What a model is: whether it may run packed, and whether it is what it was."""

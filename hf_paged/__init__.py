@@ -1,14 +1,14 @@
 """Paged KV memory for Hugging Face `generate`: `model.generate(**inputs, cache_implementation="paged")`."""
 
-from .batching.core import EngineStalledError
 from .batching.engine import PagedEngine
+from .batching.loop import EngineStalledError
 from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
 from .cache.block_pool import OutOfBlocksError
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
 from .config import PagedConfig
-from .generation import install, uninstall
-from .registry import Route, check_integrity, free, last_route, memory_stats
+from .generation.install import install, uninstall
+from .model.registry import Route, check_integrity, free, last_route, memory_stats
 
 __version__ = "0.1.0"
 

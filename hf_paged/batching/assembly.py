@@ -17,8 +17,8 @@ from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.swap import BlockSwapper
 from ..model.weights import WeightsGuard
-from .core import Core
 from .cost import CostModel
+from .loop import Core
 from .request import Request
 from .row_runner import RowRunner
 from .runner import PackedRunner

@@ -23,21 +23,21 @@ from ..config import PagedConfig, check_cache_salt
 from ..interrupts import held, let_in
 from ..locks import PatientLock
 from ..model.capability import packable
-from ..registry import Route, note_route
+from ..model.registry import Route, note_route
 from ..viz.block_map import plot_block_map
 from ..viz.html import engine_html
 from ..viz.timeline import MAX_REQUESTS, plot_intervals
 from .arguments import check_names, shown
 from .assembly import empty_cache, make_core
-from .core import Core
 from .entries import Entry, new_entry
 from .execution.adapters import base_model, check_adapter
 from .job import Job
+from .loop import Core
 from .prompts import Prompt
-from .readers import Reader, Window, read_in_thread
 from .request import Request
 from .results import EngineStats, RequestOutput, RequestResult, Unread
 from .runner import PackedRunner
+from .streams import Reader, Window, read_in_thread
 from .timeline import Timeline
 
 # of a core

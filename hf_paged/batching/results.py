@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..registry import Route
+from ..model.registry import Route
 
 MAX_UNREAD = 1 << 14
 """Outputs without a result that wait for a call of `step`: some megabytes."""

@@ -19,8 +19,8 @@ from ..cache.layers import PagedLayer
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import LayerBlocks
-from ..call import prepared
 from ..config import PagedConfig
+from ..generation.call import prepared
 from ..model.capability import packable, visible_obstacle
 from ..viz.kinds import group_label
 from .footprint import Footprint, GroupFootprint

@@ -252,7 +252,7 @@ class Looks:
         if event == "line" and frame.f_lineno not in self.lines:
             self.lines.add(frame.f_lineno)
             self.look()
-        return self if frame.f_code.co_filename == str(Path(OURS) / "registry.py") else None
+        return self if frame.f_code.co_filename == str(Path(OURS) / "model" / "registry.py") else None
 
 
 def test_item_07_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:

@@ -16,18 +16,18 @@ from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import forks
-from .attention import interface
-from .attention.latent import unwrap_expansions
-from .attention.switch import NAME
-from .batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
-from .batching.generate import GenerateCall
-from .batching.streaming import ObservedCriteria, RowStreamers
-from .cache.paged_cache import PagedCache
+from .. import forks
+from ..attention import interface
+from ..attention.latent import unwrap_expansions
+from ..attention.switch import NAME
+from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
+from ..batching.streaming import ObservedCriteria, RowStreamers
+from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
+from ..interrupts import held, let_in
+from ..model.registry import memory_for
+from .batch import GenerateCall
 from .call import Call, current, prepared
-from .config import PagedConfig
-from .interrupts import held, let_in
-from .registry import memory_for
 from .sharing import prefill_once
 
 REQUESTED = ("paged", NAME)

@@ -9,13 +9,13 @@ from contextvars import ContextVar
 
 from transformers import PreTrainedModel
 
-from .attention.backends import obstacles
-from .attention.latent import wrap_expansion
-from .attention.masks import PagedMask, mask_observer
-from .attention.switch import foreign_attention, switchable_configs, use_configs
-from .cache.paged_cache import PagedCache
-from .interrupts import held
-from .registry import Route, note_route
+from ..attention.backends import obstacles
+from ..attention.latent import wrap_expansion
+from ..attention.masks import PagedMask, mask_observer
+from ..attention.switch import foreign_attention, switchable_configs, use_configs
+from ..cache.paged_cache import PagedCache
+from ..interrupts import held
+from ..model.registry import Route, note_route
 
 logger = logging.getLogger(__name__)
 

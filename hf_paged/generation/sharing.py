@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
-from .cache.paged_cache import PagedCache
+from ..cache.paged_cache import PagedCache
 
 # Inputs whose rows are their first dimension in every model.
 _ROW_INPUTS = {

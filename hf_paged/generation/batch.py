@@ -10,19 +10,19 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..attention.masks import mask_observer
+from ..batching.assembly import packed_core
+from ..batching.beam import BeamDecoding
+from ..batching.job import Job
+from ..batching.loop import Core
+from ..batching.request import Request, Sequence
+from ..batching.runner import PackedRunner
+from ..batching.sampling import SampleDecoding
+from ..batching.streaming import RowStreamers
 from ..cache.block_manager import UNCACHED
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held
 from ..model.capability import packable
-from .assembly import packed_core
-from .beam import BeamDecoding
-from .core import Core
-from .job import Job
-from .request import Request, Sequence
-from .runner import PackedRunner
-from .sampling import SampleDecoding
-from .streaming import RowStreamers
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from . import forks
-from .cache.memory import MemoryStats, PagedMemory, autocast_dtype
-from .config import PagedConfig
+from .. import forks
+from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
+from ..config import PagedConfig
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from ..interrupts import held, let_in
 from ..locks import PatientLock
 from ..model.capability import packable
 from ..model.registry import Route, note_route
-from ..viz.block_map import plot_block_map
-from ..viz.html import engine_html
-from ..viz.timeline import MAX_REQUESTS, plot_intervals
+from ..tools.pictures.block_map import plot_block_map
+from ..tools.pictures.html import engine_html
+from ..tools.pictures.timeline import MAX_REQUESTS, plot_intervals
 from .arguments import check_names, shown
 from .assembly import empty_cache, make_core
 from .entries import Entry, new_entry

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig
-from ..viz.block_map import plot_block_map
-from ..viz.html import cache_html
+from ..tools.pictures.block_map import plot_block_map
+from ..tools.pictures.html import cache_html
 from .block_table import BlockTable
 from .handles import ReadCounters
 from .layer_group import LayerGroup

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..batching.timeline import IN_BATCH, Activity, Interval
 from .block_map import new_axes
 from .optional import require
+
+if TYPE_CHECKING:
+    from ...batching.timeline import Interval
 
 MAX_REQUESTS = 40
 UNITS = ("steps", "seconds")
 _MAX_NAME = 16  # characters of a request's id
-# Colours of Okabe and Ito. What is in the batch is a wide bar, what is not a narrow one.
-_STYLES: dict[Activity, dict[str, Any]] = {
-    Activity.PREFILL: {"facecolor": "#E69F00"},
-    Activity.RECOMPUTE: {"facecolor": "#E69F00", "hatch": "//////", "edgecolor": "#5A3D00", "linewidth": 0},
-    Activity.DECODE: {"facecolor": "#0072B2"},
-    Activity.WAITING: {"facecolor": "#BBBBBB"},
-    Activity.PREEMPTED: {"facecolor": "#D55E00"},
-    Activity.SWAPPED: {"facecolor": "#CC79A7"},
+# By the name of what a request does; colours of Okabe and Ito.
+_STYLES: dict[str, dict[str, Any]] = {
+    "prefill": {"facecolor": "#E69F00"},
+    "recompute": {"facecolor": "#E69F00", "hatch": "//////", "edgecolor": "#5A3D00", "linewidth": 0},
+    "decode": {"facecolor": "#0072B2"},
+    "waiting": {"facecolor": "#BBBBBB"},
+    "preempted": {"facecolor": "#D55E00"},
+    "swapped out": {"facecolor": "#CC79A7"},
 }
+_IN_BATCH = ("prefill", "recompute", "decode")  # wide bars; what waits has narrow ones
 
 
 def plot_intervals(
@@ -56,7 +59,9 @@ def plot_intervals(
     if unit == "seconds":
         origin = min((interval.start for interval in intervals), default=0.0)
     for activity, style in _STYLES.items():
-        _draw_bars(ax, [interval for interval in intervals if interval.activity is activity], rows, unit, origin, style)
+        _draw_bars(
+            ax, [interval for interval in intervals if interval.activity.value == activity], rows, unit, origin, style
+        )
     ends = [interval for interval in intervals if interval.is_last]
     places = [_span(interval, unit, origin)[1] for interval in ends]
     ax.plot(places, [rows[interval.number] for interval in ends], "k|", markersize=9, markeredgewidth=1.8)
@@ -65,7 +70,7 @@ def plot_intervals(
         ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
     if len(shown) < len(numbers):
         ax.set_ylabel(f"the last {len(shown)} of {len(numbers)} requests")
-    _add_legend(ax, {interval.activity for interval in intervals}, bool(ends))
+    _add_legend(ax, {interval.activity.value for interval in intervals}, bool(ends))
     return ax.figure
 
 
@@ -84,12 +89,8 @@ def _draw_bars(
         if end > start:
             spans.setdefault(rows[interval.number], []).append((start, end - start))
     for row, bars in spans.items():
-        height = _height(intervals[0].activity)
+        height = 0.76 if intervals[0].activity.value in _IN_BATCH else 0.26
         ax.broken_barh(bars, (row - height / 2, height), **style)
-
-
-def _height(activity: Activity) -> float:
-    return 0.76 if activity in IN_BATCH else 0.26
 
 
 def _dress(ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str) -> None:
@@ -111,10 +112,10 @@ def _short(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _add_legend(ax: Any, activities: set[Activity], any_ended: bool) -> None:
+def _add_legend(ax: Any, activities: set[str], any_ended: bool) -> None:
     patches, lines = require("matplotlib.patches"), require("matplotlib.lines")
     handles: list[Any] = [
-        patches.Patch(label=activity.value, **style) for activity, style in _STYLES.items() if activity in activities
+        patches.Patch(label=activity, **style) for activity, style in _STYLES.items() if activity in activities
     ]
     if any_ended:
         mark = {"marker": "|", "markersize": 9, "markeredgewidth": 1.8}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .kinds import FREE, KINDS, count_kinds, group_label, kind_index, to_cells
 
 if TYPE_CHECKING:
-    from ..batching.results import EngineStats
-    from ..cache.memory import MemoryStats
+    from ...batching.results import EngineStats
+    from ...cache.memory import MemoryStats
 
 COLUMNS, MAX_ROWS = 64, 12  # cells of a strip; of larger pools a cell shows several blocks
 _CELL = 10  # pixels

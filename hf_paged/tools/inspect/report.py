@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..cache.storage import free_bytes
-from ..config import PagedConfig
-from ..viz.html import format_bytes
-from ..viz.optional import require
+from ...cache.storage import free_bytes
+from ...config import PagedConfig
+from ..pictures.html import format_bytes
+from ..pictures.optional import require
 from .footprint import Footprint, measure
 from .models import build, find_model, num_bytes
 from .road import Road, find_road, label

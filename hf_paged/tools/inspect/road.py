@@ -10,19 +10,19 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from ..attention import backends
-from ..attention.metadata import AttentionMetadata
-from ..attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
-from ..batching.assembly import empty_cache
-from ..batching.runner import PackedRunner
-from ..cache.layers import PagedLayer
-from ..cache.memory import PagedMemory
-from ..cache.paged_cache import PagedCache
-from ..cache.storage import LayerBlocks
-from ..config import PagedConfig
-from ..generation.call import prepared
-from ..model.capability import packable, visible_obstacle
-from ..viz.kinds import group_label
+from ...attention import backends
+from ...attention.metadata import AttentionMetadata
+from ...attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
+from ...batching.assembly import empty_cache
+from ...batching.runner import PackedRunner
+from ...cache.layers import PagedLayer
+from ...cache.memory import PagedMemory
+from ...cache.paged_cache import PagedCache
+from ...cache.storage import LayerBlocks
+from ...config import PagedConfig
+from ...generation.call import prepared
+from ...model.capability import packable, visible_obstacle
+from ..pictures.kinds import group_label
 from .footprint import Footprint, GroupFootprint
 from .models import build, first_line, num_bytes
 

@@ -12,8 +12,8 @@ import transformers
 
 import hf_paged
 from hf_paged.cache.storage import free_bytes
-from hf_paged.inspect.__main__ import main
-from hf_paged.inspect.report import Report, examine
+from hf_paged.tools.inspect.command import main
+from hf_paged.tools.inspect.report import Report, examine
 from tests.support import models
 from tests.support.missing import take_away
 
@@ -104,7 +104,7 @@ def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:
 
 
 def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.inspect.road.MAX_CHECK_BYTES", 0)
+    monkeypatch.setattr("hf_paged.tools.inspect.road.MAX_CHECK_BYTES", 0)
     report = examine("LlamaConfig", dtype=torch.float16)
     assert report.num_parameters > 6e9 and report.weight_bytes >= 2 * report.num_parameters
     assert report.footprint.token_bytes == 32 * 2 * 32 * 128 * 2
@@ -115,7 +115,7 @@ def test_a_model_with_fewer_layers_is_checked_instead(tmp_path: Path, monkeypatc
     config = models.config("gemma3", num_hidden_layers=24, layer_types=None)
     name = saved(tmp_path, config, "Gemma3ForCausalLM")
     size = examine(name, dtype=torch.float32).weight_bytes
-    monkeypatch.setattr("hf_paged.inspect.road.MAX_CHECK_BYTES", size // 2)
+    monkeypatch.setattr("hf_paged.tools.inspect.road.MAX_CHECK_BYTES", size // 2)
     report = examine(name, dtype=torch.float32)
     assert report.road.name == "engine" and "fewer layers" in report.road.reason
 
@@ -130,7 +130,7 @@ def test_dtype_is_the_configurations_unless_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "GPT2Config", "GPT2LMHeadModel"])
 def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.inspect.road.MAX_CHECK_BYTES", 0)
+    monkeypatch.setattr("hf_paged.tools.inspect.road.MAX_CHECK_BYTES", 0)
     assert examine(name).model == "GPT2LMHeadModel"
 
 

@@ -16,8 +16,8 @@ import warnings
 import torch
 from transformers.utils import logging
 
-from ..config import PagedConfig
-from ..viz.optional import require
+from ...config import PagedConfig
+from ..pictures.optional import require
 from .report import examine, print_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,7 +76,3 @@ def _device(name: str) -> torch.device:
     if device is None or device.type not in _devices():
         raise argparse.ArgumentTypeError(f"{name!r} is not here: this machine has {', '.join(_devices())}")
     return device
-
-
-if __name__ == "__main__":
-    sys.exit(main())

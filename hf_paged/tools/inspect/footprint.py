@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..attention.latent import can_absorb
-from ..cache.block_manager import BlockManager, ManagedGroup
-from ..cache.block_pool import BlockPool
-from ..cache.layers import PagedLayer
-from ..cache.memory import PagedMemory
-from ..cache.paged_cache import PagedCache
-from ..cache.storage import LayerBlocks
-from ..config import PagedConfig
+from ...attention.latent import can_absorb
+from ...cache.block_manager import BlockManager, ManagedGroup
+from ...cache.block_pool import BlockPool
+from ...cache.layers import PagedLayer
+from ...cache.memory import PagedMemory
+from ...cache.paged_cache import PagedCache
+from ...cache.storage import LayerBlocks
+from ...config import PagedConfig
 from .models import first_line, num_bytes
 
 MAX_BYTES = 4 << 30  # of a model that is run with weights of zero

@@ -1,0 +1,1 @@
+"""Tools beside generation: pictures of the memory, and what it would be for a model."""

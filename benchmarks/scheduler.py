@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.machine import facts
 from hf_paged.batching.request import Request, Sequence
-from hf_paged.batching.scheduler import Scheduler
+from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool
 

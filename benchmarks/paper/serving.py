@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.paper.reservation import Buddy
 from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
-from hf_paged.batching.scheduler import Scheduler
+from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..cache.memory import PagedMemory
-from .decoding import Fetch
+from .decoding.base import Fetch
+from .decoding.sampler import SampleDecoding
 from .job import Job
 from .request import Sequence
-from .sampling import SampleDecoding
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.swap import BlockSwapper
 from ..model.weights import WeightsGuard
-from .cost import CostModel
 from .loop import Core
 from .request import Request
 from .row_runner import RowRunner
 from .runner import PackedRunner
-from .scheduler import Scheduler
+from .scheduling.cost import CostModel
+from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60
 

@@ -37,8 +37,8 @@ from .prompts import Prompt
 from .request import Request
 from .results import EngineStats, RequestOutput, RequestResult, Unread
 from .runner import PackedRunner
+from .scheduling.timeline import Timeline
 from .streams import Reader, Window, read_in_thread
-from .timeline import Timeline
 
 # of a core
 _COUNTS = ("num_captured_steps", "num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")

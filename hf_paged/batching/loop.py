@@ -20,13 +20,13 @@ from ..locks import step_lock
 from ..model.fingerprint import ModelState, read_state
 from ..model.weights import WeightsGuard
 from .ahead import LookAhead
-from .cost import CostModel
-from .decoding import Advance, num_embeddings
+from .decoding.base import SampledTokens, num_embeddings
+from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError, use_adapter
 from .job import Job
 from .request import Request, Sequence
-from .sampling import advance_many
-from .scheduler import ScheduledBatch, Scheduler
+from .scheduling.cost import CostModel
+from .scheduling.scheduler import ScheduledBatch, Scheduler
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
@@ -482,7 +482,7 @@ class Core:
 
     def _advance(self, ready: list[tuple[Job, Tensor]], settled: list[Job]) -> BaseException | None:
         fetch = self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
-        results = advance_many([(job.decoding, logits) for job, logits in ready], fetch) if ready else []
+        results = sample_step([(job.decoding, logits) for job, logits in ready], fetch) if ready else []
         interrupt: BaseException | None = None
         for (job, _), result in zip(ready, results):
             error = result if isinstance(result, BaseException) else self._unknown_token(result)
@@ -498,7 +498,7 @@ class Core:
             settled.append(job)
         return interrupt
 
-    def _unknown_token(self, advance: Advance) -> Exception | None:
+    def _unknown_token(self, advance: SampledTokens) -> Exception | None:
         """An error if the next forward would get an id that has no embedding: a caller's own code chose it."""
         for row in advance.rows:
             token = advance.tokens[row]

@@ -11,13 +11,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from ..attention.masks import mask_observer
 from ..batching.assembly import packed_core
-from ..batching.beam import BeamDecoding
+from ..batching.decoding.beam import BeamDecoding
+from ..batching.decoding.sampler import SampleDecoding
+from ..batching.decoding.streamers import RowStreamers
 from ..batching.job import Job
 from ..batching.loop import Core
 from ..batching.request import Request, Sequence
 from ..batching.runner import PackedRunner
-from ..batching.sampling import SampleDecoding
-from ..batching.streaming import RowStreamers
 from ..cache.block_manager import UNCACHED
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig

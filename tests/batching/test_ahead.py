@@ -17,7 +17,7 @@ from hf_paged import PagedConfig, PagedEngine, native
 from hf_paged.batching.ahead import Launched, LookAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.runner import PackedRunner
-from hf_paged.batching.scheduler import Scheduler
+from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory

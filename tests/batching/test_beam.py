@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from hf_paged.batching.beam import BeamDecoding
-from hf_paged.batching.sampling import advance_many, request_decoding
+from hf_paged.batching.decoding.beam import BeamDecoding
+from hf_paged.batching.decoding.sampler import request_decoding, sample_step
 from tests.support import models
 from tests.support.driver import drive, generate_by_decoding
 
@@ -263,7 +263,7 @@ def test_a_failing_beam_request_fails_alone() -> None:
 
     config = GenerationConfig(num_beams=3, max_new_tokens=4)
     decodings = [request_decoding(model, [5, 6], config, logits_processor=p) for p in ([], [Fail()])]
-    first, second = advance_many([(decoding, torch.randn(3, 128)) for decoding in decodings])
+    first, second = sample_step([(decoding, torch.randn(3, 128)) for decoding in decodings])
     assert not isinstance(first, Exception) and first.parents is not None and isinstance(second, KeyError)
 
 

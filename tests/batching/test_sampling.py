@@ -10,10 +10,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, WatermarkingConfig
 from transformers.generation import logits_process as known
 
-from hf_paged.batching import sampling
-from hf_paged.batching.decoding import Advance, argmax
-from hf_paged.batching.processors import Shareable, are_row_wise, for_rows, together
-from hf_paged.batching.sampling import SampleDecoding, advance_many, request_decoding
+from hf_paged.batching.decoding import sampler
+from hf_paged.batching.decoding.base import SampledTokens, argmax
+from hf_paged.batching.decoding.processors import BatchableProcessors, are_row_wise, for_rows, together
+from hf_paged.batching.decoding.sampler import SampleDecoding, request_decoding, sample_step
 from tests.support import models
 from tests.support.driver import drive, generate_by_decoding, logits_of
 
@@ -389,7 +389,7 @@ def step_together(decodings: list[Any], model: Any) -> list[Any]:
     for decoding, own in zip(decodings, rows):
         ready.append((decoding, together[start : start + len(own)]))
         start += len(own)
-    return advance_many(ready)
+    return sample_step(ready)
 
 
 def prompts() -> list[list[int]]:
@@ -426,7 +426,7 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypa
     model = models.get("llama")
     batches: list[int] = []
     monkeypatch.setattr(
-        sampling, "together", lambda scores, members: batches.append(len(members)) or together(scores, members)
+        sampler, "together", lambda scores, members: batches.append(len(members)) or together(scores, members)
     )
 
     def made() -> list[Any]:
@@ -438,7 +438,7 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypa
     alone = [drive(decoding, model) for decoding in made()]
     decodings = made()
     while running := [decoding for decoding in decodings if not decoding.is_done]:
-        assert all(isinstance(advance, Advance) for advance in step_together(running, model))
+        assert all(isinstance(advance, SampledTokens) for advance in step_together(running, model))
     assert name == "modes" or max(batches) > 1  # some did share
     for one, other in zip(alone, decodings):
         assert torch.equal(one.result(), other.result())
@@ -524,7 +524,7 @@ def test_logits_that_are_not_numbers_fail_alone() -> None:
     seeded = [request(prompt, do_sample=True, generator=torch.Generator()) for prompt in prompts()]
     logits = torch.randn(12, 128)
     logits[[3, 8]] = float("nan")
-    results = advance_many(list(zip([*decodings, *seeded], logits.split(1))))
+    results = sample_step(list(zip([*decodings, *seeded], logits.split(1))))
     assert [i for i, result in enumerate(results) if isinstance(result, Exception)] == [3, 8]
 
 
@@ -533,7 +533,7 @@ def test_draws_without_a_generator_follow_the_probabilities() -> None:
     probs = torch.zeros(1000)
     probs[[3, 200, 201, 700, 999]] = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
     decodings = [request([5], **SAMPLE) for _ in range(4000)]
-    results = advance_many([(decoding, probs.log()[None]) for decoding in decodings])
+    results = sample_step([(decoding, probs.log()[None]) for decoding in decodings])
     counts = torch.tensor([result.tokens[0] for result in results]).bincount(minlength=1000)  # type: ignore[union-attr]
     assert ((counts - 4000 * probs).abs() <= 5 * (4000 * probs * (1 - probs)).sqrt()).all()
 
@@ -541,17 +541,17 @@ def test_draws_without_a_generator_follow_the_probabilities() -> None:
 def test_a_generator_draws_as_multinomial_does() -> None:
     logits = torch.randn(40, 128)
     decodings = [request([5], generator=torch.Generator().manual_seed(i), **SAMPLE) for i in range(40)]
-    results = advance_many(list(zip(decodings, logits.split(1))))
+    results = sample_step(list(zip(decodings, logits.split(1))))
     for i, result in enumerate(results):
         expected = torch.multinomial(logits[i : i + 1].softmax(-1), 1, generator=torch.Generator().manual_seed(i))
-        assert isinstance(result, Advance) and result.tokens == [int(expected)]
+        assert isinstance(result, SampledTokens) and result.tokens == [int(expected)]
 
 
 def test_logits_that_do_not_lie_in_one_tensor() -> None:
     decodings = [request(prompt) for prompt in prompts()]
     logits = torch.randn(12, 128)
     scattered = [logits[[i]] if i % 2 else logits[2 * i : 2 * i + 1] for i in range(6)]
-    results = advance_many(list(zip(decodings, scattered)))
+    results = sample_step(list(zip(decodings, scattered)))
     assert [result.tokens for result in results] == [part.argmax(-1).tolist() for part in scattered]  # type: ignore[union-attr]
 
 
@@ -570,7 +570,7 @@ def test_one_number_a_row_is_transformers_formula(kind: Any, values: tuple[Any, 
     scores[2, ::3] = float("-inf")
     scores[3, 5:20] = scores[3, 4]
     processors = [LogitsProcessorList([kind(value)]) for value in values]
-    shareables = [Shareable.of(own, torch.zeros((1, 0))) for own in processors]
+    shareables = [BatchableProcessors.of(own, torch.zeros((1, 0))) for own in processors]
     members = [shareable for shareable in shareables if shareable is not None]
     assert len({member.key for member in members}) == 1
     expected = torch.cat([own(None, row) for own, row in zip(processors, scores.split(1))])

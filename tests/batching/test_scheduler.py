@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduler import ScheduledBatch, Scheduler
+from hf_paged.batching.scheduling.scheduler import ScheduledBatch, Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduler import Scheduler
+from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.block_table import BlockTable

@@ -12,7 +12,7 @@ import torch
 
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.timeline import Activity, Timeline
+from hf_paged.batching.scheduling.timeline import Activity, Timeline
 from tests.support import models
 from tests.support.engine_helpers import prompts
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.batching.beam import BeamDecoding
-from hf_paged.batching.decoding import Decoding
-from hf_paged.batching.sample import SampleDecoding
+from hf_paged.batching.decoding.base import Decoding
+from hf_paged.batching.decoding.beam import BeamDecoding
+from hf_paged.batching.decoding.sample import SampleDecoding
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from hf_paged import PagedEngine
-from hf_paged.batching.timeline import Activity, Interval
+from hf_paged.batching.scheduling.timeline import Activity, Interval
 from hf_paged.tools.pictures.timeline import plot_intervals
 from tests.support import models
 from tests.support.engine_helpers import prompts

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from .request import Request, Sequence
+from ..request import Request, Sequence
 
 MAX_INTERVALS = 4096  # a request that is never preempted leaves three
 

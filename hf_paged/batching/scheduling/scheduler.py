@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..cache.block_manager import NO_BLOCKS, BlockManager
-from ..cache.block_pool import OutOfBlocksError
-from .request import Request, Sequence, Status
-from .residency import Residency, Swapper
+from ...cache.block_manager import NO_BLOCKS, BlockManager
+from ...cache.block_pool import OutOfBlocksError
+from ..request import Request, Sequence, Status
+from .preemption import Preemption, Swapper
+from .queue import WaitingQueue
 from .timeline import Timeline
-from .waiting import WaitingQueue
 
 AGING = 256.0
 """Arrivals that one step of priority is worth."""
@@ -52,7 +52,7 @@ class Scheduler:
         aging (`float`): Arrivals that one step of priority is worth.
         preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
-        vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Residency`).
+        vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Preemption`).
 
     Attributes:
         timeline ([`Timeline`]): Is told which requests come and go; to use another, set it before the first request.
@@ -80,7 +80,7 @@ class Scheduler:
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._watermark, self._aging = watermark, aging
-        self._residency = Residency(blocks, preempt, swapper, vouch)
+        self._preemption = Preemption(blocks, preempt, swapper, vouch)
         self._running: list[Request] = []  # by key
         self._num_rows = 0  # open rows of running requests
         self._waiting = WaitingQueue()
@@ -107,7 +107,7 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
-        self._residency.check_fits(request)
+        self._preemption.check_fits(request)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `OutOfBlocksError` if it can never fit."""
@@ -144,7 +144,7 @@ class Scheduler:
         self._batch = ScheduledBatch()
         for request in list(self._running):
             self._stop(request)
-            self._residency.forget(request)
+            self._preemption.forget(request)
             request.status = Status.WAITING
             self._wait(request)
 
@@ -228,7 +228,7 @@ class Scheduler:
         behind this one go first, then the chunk gets smaller, then `request` goes itself.
         """
         if request.num_shared_tokens:
-            limit = min(limit, self._residency.num_until_shared(request, sequence))
+            limit = min(limit, self._preemption.num_until_shared(request, sequence))
         query_len = min(limit, sequence.num_to_compute)
         if query_len <= 0:
             return 0
@@ -289,7 +289,7 @@ class Scheduler:
             is_alone = not self._running
             reserve = 0 if is_alone else int(self._watermark * self.blocks.num_total)
             chunk = 1 if is_alone else self.max_num_batched_tokens  # alone, a chunk may shrink as far as that
-            if not self._residency.bring_in(request, chunk, reserve, is_alone):
+            if not self._preemption.bring_in(request, chunk, reserve, is_alone):
                 return
             self._waiting.pop()
             self._start(request)
@@ -336,20 +336,20 @@ class Scheduler:
         for request in stopped:
             self._count_preemption(request)
             self._stop(request)
-            self._residency.forget(request)
+            self._preemption.forget(request)
             self._wait(request)
         for request in self._waiting:
-            self._residency.forget_swapped(request)
+            self._preemption.forget_swapped(request)
         return stopped
 
     def _suspend(self, request: Request) -> None:
         """Takes a running request's blocks and puts it back in the queue."""
         self._stop(request)
         try:
-            self._residency.send_out(request)
+            self._preemption.send_out(request)
         except BaseException:  # no memory to swap to, or interrupted: recompute it
-            self._residency.forget_swapped(request)
-            self._residency.forget(request)
+            self._preemption.forget_swapped(request)
+            self._preemption.forget(request)
             raise
         finally:
             self._wait(request)
@@ -378,7 +378,7 @@ class Scheduler:
         for request in batch.admitted:  # these may hold blocks that others were to write in this step
             if request.status is Status.RUNNING:
                 self._stop(request)
-                self._residency.forget(request)
+                self._preemption.forget(request)
                 self._wait(request)
         for sequence, query_len in batch.items:
             if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
@@ -390,7 +390,7 @@ class Scheduler:
         if sequence.is_finished:
             return
         request = sequence.request
-        self._residency.end_sequence(sequence)
+        self._preemption.end_sequence(sequence)
         sequence.is_finished = True
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
@@ -412,9 +412,9 @@ class Scheduler:
             request.status = Status.FINISHED
             self._waiting.cancelled(request)
         self.timeline.finished(request)
-        self._residency.forget_swapped(request)
+        self._preemption.forget_swapped(request)
         for sequence in request.open_sequences:
-            self._residency.end_sequence(sequence)
+            self._preemption.end_sequence(sequence)
             sequence.is_finished = True
 
     # -- what decodings do ----------------------------------------------------------------------------------------
@@ -425,15 +425,15 @@ class Scheduler:
 
     def fork(self, request: Request, count: int) -> None:
         """The request's one sequence becomes `count` sequences that share its blocks."""
-        self._residency.fork(request, count)
+        self._preemption.fork(request, count)
 
     def permute(self, request: Request, parents: list[int], tokens: list[int]) -> None:
         """Sequence `i` becomes what sequence `parents[i]` was, followed by `tokens[i]`; no K or V moves."""
-        self._residency.permute(request, parents, tokens)
+        self._preemption.permute(request, parents, tokens)
 
     def forget_swapped(self, request: Request) -> None:
         """Gives up what the host holds of a request: it is recomputed."""
-        self._residency.forget_swapped(request)
+        self._preemption.forget_swapped(request)
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"

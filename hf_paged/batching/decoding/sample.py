@@ -12,10 +12,10 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .. import native
-from ..interrupts import let_in
-from .decoding import Advance, Decoding, Endings, Fetch, Logprobs, argmax, values_at
-from .processors import Shareable, are_row_wise, for_rows
+from ... import native
+from ...interrupts import let_in
+from .base import Decoding, Fetch, Logprobs, SampledTokens, StopChecker, argmax, values_at
+from .processors import BatchableProcessors, are_row_wise, for_rows
 
 
 class SampleDecoding(Decoding):
@@ -59,10 +59,10 @@ class SampleDecoding(Decoding):
         self.row_streamers: list[Any] = [None] * self.num_rows if row_streamers is None else list(row_streamers)
         if len(self.row_streamers) != self.num_rows:
             raise ValueError(f"{len(self.row_streamers)} streamers were passed for {self.num_rows} rows")
-        self.endings = Endings(stopping_criteria)
-        self.max_length = config.max_length if self.endings.max_length is None else self.endings.max_length
+        self.stop_checker = StopChecker(stopping_criteria)
+        self.max_length = config.max_length if self.stop_checker.max_length is None else self.stop_checker.max_length
         pad = config._pad_token_tensor
-        if pad is None and self.endings.has_eos:
+        if pad is None and self.stop_checker.has_eos:
             raise ValueError("rows may end at an EOS token: set `pad_token_id`, which fills them up")
         self.pad_token_id = None if pad is None else int(pad)
         self.do_sample = bool(config.do_sample)
@@ -82,8 +82,8 @@ class SampleDecoding(Decoding):
         # the processors then run on open rows alone: no code sees the others
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed: tuple[list[int], LogitsProcessorList] | None = None
-        by_itself = self.num_rows == 1 and not self._keeps_scores and self.endings.is_row_wise
-        self.shareable = Shareable.of(logits_processor, input_ids) if by_itself else None
+        by_itself = self.num_rows == 1 and not self._keeps_scores and self.stop_checker.is_row_wise
+        self.batchable = BatchableProcessors.of(logits_processor, input_ids) if by_itself else None
 
     # -- what the engine reads ------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class SampleDecoding(Decoding):
     # -- one step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def advance(self, logits: torch.Tensor, fetch: Fetch = torch.Tensor.tolist) -> Advance:
+    def advance(self, logits: torch.Tensor, fetch: Fetch = torch.Tensor.tolist) -> SampledTokens:
         """Takes `(len(open_rows), vocab)` logits to the next token of every row, which `fetch` brings to the host."""
         if len(logits) != len(self.open_rows) or not self.open_rows:
             raise ValueError(f"logits of {len(self.open_rows)} open rows are needed, got {len(logits)}")
@@ -125,7 +125,7 @@ class SampleDecoding(Decoding):
             self._filler[advance.finished] = logits[places].to(dtype=torch.float32, device=self._ids.device)
         return advance
 
-    def accept(self, chosen: list[int], stop_string: bool | None = None) -> Advance:
+    def accept(self, chosen: list[int], stop_string: bool | None = None) -> SampledTokens:
         """
         Appends a token to every open row, asks the criteria and feeds the streamers.
 
@@ -134,7 +134,7 @@ class SampleDecoding(Decoding):
             stop_string (`bool`, *optional*): Of a single row: what the criterion for stop strings says, if known.
         """
         rows, tokens = self.open_rows, chosen
-        if self.endings.has_eos and any(self._ends):
+        if self.stop_checker.has_eos and any(self._ends):
             assert self.pad_token_id is not None
             tokens = [self.pad_token_id] * self.num_rows
             for row, token in zip(rows, chosen):
@@ -142,19 +142,19 @@ class SampleDecoding(Decoding):
                     tokens[row] = token
         self._new.append(tokens)
         self.length += 1
-        if self.shareable is not None and self.shareable.needs_seen:
-            self.shareable.note(tokens[0])
+        if self.batchable is not None and self.batchable.needs_seen:
+            self.batchable.note(tokens[0])
         newly: list[int] = []
-        if stop_string is None and self.endings.others:
-            with nullcontext() if self.endings.is_row_wise else let_in(waiting=False):
-                reasons = self.endings.reasons(tokens, self.length, lambda: self.input_ids, self.scores)
+        if stop_string is None and self.stop_checker.others:
+            with nullcontext() if self.stop_checker.is_row_wise else let_in(waiting=False):
+                reasons = self.stop_checker.reasons(tokens, self.length, lambda: self.input_ids, self.scores)
             tokens = self.input_ids[:, -1].tolist()  # some criteria force a token by writing to the ids
             newly = [row for row in rows if reasons[row] is not None and not self._ends[row]]
             for row in newly:
                 self.finish_reasons[row] = reasons[row]
         else:
             for row in rows:
-                reason = self.endings.reason(tokens[row], self.length)
+                reason = self.stop_checker.reason(tokens[row], self.length)
                 if stop_string and reason in (None, "length"):
                     reason = "stop_string"
                 if reason is not None and not self._ends[row]:
@@ -162,12 +162,12 @@ class SampleDecoding(Decoding):
                     newly.append(row)
         return self._close(rows, tokens, newly)
 
-    def _close(self, rows: list[int], tokens: list[int], newly: list[int]) -> Advance:
+    def _close(self, rows: list[int], tokens: list[int], newly: list[int]) -> SampledTokens:
         streamed = [row for row in rows if self.row_streamers[row] is not None and not self._ends[row]]
         for row in newly:
             self._ends[row] = self.length
         finished: list[int] = []
-        if newly and self.endings.has_eos and not self._keeps_scores:
+        if newly and self.stop_checker.has_eos and not self._keeps_scores:
             finished = newly
             self.open_rows = [row for row in rows if not self._ends[row]]
         elif newly and all(self._ends):
@@ -175,7 +175,7 @@ class SampleDecoding(Decoding):
         if self.streamer is not None or streamed:
             with let_in(waiting=False):
                 self._stream(tokens, streamed)
-        return Advance(tokens, None, finished, rows)
+        return SampledTokens(tokens, None, finished, rows)
 
     def _stream(self, tokens: list[int], rows: list[int]) -> None:
         if self.streamer is not None:
@@ -261,7 +261,7 @@ class SampleDecoding(Decoding):
         """
         if self.streamer is not None or self._keeps_scores or not are_row_wise(self.logits_processor, self.num_rows):
             return False
-        return self.endings.is_row_wise and (self.endings.has_eos or self.endings.ends_all_at_once)
+        return self.stop_checker.is_row_wise and (self.stop_checker.has_eos or self.stop_checker.ends_all_at_once)
 
     def split(self) -> list[SampleDecoding]:
         """One decoding a row, carrying on from here; each keeps its padding."""

@@ -127,7 +127,7 @@ def _constants(processor: Any) -> tuple[Any, ...]:
     return tuple(tuple(v.flatten().tolist()) if isinstance(v, torch.Tensor) else v for v in values)
 
 
-class Shareable:
+class BatchableProcessors:
     """
     The processors of a one-row decoding that can run together with those of others: they read the scores and at most
     which tokens were `seen`. Decodings with equal `key` differ at most in that and in the numbers that `together` takes
@@ -147,7 +147,7 @@ class Shareable:
         self._bound = [(_LENGTH_BOUND[type(p)], p) for p in processors if type(p) in _LENGTH_BOUND]
 
     @classmethod
-    def of(cls, processors: LogitsProcessorList, input_ids: torch.Tensor) -> Shareable | None:
+    def of(cls, processors: LogitsProcessorList, input_ids: torch.Tensor) -> BatchableProcessors | None:
         """Of a row of `(1, length)` ids. `None` if a processor needs the order of its tokens or is a caller's own."""
         if type(processors) is not LogitsProcessorList:
             return None
@@ -173,7 +173,7 @@ class Shareable:
         return not any(acts(processor, length) for acts, processor in self._bound)
 
 
-def together(scores: torch.Tensor, members: Sequence[Shareable]) -> torch.Tensor:
+def together(scores: torch.Tensor, members: Sequence[BatchableProcessors]) -> torch.Tensor:
     """`(rows, vocab)` float32 scores through the processors of each row's member. All have one key."""
     for stage in zip(*(member.processors for member in members)):
         first = stage[0]

@@ -24,7 +24,7 @@ CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
 
 
 @dataclass(frozen=True)
-class Advance:
+class SampledTokens:
     """What one step decided. All lists are Python numbers; rows are indices into the decoding's rows."""
 
     tokens: list[int]  # next token of every row (pad for finished rows)
@@ -67,7 +67,7 @@ class Decoding(ABC):
         return False
 
     @abstractmethod
-    def advance(self, logits: torch.Tensor) -> Advance:
+    def advance(self, logits: torch.Tensor) -> SampledTokens:
         """Takes `(len(open_rows), vocab)` logits of any float dtype to the next token of every row."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Decoding(ABC):
         """What the model's own loop would return: a tensor, or its `ModelOutput` when that was asked for."""
 
 
-class Endings:
+class StopChecker:
     """A call's stopping criteria. transformers' own that look at one token or at the length need no tensors here."""
 
     def __init__(self, criteria: StoppingCriteriaList):

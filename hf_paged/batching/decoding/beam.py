@@ -10,8 +10,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from ..interrupts import let_in
-from .decoding import Advance, Decoding, Endings, Logprobs, hits, values_at
+from ...interrupts import let_in
+from .base import Decoding, Logprobs, SampledTokens, StopChecker, hits, values_at
 from .processors import are_row_wise
 
 _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
@@ -20,8 +20,8 @@ _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not b
 class BeamDecoding(Decoding):
     """
     Beam search over a batch of prompts, with the model's own helper methods: early stopping, length penalty and several
-    EOS ids mean what they mean in `generate`. Row `prompt * num_beams + beam` is a running beam; `Advance.parents` says
-    which row each one continues.
+    EOS ids mean what they mean in `generate`. Row `prompt * num_beams + beam` is a running beam; which row each one
+    continues is in `SampledTokens.parents`.
 
     Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`), unless `keep_all` or
     a processor or criterion of the caller's own sees the batch.
@@ -56,7 +56,7 @@ class BeamDecoding(Decoding):
         self.model: Any = model
         self.config, self.generator, self.record_logprobs = config, generator, record_logprobs
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.endings = Endings(stopping_criteria)
+        self.stop_checker = StopChecker(stopping_criteria)
         self.num_rows, self.length = input_ids.shape
         self.prompt_length = self.length
         self.num_beams, self.max_length = config.num_beams, config.max_length
@@ -65,7 +65,7 @@ class BeamDecoding(Decoding):
         self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
         returns_dict = bool(config.return_dict_in_generate)
         self.keep_all = returns_dict if keep_all is None else keep_all
-        self._runs_known_code = are_row_wise(logits_processor, self.num_rows) and self.endings.is_row_wise
+        self._runs_known_code = are_row_wise(logits_processor, self.num_rows) and self.stop_checker.is_row_wise
         self._may_close = self._runs_known_code and not self.keep_all
         self.scores: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_scores else None
         self.raw_logits: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_logits else None
@@ -134,7 +134,7 @@ class BeamDecoding(Decoding):
     # -- one step -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def advance(self, logits: torch.Tensor) -> Advance:
+    def advance(self, logits: torch.Tensor) -> SampledTokens:
         """Takes `(len(open_rows), vocab)` logits to the next running beams."""
         rows = self.open_rows
         if len(logits) != len(rows) or not rows:
@@ -153,7 +153,7 @@ class BeamDecoding(Decoding):
         parents = self.running_indices[..., self.length - 1 - self.prompt_length].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
         finished = self._finish() if is_over else self._close_settled()
-        return Advance(tokens, parents, finished, rows)
+        return SampledTokens(tokens, parents, finished, rows)
 
     def _choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next running beams; returns which continuations end, `(prompts, beams_to_keep)`."""
@@ -301,8 +301,8 @@ class BeamDecoding(Decoding):
         return finished
 
     def _reason(self, sequence: torch.Tensor) -> str:
-        reason = self.endings.reason(int(sequence[-1]), len(sequence))
-        for criterion, name in self.endings.others:
+        reason = self.stop_checker.reason(int(sequence[-1]), len(sequence))
+        for criterion, name in self.stop_checker.others:
             if reason in (None, "length") and name == "stop_string" and hits(criterion, sequence[None], None)[0]:
                 reason = name
         return reason or "criteria"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
-from ..cache.block_pool import OutOfBlocksError
-from .request import Request, Sequence
+from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
+from ...cache.block_pool import OutOfBlocksError
+from ..request import Request, Sequence
 
 
 class Swapper(Protocol):
@@ -29,7 +29,7 @@ class Swapper(Protocol):
         """Forgets what is on the host."""
 
 
-class Residency:
+class Preemption:
     """
     Takes and gives back blocks for all sequences of a request together, so that what they share stays shared.
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from .. import native
-from ..model.capability import LOOP_CONDITION, is_stock
+from ... import native
+from ...model.capability import LOOP_CONDITION, is_stock
+from .base import CHUNK, Decoding, Fetch, SampledTokens, argmax, hits, num_embeddings
 from .beam import BeamDecoding
-from .decoding import CHUNK, Advance, Decoding, Fetch, argmax, hits, num_embeddings
 from .processors import together
 from .sample import SampleDecoding, logprobs_of
 
-__all__ = ["Advance", "BeamDecoding", "SampleDecoding", "advance_many", "request_decoding"]
+__all__ = ["BeamDecoding", "SampleDecoding", "SampledTokens", "request_decoding", "sample_step"]
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _GENERATE_ONLY = ("output_attentions", "output_hidden_states")
@@ -159,7 +159,9 @@ def _checked(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Advance | BaseException]:
+def sample_step(
+    ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None
+) -> list[SampledTokens | BaseException]:
     """
     One step of each decoding with its logits, `(len(open_rows), vocab)`. What decodings of one row have in common runs
     as one batch. An exception, or an interrupt of its caller's own code, becomes the entry of its decoding; the others
@@ -172,7 +174,7 @@ def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None =
         fetch (`Callable`, *optional*): Brings the tokens of all open rows `(n,)`, in order, to the host, if they are
             chosen together on one device; called at most once.
     """
-    results: dict[int, Advance | BaseException] = {}
+    results: dict[int, SampledTokens | BaseException] = {}
     alone: list[int] = []
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
@@ -203,15 +205,15 @@ def advance_many(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None =
 
 def _group(decoding: Decoding) -> Hashable:
     """Decodings of one group share a batch; `None`: it goes alone."""
-    if not isinstance(decoding, SampleDecoding) or decoding.shareable is None:
+    if not isinstance(decoding, SampleDecoding) or decoding.batchable is None:
         return None
-    shareable = decoding.shareable
+    shareable = decoding.batchable
     if not shareable.suffices(decoding.length):
         return None
     return shareable.key, decoding.do_sample
 
 
-def _advance_alone(decoding: Decoding, logits: Tensor, fetch: Fetch) -> Advance | BaseException:
+def _advance_alone(decoding: Decoding, logits: Tensor, fetch: Fetch) -> SampledTokens | BaseException:
     try:
         return decoding.advance(logits, fetch) if isinstance(decoding, SampleDecoding) else decoding.advance(logits)
     except BaseException as error:
@@ -234,7 +236,7 @@ def _choose(members: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> list
     """A token for each member, one row of `(n, vocab)` logits each."""
     records = [i for i, decoding in enumerate(members) if decoding.record_logprobs]
     do_sample = members[0].do_sample
-    shareables = [decoding.shareable for decoding in members if decoding.shareable is not None]
+    shareables = [decoding.batchable for decoding in members if decoding.batchable is not None]
     if not (do_sample or records or shareables[0].processors):
         return list(fetch(argmax(logits)))
     logits = logits.to(torch.float32)
@@ -285,9 +287,9 @@ def _invert_cumulated(mass: Tensor) -> Tensor:
     return torch.searchsorted(mass, level, right=True).squeeze(1).clamp(max=mass.shape[1] - 1)
 
 
-def _accept(members: list[SampleDecoding], chosen: list[int | Exception]) -> list[Advance | BaseException]:
+def _accept(members: list[SampleDecoding], chosen: list[int | Exception]) -> list[SampledTokens | BaseException]:
     stopped = _stopped(members, chosen)
-    results: list[Advance | BaseException] = []
+    results: list[SampledTokens | BaseException] = []
     for i, (decoding, token) in enumerate(zip(members, chosen)):
         if not isinstance(token, int):
             results.append(token)
@@ -303,12 +305,12 @@ def _stopped(members: list[SampleDecoding], chosen: list[int | Exception]) -> di
     """What the stop strings of those that have any say of their new token; equal ones are asked once."""
     groups: dict[Hashable, list[int]] = {}
     for i, decoding in enumerate(members):
-        criterion = decoding.endings.stop_strings
+        criterion = decoding.stop_checker.stop_strings
         if criterion is not None and isinstance(chosen[i], int):
             groups.setdefault((criterion.stop_strings, id(criterion.embedding_vec)), []).append(i)
     found: dict[int, bool] = {}
     for places in groups.values():
-        criterion = members[places[0]].endings.stop_strings
+        criterion = members[places[0]].stop_checker.stop_strings
         assert criterion is not None
         width = criterion.maximum_token_len
         nothing = len(criterion.embedding_vec) - 1  # stands for a token that matches nothing

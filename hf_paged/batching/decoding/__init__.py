@@ -1,0 +1,1 @@
+"""Logits to tokens: transformers' decoding loops, stopped between two forwards."""

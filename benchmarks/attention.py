@@ -25,7 +25,7 @@ from benchmarks.attention_data import DTYPES, Data, Setting
 from benchmarks.attention_peers import CONTIGUOUS, Attention, Peer, Skipped, peers
 from benchmarks.ceilings import Ceilings
 from benchmarks.systems import quiet
-from hf_paged.attention import reference
+from hf_paged.attention.backends import reference
 
 TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}
 COLUMNS = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import SHAPES, Shape
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.step import StepMetadata
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # of all layers' keys and values: more than any cache holds
@@ -118,7 +118,7 @@ class Data:
     query: Tensor  # [batch, heads, query_len, head_dim]
     pools: Tensor  # [layers, num_blocks, 2 * kv_heads, block_size, head_dim]
     padded: Tensor  # [layers, 2, batch, kv_heads, longest, head_dim]
-    metadata: AttentionMetadata
+    metadata: StepMetadata
 
     @property
     def layers(self) -> int:
@@ -166,7 +166,7 @@ def make(setting: Setting, quick: bool = False) -> Data:
     for pool, both in zip(pools, padded):
         rows = pool[index].transpose(1, 2).flatten(2, 3)[:, :, : case.longest]  # [batch, 2 * kv_heads, longest, dim]
         both.copy_(rows.unflatten(1, (2, -1)).transpose(0, 1))
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         tables.to(device),
         torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
         torch.zeros(batch, dtype=torch.int32, device=device),

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_data import Data, Setting
-from hf_paged.attention import backends, kernels
+from hf_paged import kernels
+from hf_paged.attention import backends
 
 Attention = Callable[[int], Tensor]
 CONTIGUOUS = "contiguous sdpa"
@@ -86,15 +87,15 @@ class Triton(Peer):
         device = torch.device(setting.device)
         if device.type == "cpu":
             return "skipped: needs a GPU"
-        return super().missing(setting) or ("" if kernels.is_available(device) else "not available: see the log")
+        return super().missing(setting) or ("" if kernels.triton.is_available(device) else "not available: see the log")
 
     def prepare(self, data: Data) -> Attention:
-        from hf_paged.attention.kernels import dispatch
+        from hf_paged.attention.backends import triton
 
-        obstacle = dispatch.supports(data.query, *data.blocks[0], data.metadata)
+        obstacle = triton.supports(data.query, *data.blocks[0], data.metadata)
         if obstacle is not None:
             raise Skipped(obstacle)
-        return lambda layer: dispatch.paged_attention(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
+        return lambda layer: triton.paged_attention(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
 
 
 class Contiguous(Peer):

@@ -1,7 +1,7 @@
 """Launch parameters of the Triton kernels for the GPU at hand: `python -m benchmarks.tune`.
 
-Every candidate is first compared with `attention/reference.py`, then timed in a CUDA graph on K and V that no cache
-holds. The winners go to `hf_paged/attention/kernels/configs/<chip>.json`, which the kernels read; commit it.
+Every candidate is first compared with `attention/backends/reference.py`, then timed in a CUDA graph on K and V that no
+cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the kernels read; commit it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.machine import facts
-from hf_paged.attention import reference
-from hf_paged.attention.kernels import configs, prefill_configs
-from hf_paged.attention.kernels.configs import DecodeConfig
-from hf_paged.attention.kernels.prefill_configs import PrefillConfig
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention.backends import reference
+from hf_paged.kernels.triton import configs, prefill_configs
+from hf_paged.kernels.triton.configs import DecodeConfig
+from hf_paged.kernels.triton.prefill_configs import PrefillConfig
+from hf_paged.step import StepMetadata
 
 Config = TypeVar("Config", bound=Hashable)
 
@@ -56,7 +56,7 @@ class Problem:
     query: torch.Tensor
     key_blocks: torch.Tensor
     value_blocks: torch.Tensor
-    metadata: AttentionMetadata
+    metadata: StepMetadata
 
     @classmethod
     def make(
@@ -81,7 +81,7 @@ class Problem:
         lengths = torch.full((rows,), seq_len, dtype=torch.int32, device=device)
         starts = torch.zeros_like(lengths)
         hosts = (seq_len,) * rows, (0,) * rows
-        metadata = AttentionMetadata(tables, lengths, starts, *hosts, query_len=query_len, block_size=BLOCK_SIZE)
+        metadata = StepMetadata(tables, lengths, starts, *hosts, query_len=query_len, block_size=BLOCK_SIZE)
         return cls(random(rows, heads, query_len, key_dim), keys, values, metadata)
 
     def run(self, function: Callable[..., torch.Tensor], **options: Any) -> torch.Tensor:
@@ -90,7 +90,7 @@ class Problem:
 
     def prefill(self, config: PrefillConfig) -> torch.Tensor:
         """The same by the prefill kernel."""
-        from hf_paged.attention.kernels.prefill import prefill_attention
+        from hf_paged.kernels.triton.prefill import prefill_attention
 
         metadata, rows, query_len = self.metadata, self.query.shape[0], self.query.shape[2]
         output: torch.Tensor = prefill_attention(
@@ -177,7 +177,7 @@ def _tune(
 
 def tune_decode(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Entries of the table: key, the best configuration, microseconds and loads."""
-    from hf_paged.attention.kernels.decode import paged_attention
+    from hf_paged.kernels.triton.decode import paged_attention
 
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
     group, loads = heads // kv_heads, LOADS["decode"]

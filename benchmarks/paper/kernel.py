@@ -13,18 +13,19 @@ from torch import Tensor
 from benchmarks import paired
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
-from hf_paged.attention import backends, reference
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.attention import backends
+from hf_paged.attention.backends import reference
+from hf_paged.step import StepMetadata
 
 ROWS = 8
 BLOCKS = (8, 16, 32, 64, 128, 256)
 LAYERS = 8
 
 
-def _metadata(tables: Tensor, context: int, block: int) -> AttentionMetadata:
+def _metadata(tables: Tensor, context: int, block: int) -> StepMetadata:
     rows = tables.shape[0]
     lengths = torch.full((rows,), context, dtype=torch.int32)
-    return AttentionMetadata(
+    return StepMetadata(
         tables, lengths, torch.zeros_like(lengths), (context,) * rows, (0,) * rows, query_len=1, block_size=block
     )
 
@@ -40,7 +41,7 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
     both = [torch.randn(ROWS, 2 * shape.kv_heads, context, head_dim, generator=draw).bfloat16() for _ in range(LAYERS)]
     scale = head_dim**-0.5
 
-    def paged(pools: list[Tensor], metadata: AttentionMetadata) -> Callable[[int], Tensor]:
+    def paged(pools: list[Tensor], metadata: StepMetadata) -> Callable[[int], Tensor]:
         def call(layer: int) -> Tensor:
             pool = pools[layer]
             keys, values = pool[:, : shape.kv_heads], pool[:, shape.kv_heads :]

@@ -12,7 +12,6 @@ from transformers.masking_utils import causal_mask_function
 
 from ..cache.handles import PagedTensor, Step, set_sdpa
 from ..cache.packed import NotPackable, PackedStep, PackedTensor
-from ..cache.storage import set_store_kernel
 from . import backends
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
@@ -23,9 +22,9 @@ from .switch import (
     STOCK_FUNCTIONS,
     eager_features,
     makes_stock_masks,
-    native_function,
-    native_implementation,
-    native_mask_function,
+    model_attention,
+    model_attention_function,
+    model_mask_function,
     sdpa_attention_forward,
     stock_function,
 )
@@ -39,7 +38,6 @@ def register() -> None:
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
     set_sdpa(sdpa_on_handles)
-    set_store_kernel(backends.find_store)
 
 
 @torch.compiler.disable
@@ -72,9 +70,9 @@ def paged_mask(
         device=device,
         **kwargs,
     )
-    implementation = native_implementation(config)
+    implementation = model_attention(config)
     if not makes_stock_masks(implementation):
-        own = native_mask_function(implementation)
+        own = model_mask_function(implementation)
         return None if own is None else own(**arguments)
     mask = PagedMask(arguments, implementation)
     observe = mask_observer.get()
@@ -122,7 +120,7 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    implementation = native_implementation(getattr(module, "config", None), module)
+    implementation = model_attention(getattr(module, "config", None), module)
     if isinstance(key, PackedTensor) or isinstance(value, PackedTensor):
         return _packed(module, query, key, value, attention_mask, implementation, kwargs), None
     output = None
@@ -141,7 +139,7 @@ def _paged_attention(
     key, value = (x.dense() if isinstance(x, (PagedTensor, LatentTensor)) else x for x in (key, value))
     if isinstance(attention_mask, PagedMask):
         attention_mask = attention_mask.resolve(implementation)
-    return native_function(type(module), implementation)(module, query, key, value, attention_mask, **kwargs)
+    return model_attention_function(type(module), implementation)(module, query, key, value, attention_mask, **kwargs)
 
 
 _untraced = torch.compiler.disable(_paged_attention)

@@ -74,21 +74,21 @@ class PagedMask(torch.Tensor):
     The mask `(batch, 1, query_length, kv_length)` that a mask function describes.
 
     Our attention function reads the description; any other operation materialises what the model's own attention
-    implementation (`native_format`) would have been given.
+    implementation (`model_attention`) would have been given.
     """
 
     arguments: dict[str, Any]
-    native_format: str
+    model_attention: str
     pattern: MaskPattern | None
     memo: dict[Any, Any]
 
     @staticmethod
-    def __new__(cls, arguments: dict[str, Any], native_format: str) -> PagedMask:
+    def __new__(cls, arguments: dict[str, Any], model_attention: str) -> PagedMask:
         """`arguments`: what transformers passed to the mask interface."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        dtype = torch.bool if native_format == "sdpa" else arguments.get("dtype", torch.float32)
+        dtype = torch.bool if model_attention == "sdpa" else arguments.get("dtype", torch.float32)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=arguments.get("device", "cpu"))
-        mask.arguments, mask.native_format, mask.memo = arguments, native_format, {}
+        mask.arguments, mask.model_attention, mask.memo = arguments, model_attention, {}
         mask.pattern = parse(arguments.get("mask_function", causal_mask_function))
         return mask
 
@@ -106,7 +106,7 @@ class PagedMask(torch.Tensor):
         """The numbers, in the dense format of the model's own implementation."""
         if "dense" not in self.memo:
             arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            dense_format = self.native_format if self.native_format in DENSE_FORMATS else "sdpa"
+            dense_format = self.model_attention if self.model_attention in DENSE_FORMATS else "sdpa"
             dense = ALL_MASK_ATTENTION_FUNCTIONS[dense_format](**arguments)
             self.memo["dense"] = dense.expand(self.shape)
         return self.memo["dense"]
@@ -123,7 +123,7 @@ class PagedMask(torch.Tensor):
         return self.memo["columns"]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PagedMask(shape={tuple(self.shape)}, pattern={self.pattern}, native_format={self.native_format!r})"
+        return f"PagedMask(shape={tuple(self.shape)}, pattern={self.pattern}, model_attention={self.model_attention!r})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

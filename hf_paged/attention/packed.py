@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import native
 from ..cache.packed import Chunk, NotCapturable, NotPackable, PackedStep, PackedTensor
+from ..kernels import cpp, uses_triton
+from ..step import StepMetadata
 from . import backends
 from .masks import PagedMask
-from .metadata import AttentionMetadata
 
 Plan = TypeVar("Plan")
 
@@ -27,9 +27,9 @@ class Stretch(NamedTuple):
 
     first: int
     rows: int
-    metadata: AttentionMetadata
+    metadata: StepMetadata
     fresh: bool
-    fields: native.DecodeFields | None = None  # of decodes on the CPU
+    fields: cpp.DecodeFields | None = None  # of decodes on the CPU
 
 
 def packed_attention(
@@ -65,7 +65,7 @@ def packed_attention(
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks)
     if _uses_triton(step, query):
-        from .kernels import packed as kernels
+        from .backends import triton_packed as kernels
 
         kernel_plan = plan_packed(step, attention_mask, query.device, kernels.KernelPlan)
         obstacle = kernels.supports(query, key.blocks, value.blocks, kernel_plan, scale, sinks)
@@ -99,10 +99,10 @@ def packed_attention(
 
 
 def _uses_triton(step: PackedStep, query: torch.Tensor) -> bool:
-    """`backends.uses_triton`, asked once for all layers: it reads the environment."""
+    """`kernels.uses_triton`, asked once for all layers: it reads the environment."""
     found = step.memo.get("uses_triton")
     if found is None:
-        found = step.memo["uses_triton"] = backends.uses_triton(query)
+        found = step.memo["uses_triton"] = uses_triton(query)
     return bool(found)
 
 
@@ -122,13 +122,13 @@ def _decode(
     layer = key.layer
     if key is not layer.key or value is not layer.value:  # a model that mixes keys and values of layers
         return None
-    signature = native.DecodeCall.sign(query, sinks, scale, softcap)
+    signature = cpp.DecodeCall.sign(query, sinks, scale, softcap)
     call = layer.decode
     if call is None or call.signature != signature:
         rows, metadata = _rows(query, stretch), stretch.metadata
-        if backends.select(rows, key.blocks, value.blocks, metadata, sinks) is not native:
+        if backends.select(rows, key.blocks, value.blocks, metadata, sinks) is not cpp:
             return None
-        call = layer.decode = native.DecodeCall(query, key.blocks, value.blocks, sinks, scale, softcap)
+        call = layer.decode = cpp.DecodeCall(query, key.blocks, value.blocks, sinks, scale, softcap)
     return call(query, stretch.fields, sinks)
 
 
@@ -177,7 +177,7 @@ def _build_plan(step: PackedStep, window: int | None, device: torch.device) -> t
     stretches = []
     if step.num_decodes:
         metadata = _metadata(step.tables, step.seq_lens, 1, step.block_size, window, device, step.lengths)
-        fields = native.DecodeFields.of(metadata) if device.type == "cpu" else None
+        fields = cpp.DecodeFields.of(metadata) if device.type == "cpu" else None
         stretches.append(Stretch(0, step.num_decodes, metadata, fresh=False, fields=fields))
 
     def kind(chunk: Chunk) -> tuple[int, bool]:
@@ -203,12 +203,12 @@ def _metadata(
     window: int | None,
     device: torch.device,
     lengths: torch.Tensor | None = None,
-) -> AttentionMetadata:
+) -> StepMetadata:
     if lengths is None:
         on_device, starts = _int32(seq_lens, device), torch.zeros(len(seq_lens), dtype=torch.int32, device=device)
     else:
         on_device, starts = lengths
-    return AttentionMetadata(
+    return StepMetadata(
         block_tables=tables,
         seq_lens=on_device,
         starts=starts,

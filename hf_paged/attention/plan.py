@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from ..cache.handles import Step
+from ..step import StepMetadata
 from .masks import MaskPattern, PagedMask
-from .metadata import AttentionMetadata
 
 
 def plan_attention(
     step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
-) -> tuple[AttentionMetadata, torch.Tensor | None] | None:
+) -> tuple[StepMetadata, torch.Tensor | None] | None:
     """
     Metadata and additive bias (in table coordinates) that say the same as `attention_mask`, or `None` if nothing short
     of a dense mask does. Worked out once per step and mask, for all layers.
@@ -27,7 +27,7 @@ def plan_attention(
 
 def _plan(
     step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
-) -> tuple[AttentionMetadata, torch.Tensor | None] | None:
+) -> tuple[StepMetadata, torch.Tensor | None] | None:
     if attention_mask is None:
         # without a mask, implementations attend to everything unless several queries are causal among themselves
         if (is_causal and query_len > 1) or any(step.paddings):
@@ -52,7 +52,7 @@ def _plan(
 
 def _plan_dense(
     step: Step, query_len: int, mask: torch.Tensor, device: torch.device
-) -> tuple[AttentionMetadata, torch.Tensor | None] | None:
+) -> tuple[StepMetadata, torch.Tensor | None] | None:
     shift = table_shift(step)
     if shift is None or mask.dim() != 4 or mask.shape[-1] != step.length - step.first:
         return None
@@ -80,7 +80,7 @@ def build_metadata(
     pattern: MaskPattern,
     columns: tuple[tuple[int, ...], tuple[int, ...]] | None,
     device: torch.device,
-) -> AttentionMetadata:
+) -> StepMetadata:
     """
     The metadata of one step and pattern.
 
@@ -107,7 +107,7 @@ def build_metadata(
         first, behind = max(first, step.first), padding + dropped
         seq_lens.append(max(0, end - behind))
         starts.append(max(0, first - behind))
-    return AttentionMetadata(
+    return StepMetadata(
         block_tables=step.block_tables(device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         starts=torch.tensor(starts, dtype=torch.int32, device=device),

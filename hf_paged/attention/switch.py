@@ -37,18 +37,18 @@ class _Switched(str):
     gets what the config names by itself: the end of the call puts back this config alone.
     """
 
-    native: str
+    named: str
 
-    def __new__(cls, native: str) -> _Switched:
+    def __new__(cls, named: str) -> _Switched:
         name = super().__new__(cls, NAME)
-        name.native = native
+        name.named = named
         return name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.native
+        return self.named
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return str, (self.native,)
+        return str, (self.named,)
 
 
 class _Switches:
@@ -72,21 +72,21 @@ class _Switches:
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            _, native, threads = self._held[id(config)]
+            _, named, threads = self._held[id(config)]
             threads.remove(threading.get_ident())
-            if not threads:  # in this order, since `native` reads without the lock
-                config._attn_implementation_internal = native
+            if not threads:  # in this order, since `named` reads without the lock
+                config._attn_implementation_internal = named
                 del self._held[id(config)]
 
     def after_fork(self, freed: set[Any]) -> None:
         """The calls of other threads do not go on in a child process."""
-        for key, (config, native, threads) in list(self._held.items()):
+        for key, (config, named, threads) in list(self._held.items()):
             threads[:] = [thread for thread in threads if thread == threading.get_ident()]
             if not threads:
-                config._attn_implementation_internal = native
+                config._attn_implementation_internal = named
                 del self._held[key]
 
-    def native(self, config: PreTrainedConfig) -> str | None:
+    def named(self, config: PreTrainedConfig) -> str | None:
         held = self._held.get(id(config))
         return held[1] if held is not None else None
 
@@ -94,18 +94,18 @@ class _Switches:
 _switches = _Switches()
 
 
-def native_implementation(config: PreTrainedConfig | None, module: nn.Module | None = None) -> str:
+def model_attention(config: PreTrainedConfig | None, module: nn.Module | None = None) -> str:
     """
     The implementation that `config` names, or that it named before a call switched it. A model that was loaded with
     ours has none of its own: then sdpa if the model's file says that it serves it, else eager.
     """
     if config is None:
         return "sdpa"
-    native = _switches.native(config) or config._attn_implementation or "eager"
-    if isinstance(native, _Switched):  # a shallow copy of a config that a call has switched
-        native = native.native
-    if native != NAME:
-        return native
+    named = _switches.named(config) or config._attn_implementation or "eager"
+    if isinstance(named, _Switched):  # a shallow copy of a config that a call has switched
+        named = named.named
+    if named != NAME:
+        return named
     return "sdpa" if module is None or _file_supports_sdpa(type(module).__module__) else "eager"
 
 
@@ -128,7 +128,7 @@ def _of_file(cls: type, name: str) -> Any:
     return None
 
 
-def native_function(cls: type, implementation: str) -> Callable[..., Any]:
+def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
     """What an attention layer of class `cls` would have called with that implementation."""
     # a file may have an interface of its own, with functions that no other file sees
     interface = _of_file(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
@@ -138,13 +138,13 @@ def native_function(cls: type, implementation: str) -> Callable[..., Any]:
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     """
-    `native_function` where that is transformers' own, with a mask that is, so that its maths are known; `None` for a
-    function that others registered, or put in the place of one of theirs.
+    `model_attention_function` where that is transformers' own, with a mask that is, so that its maths are known; `None`
+    for a function that others registered, or put in the place of one of theirs.
     """
     if not makes_stock_masks(implementation):
         return None
     try:
-        function = native_function(cls, implementation)
+        function = model_attention_function(cls, implementation)
     except KeyError:  # plain raises this, too
         return None
     if function in STOCK_FUNCTIONS:
@@ -158,7 +158,7 @@ STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attenti
 _STOCK_MASKS = (sdpa_mask, eager_mask, flash_attention_mask, flex_attention_mask)
 
 
-def native_mask_function(implementation: str) -> Callable[..., Any] | None:
+def model_mask_function(implementation: str) -> Callable[..., Any] | None:
     """What makes the masks of that implementation; `None` if it gets no masks."""
     # transformers looks for the name there, whatever an instance adds
     known = implementation in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
@@ -167,7 +167,7 @@ def native_mask_function(implementation: str) -> Callable[..., Any] | None:
 
 def makes_stock_masks(implementation: str) -> bool:
     """Whether transformers' own functions make the masks of that implementation."""
-    return native_mask_function(implementation) in _STOCK_MASKS
+    return model_mask_function(implementation) in _STOCK_MASKS
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
         if not isinstance(config, PreTrainedConfig) or (cls, id(config)) in seen or not _calls_interface(cls):
             continue
         seen.add((cls, id(config)))
-        implementation = native_implementation(config, module)
+        implementation = model_attention(config, module)
         if stock_function(cls, implementation) is None:
             return f"its attention function or mask, {implementation!r}, is not transformers' own"
     return None
@@ -232,10 +232,10 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
             readers.setdefault(id(config), (config, set()))[1].add(type(module))
     switchable = []
     for config, classes in readers.values():
-        native = native_implementation(config)
-        if config._attn_implementation_internal == NAME and _switches.native(config) is None:
+        named = model_attention(config)
+        if config._attn_implementation_internal == NAME and _switches.named(config) is None:
             continue  # loaded with ours: nothing to switch
-        if any(_calls_interface(cls) for cls in classes) and not any(_branches(cls, native) for cls in classes):
+        if any(_calls_interface(cls) for cls in classes) and not any(_branches(cls, named) for cls in classes):
             switchable.append(config)
     return switchable
 
@@ -260,7 +260,7 @@ def _calls_interface(cls: type) -> bool:
 
 
 @functools.cache
-def _branches(cls: type, native: str) -> bool:
+def _branches(cls: type, named: str) -> bool:
     """Whether code of the class compares the implementation's name in a way that ours would answer differently."""
     tree = _tree(cls)
     if tree is None:
@@ -269,7 +269,7 @@ def _branches(cls: type, native: str) -> bool:
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, right = node.left, node.comparators[0]
             if isinstance(left, ast.Attribute) and left.attr == "_attn_implementation":
-                if _compare(node.ops[0], native, right) != _compare(node.ops[0], NAME, right):
+                if _compare(node.ops[0], named, right) != _compare(node.ops[0], NAME, right):
                     return True
     return False
 

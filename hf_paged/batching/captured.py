@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.backends import VARIABLE
-from ..attention.cascade_plan import CascadeCosts
-from ..attention.switch import native_implementation
+from ..attention.switch import model_attention
 from ..cache.memory import GroupMemory, autocast_dtype
 from ..cache.packed import PackedStep
 from ..cache.paged_cache import PagedCache
-from ..cache.storage import LayerBlocks
+from ..cache.storage import KVBlocks
+from ..kernels import VARIABLE
+from ..kernels.triton.cascade_plan import CascadeCosts
 from ..model.fingerprint import ModelState, addresses
 from . import captured_graphs
 from .captured_cascade import eager_costs, has_shared_blocks, prefers_cascade
@@ -135,7 +135,7 @@ class CapturedDecodes:
         self._groups, self._windows, self._block_size, self._backend = groups, windows, block_size, backend
         self._signature: Hashable = None  # of the model that the graphs were recorded of
         self._graphs: dict[Key, CapturedStep] = {}  # the one used last at the end
-        self._blocks: list[weakref.ref[LayerBlocks]] = []  # whose addresses the graphs know
+        self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
         self._costs: list[CascadeCosts] | None = None  # of each group's layers together
         self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant
         self._kinds: dict[Hashable, tuple[int, torch.dtype]] = {}  # of logits, by variant
@@ -304,7 +304,7 @@ class CapturedDecodes:
 
     # -- what graphs depend on --------------------------------------------------------------------------------------
 
-    def _layers(self) -> list[LayerBlocks]:
+    def _layers(self) -> list[KVBlocks]:
         return [blocks for group in self._groups for blocks in group.storage.layers.values()]
 
     def _follow_blocks(self) -> None:
@@ -343,7 +343,7 @@ def _numerics(model: PreTrainedModel) -> tuple[Any, ...]:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
-        native_implementation(model.config.get_text_config(decoder=True)),
+        model_attention(model.config.get_text_config(decoder=True)),
         os.environ.get(VARIABLE),
     )
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..attention.cascade_plan import CascadeCosts, plan_cascade
 from ..cache.memory import GroupMemory
+from ..kernels.triton.cascade_plan import CascadeCosts, plan_cascade
 
 if TYPE_CHECKING:
     from .runner import GroupShare
@@ -23,7 +23,7 @@ measurement."""
 
 def eager_costs(groups: Sequence[GroupMemory], num_heads: int) -> list[CascadeCosts]:
     """For each layer group what its layers move together, and what launching all layers of the model takes."""
-    from ..attention.kernels.cascade import default_costs  # needs Triton
+    from ..kernels.triton.cascade import default_costs  # needs Triton
 
     query = torch.empty(1, num_heads, 1, 1, device="meta")
     num_layers, found = sum(len(group.storage.layers) for group in groups), []

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..attention import backends
+from .. import kernels
 from ..cache.packed import NotCapturable
 
 
@@ -75,7 +75,7 @@ def _crosses(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
     """What records steps on `device`; `None` where there are no graphs or the Triton kernels do not serve."""
-    if device.type != "cuda" or not backends.uses_triton(torch.empty(0, device=device)):
+    if device.type != "cuda" or not kernels.uses_triton(torch.empty(0, device=device)):
         return None
     return CudaGraphs(device)
 

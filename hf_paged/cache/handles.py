@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .storage import LayerBlocks
+from .storage import KVBlocks
 
 
 @dataclass
@@ -131,13 +131,13 @@ class PagedTensor(torch.Tensor):
     """
 
     step: Step
-    layer: LayerBlocks
+    layer: KVBlocks
     blocks: torch.Tensor
     fresh: torch.Tensor | None
     _dense: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, step: Step, layer: LayerBlocks, which: str, fresh: torch.Tensor | None = None) -> PagedTensor:
+    def __new__(cls, step: Step, layer: KVBlocks, which: str, fresh: torch.Tensor | None = None) -> PagedTensor:
         """
         `which`: `"keys"` or `"values"` of `layer`. `fresh`: this step's own states, `(batch, heads, n, dim)`, when
         there was nothing before them.

@@ -16,7 +16,7 @@ from ..interrupts import held
 from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed
-from .storage import LayerBlocks, Storage, free_bytes
+from .storage import KVBlocks, Storage, free_bytes
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -135,7 +135,7 @@ class GroupMemory:
         values: torch.Tensor,
         is_empty: bool,
         num_begun: int = 0,
-    ) -> LayerBlocks:
+    ) -> KVBlocks:
         """
         The blocks of layer `index` for states like `keys` and `values`, made on first use.
 
@@ -156,7 +156,7 @@ class GroupMemory:
 
     def _make_layer(
         self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool, num_begun: int
-    ) -> LayerBlocks:
+    ) -> KVBlocks:
         known = self.storage.layers.get(index)
         others = sum(bool(t.block_ids) for tables in self.table_sets if tables is not owner for t in tables.tables)
         if known is None or (is_empty and others <= num_begun):

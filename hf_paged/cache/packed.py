@@ -165,7 +165,7 @@ class PackedStates:
     Args:
         share ([`Share`]): Where the layer finds its step.
         index (`int`): The layer's.
-        blocks ([`LayerBlocks`]): Of the layer.
+        blocks ([`KVBlocks`]): Of the layer.
         keys, values (`torch.Tensor` of shape `(1, heads, num_tokens, dim)`): New states.
         slots (`torch.Tensor` of shape `(1, num_tokens)`, int64): Where they go.
     """
@@ -176,7 +176,7 @@ class PackedStates:
         self,
         share: Share,
         index: int,
-        blocks: storage.LayerBlocks,
+        blocks: storage.KVBlocks,
         keys: torch.Tensor,
         values: torch.Tensor,
         slots: torch.Tensor,

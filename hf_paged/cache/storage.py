@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from .. import native
+from ..kernels import cpp, uses_triton
 
 
 @dataclass(frozen=True)
-class LayerBlocks:
+class KVBlocks:
     """
     The blocks of one layer.
 
@@ -44,7 +44,7 @@ class LayerBlocks:
         )
 
     @classmethod
-    def allocate(cls, num_blocks: int, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+    def allocate(cls, num_blocks: int, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
         """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
         if (keys.shape[1], keys.dtype) != (values.shape[1], values.dtype):
             shapes = [(num_blocks, x.shape[1], block_size, x.shape[3]) for x in (keys, values)]
@@ -58,20 +58,20 @@ class LayerBlocks:
         return cls.view(_empty(shape, keys), heads, key_dim)
 
     @classmethod
-    def view(cls, both: torch.Tensor, heads: int, key_dim: int) -> LayerBlocks:
+    def view(cls, both: torch.Tensor, heads: int, key_dim: int) -> KVBlocks:
         """Keys and values as views of the one tensor that holds both."""
         if both.shape[1] == 2 * heads:
             return cls((both,), both[:, :heads], both[:, heads:])
         return cls((both,), both[..., :key_dim], both[..., key_dim:])
 
-    def grown(self, num_blocks: int) -> LayerBlocks:
+    def grown(self, num_blocks: int) -> KVBlocks:
         """A copy with room for `num_blocks`."""
         tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor) for tensor in self.tensors]
         for new, old in zip(tensors, self.tensors):
             new[: old.shape[0]] = old
         if len(tensors) == 1:
             return self.view(tensors[0], self.keys.shape[1], self.keys.shape[3])
-        return LayerBlocks(tuple(tensors), *tensors)
+        return KVBlocks(tuple(tensors), *tensors)
 
 
 def _empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 class Storage:
     """
-    The block tensors of one layer group, one `LayerBlocks` a layer, made when the layer first writes.
+    The block tensors of one layer group, one `KVBlocks` a layer, made when the layer first writes.
 
     On CPU the tensors are made as large as `reserve` was told, since the system commits a page only when it is touched.
     When they are full they grow by half.
@@ -92,10 +92,10 @@ class Storage:
         self.block_size = block_size
         self.capacity = 0
         self._reserved, self._share = 0, 0.0
-        self._layers: dict[int, LayerBlocks] = {}
+        self._layers: dict[int, KVBlocks] = {}
 
     @property
-    def layers(self) -> dict[int, LayerBlocks]:
+    def layers(self) -> dict[int, KVBlocks]:
         """Blocks by layer index."""
         return self._layers
 
@@ -115,7 +115,7 @@ class Storage:
         """Forgets layers with fewer blocks, whose content no table holds: making them again copies nothing."""
         self._layers = {index: layer for index, layer in self._layers.items() if layer.keys.shape[0] >= num_blocks}
 
-    def promote(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+    def promote(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
         """
         The blocks of layer `index` in a dtype that holds both what is stored and new states, as `torch.cat` would
         choose. Raises `ValueError` if heads, dims or device differ.
@@ -134,7 +134,7 @@ class Storage:
         ]
         if promoted != [layer.keys.dtype, layer.values.dtype]:
             empty = [states[:, :, :0].to(dtype) for states, dtype in zip((keys, values), promoted)]
-            wider = LayerBlocks.allocate(layer.keys.shape[0], self.block_size, *empty)
+            wider = KVBlocks.allocate(layer.keys.shape[0], self.block_size, *empty)
             used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
             wider.keys[used] = layer.keys[used]
             wider.values[used] = layer.values[used]
@@ -159,12 +159,12 @@ class Storage:
                     grown = layer.grown(self.capacity)
                 self._layers[index] = grown
 
-    def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks | None:
+    def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks | None:
         """The blocks of layer `index` if they exist and fit states like `keys` and `values`."""
         layer = self._layers.get(index)
         return layer if layer is not None and layer.matches(keys, values) else None
 
-    def make(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+    def make(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
         """New blocks for layer `index` and states like `keys` and `values`."""
         num_blocks = self.capacity
         if keys.device.type == "cpu" and self._reserved > num_blocks:
@@ -172,13 +172,13 @@ class Storage:
             affordable = int(self._share * free_bytes(keys.device) / max(block_bytes, 1))
             num_blocks = max(num_blocks, min(self._reserved, affordable))
         try:
-            layer = LayerBlocks.allocate(num_blocks, self.block_size, keys, values)
+            layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values)
         except (MemoryError, RuntimeError):  # torch raises the latter
             if num_blocks == self.capacity:
                 raise
             # The system promises less than it has: the layers get their shares of what it does promise.
             self._reserved = int(self._share * self._most_blocks(num_blocks, keys, values))
-            layer = LayerBlocks.allocate(max(self.capacity, self._reserved), self.block_size, keys, values)
+            layer = KVBlocks.allocate(max(self.capacity, self._reserved), self.block_size, keys, values)
         self._layers[index] = layer
         return layer
 
@@ -186,7 +186,7 @@ class Storage:
         """`num_blocks`, or the first of its half, quarter, ... for which there is memory; at least `capacity`."""
         while num_blocks > self.capacity:
             try:
-                LayerBlocks.allocate(num_blocks, self.block_size, keys, values)
+                KVBlocks.allocate(num_blocks, self.block_size, keys, values)
                 return num_blocks
             except (MemoryError, RuntimeError):
                 num_blocks //= 2
@@ -259,24 +259,26 @@ def _choose(
     keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
 ) -> Callable[..., None]:
     """Who does `store` of these arguments; nothing is stored."""
-    kernel = None if _find_kernel is None else _find_kernel(keys, values, key_blocks, value_blocks, slots)
-    if kernel is not None:
-        return kernel
-    if native.supports_store(keys, values, key_blocks, value_blocks, slots) and native.is_available():
-        return native.store
+    if uses_triton(key_blocks):
+        from ..kernels.triton import store as triton  # needs Triton
+
+        if triton.supports(keys, values, key_blocks, value_blocks, slots):
+            return triton.store
+    if cpp.supports_store(keys, values, key_blocks, value_blocks, slots) and cpp.is_available():
+        return cpp.store
     return store_portable
 
 
 def prepare_store(
-    blocks: LayerBlocks, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    blocks: KVBlocks, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """
     `store` into `blocks` as a function of keys, values and slots, for states and slots of one row that look like these
     (shape, strides, dtype, device) as long as the blocks are alive. It keeps no tensor.
     """
     chosen = _choose(keys, values, blocks.keys, blocks.values, slots)
-    if chosen is native.store:
-        return native.StoreCall(keys, values, blocks.keys, blocks.values)
+    if chosen is cpp.store:
+        return cpp.StoreCall(keys, values, blocks.keys, blocks.values)
     known = weakref.ref(blocks)
 
     def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -301,13 +303,3 @@ def store_portable(
     block_ids, offsets = slot // key_blocks.shape[2], slot % key_blocks.shape[2]
     key_blocks[block_ids, :, offsets] = keys[rows, :, tokens].to(key_blocks.dtype)
     value_blocks[block_ids, :, offsets] = values[rows, :, tokens].to(value_blocks.dtype)
-
-
-_find_kernel: Callable[..., Callable[..., None] | None] | None = None
-
-
-def set_store_kernel(function: Callable[..., Callable[..., None] | None] | None) -> None:
-    """Who is asked first for a kernel: given the arguments of `store`, it returns what does them, or `None`; set once
-    by the attention package."""
-    global _find_kernel
-    _find_kernel = function

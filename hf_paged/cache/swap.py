@@ -12,7 +12,7 @@ import torch
 
 from .block_pool import OutOfBlocksError
 from .memory import GroupMemory
-from .storage import LayerBlocks
+from .storage import KVBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class HostLayer:
     Copies of some blocks of one layer.
 
     Args:
-        tensors (`tuple[torch.Tensor, ...]`): In host memory, as `LayerBlocks.tensors`.
+        tensors (`tuple[torch.Tensor, ...]`): In host memory, as `KVBlocks.tensors`.
         keys, values (`torch.Tensor` of shape `(0, heads, 0, dim)`): What the layer's states are like, on its device.
     """
 
@@ -30,12 +30,12 @@ class HostLayer:
     values: torch.Tensor
 
     @classmethod
-    def copy_of(cls, layer: LayerBlocks, block_ids: list[int]) -> HostLayer:
+    def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
         """Copies these blocks."""
         keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (layer.keys, layer.values))
         return cls(tuple(_to_cpu(tensor, block_ids) for tensor in layer.tensors), keys, values)
 
-    def rows(self, rows: list[int]) -> LayerBlocks:
+    def rows(self, rows: list[int]) -> KVBlocks:
         """These of the copied blocks, on the layer's device."""
         moved = []
         for tensor in self.tensors:
@@ -43,8 +43,8 @@ class HostLayer:
                 tensor = tensor[rows]
             moved.append(tensor.to(self.keys.device, non_blocking=tensor.is_pinned()))
         if len(moved) == 1:
-            return LayerBlocks.view(moved[0], self.keys.shape[1], self.keys.shape[3])
-        return LayerBlocks(tuple(moved), *moved)
+            return KVBlocks.view(moved[0], self.keys.shape[1], self.keys.shape[3])
+        return KVBlocks(tuple(moved), *moved)
 
 
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:

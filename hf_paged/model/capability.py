@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from .. import forks
-from ..attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
+from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
@@ -93,7 +93,7 @@ def _fingerprint(model: PreTrainedModel, parts: Parts) -> tuple[Any, ...]:
     switches = tuple(each for _, module in parts.modules for each in vars(module).values() if type(each) in (bool, str))
     classes = dict.fromkeys(base for kind, _ in modules for base in kind.__mro__)
     functions = tuple(each for base in classes for each in vars(base).values() if isinstance(each, FunctionType))
-    implementations = tuple(native_implementation(config) for config in parts.configs)
+    implementations = tuple(model_attention(config) for config in parts.configs)
     autocast = autocast_dtype(model.device)
     prepare = getattr(type(model), PREPARE)
     return modules, switches, functions, implementations, model.dtype, autocast, model.device, prepare

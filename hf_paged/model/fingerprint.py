@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import native
+from ..kernels import cpp
 
 logger = logging.getLogger(__name__)
 
@@ -310,9 +310,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
     """Hashes of the bytes of contiguous tensors: one of all that the C++ kernel can read, one of each other."""
-    here = [tensor for tensor in tensors if tensor.is_cpu] if native.is_available() else []
+    here = [tensor for tensor in tensors if tensor.is_cpu] if cpp.is_available() else []
     found: list[Any] = [
-        native.hash_memory([tensor.data_ptr() for tensor in here], [tensor.nbytes for tensor in here]) if here else None
+        cpp.hash_memory([tensor.data_ptr() for tensor in here], [tensor.nbytes for tensor in here]) if here else None
     ]
     others: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

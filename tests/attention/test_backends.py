@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_paged import native
-from hf_paged.attention import backends, cpu, gather, reference
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged import kernels
+from hf_paged.attention import backends
+from hf_paged.attention.backends import gather, parts, reference
 from hf_paged.cache import storage
+from hf_paged.kernels import cpp
+from hf_paged.step import StepMetadata
 
-BACKENDS = ("reference", "cpu", "native")
+BACKENDS = ("reference", "gather", "cpp")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -57,7 +59,7 @@ class Call:
     query: Tensor
     key_blocks: Tensor
     value_blocks: Tensor
-    metadata: AttentionMetadata
+    metadata: StepMetadata
     options: dict
     expected: Tensor
 
@@ -78,7 +80,7 @@ def build(case: Case, seed: int = 0) -> Call:
     per_row = max(1, -(-longest // case.block))
     num_blocks = batch * per_row + 1
     tables = torch.randperm(num_blocks, generator=generator)[: batch * per_row].view(batch, per_row).int()
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         tables,
         torch.tensor(case.seq_lens, dtype=torch.int32),
         torch.tensor(starts, dtype=torch.int32),
@@ -147,12 +149,12 @@ def build(case: Case, seed: int = 0) -> Call:
 
 def check(case: Case, backend: str, seed: int = 0) -> None:
     call = build(case, seed)
-    if backend == "native":
-        if not native.is_available():
+    if backend == "cpp":
+        if not cpp.is_available():
             pytest.skip("no compiler")
         inputs = (call.query, call.key_blocks, call.value_blocks, call.metadata)
-        if not native.supports(*inputs, call.options["sinks"], call.options["bias"]):
-            assert case.queries > native.MAX_QUERIES or case.dtype == torch.float64
+        if not cpp.supports(*inputs, call.options["sinks"], call.options["bias"]):
+            assert case.queries > cpp.MAX_QUERIES or case.dtype == torch.float64
             return
     out = call.run(backend)
     assert out.shape == call.expected.shape and out.is_contiguous() and out.dtype == case.dtype
@@ -250,13 +252,13 @@ def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
 @given(case=any_cases(), seed=st.integers(0, 3))
 def test_matches_dense_attention_on_any_sizes(case: Case, seed: int) -> None:
     for backend in BACKENDS:
-        if backend != "native" or native.is_available():
+        if backend != "cpp" or cpp.is_available():
             check(case, backend, seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_visible_gives_zeros(backend: str) -> None:
-    if backend == "native" and not native.is_available():
+    if backend == "cpp" and not cpp.is_available():
         pytest.skip("no compiler")
     case = Case(seq_lens=(20, 30), starts=(20, 30), sinks=True)
     assert torch.equal(build(case).run(backend), torch.zeros(2, 1, 14, 64))
@@ -267,11 +269,11 @@ def test_nothing_visible_gives_zeros(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_empty_batch(backend: str) -> None:
-    if backend == "native" and not native.is_available():
+    if backend == "cpp" and not cpp.is_available():
         pytest.skip("no compiler")
     call = build(Case())
     none = torch.zeros(0, dtype=torch.int32)
-    metadata = AttentionMetadata(torch.zeros(0, 1, dtype=torch.int32), none, none, (), (), 1, 16)
+    metadata = StepMetadata(torch.zeros(0, 1, dtype=torch.int32), none, none, (), (), 1, 16)
     assert replace(call, query=call.query[:0], metadata=metadata).run(backend).shape == (0, 1, 14, 64)
 
 
@@ -280,7 +282,7 @@ def test_gradients_match_the_reference(seq_lens: tuple[int, ...], queries: int) 
     shape = dict(heads=4, kv_heads=2, key_dim=8, value_dim=8, dtype=torch.float64)
     call = build(Case(seq_lens=seq_lens, queries=queries, **shape))
     grads = []
-    for module in (reference, cpu, backends):
+    for module in (reference, gather, backends):
         leaves = [t.nan_to_num(0.0).clone().requires_grad_() for t in (call.query, call.key_blocks, call.value_blocks)]
         module.paged_attention(*leaves, call.metadata, **call.options).square().sum().backward()
         grads.append([leaf.grad for leaf in leaves])
@@ -291,35 +293,35 @@ def test_gradients_match_the_reference(seq_lens: tuple[int, ...], queries: int) 
 def test_scratch_survives_inference_mode() -> None:
     call = build(Case())
     with torch.inference_mode():
-        first = call.run("cpu")
+        first = call.run("gather")
     other = build(replace(Case(), block=32))  # larger scratch, other plan
-    torch.testing.assert_close(other.run("cpu").double(), other.expected, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(call.run("cpu"), first)
+    torch.testing.assert_close(other.run("gather").double(), other.expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(call.run("gather"), first)
 
 
 def test_mask_of_a_step_is_a_corner_of_one() -> None:
     call = build(Case(seq_lens=(700, 600, 300), queries=300, heads=2, kv_heads=1, key_dim=8, value_dim=8))
-    plan = gather.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
+    plan = parts.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
     masks = {id(part.hidden) for part in plan.parts}
     assert len(masks) == 1 and plan.parts[0].hidden.corner(150, 700, torch.float32).untyped_storage().size() <= (
-        4 * gather.SLICE_QUERIES * 700
+        4 * parts.SLICE_QUERIES * 700
     )
     for part in plan.parts:
         assert [(s.last - s.first, s.low) for s in part.slices] == [(150, 0), (150, 0)]
         assert [s.high for s in part.slices] == [part.length - 150, part.length]
     windowed = replace(call.metadata, window=20)
-    for part in gather.plan_parts(windowed, call.key_blocks, call.value_blocks).parts:
+    for part in parts.plan_parts(windowed, call.key_blocks, call.value_blocks).parts:
         assert all(s.high - s.low <= 150 + 19 for s in part.slices)
 
 
 def test_threads_do_not_share_scratch() -> None:
     calls = [build(Case(seq_lens=(60 + i, 30)), seed=i) for i in range(4)]
     for call in calls:
-        call.run("native" if native.is_available() else "cpu")
+        call.run("cpp" if cpp.is_available() else "gather")
     wrong: list[str] = []
 
     def work(call: Call) -> None:
-        for backend in ("cpu", "native") if native.is_available() else ("cpu",):
+        for backend in ("gather", "cpp") if cpp.is_available() else ("gather",):
             for _ in range(20):
                 if not torch.allclose(call.run(backend).double(), call.expected, atol=2e-5):
                     wrong.append(backend)
@@ -334,16 +336,16 @@ def test_threads_do_not_share_scratch() -> None:
 
 def test_plan_lives_as_long_as_its_metadata() -> None:
     call = build(Case())
-    call.run("cpu")
+    call.run("gather")
     key = id(call.metadata)
-    plan = gather.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
-    assert gather.plan_parts(call.metadata, call.key_blocks, call.value_blocks) is plan
+    plan = parts.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
+    assert parts.plan_parts(call.metadata, call.key_blocks, call.value_blocks) is plan
     del call, plan
     gc.collect()
-    assert key not in gather._plans
+    assert key not in parts._plans
 
 
-STORES = [storage.store, storage.store_portable, *([native.store] if native.is_available() else [])]
+STORES = [storage.store, storage.store_portable, *([cpp.store] if cpp.is_available() else [])]
 
 
 @pytest.mark.parametrize("block", [8, 16, 100])
@@ -388,18 +390,18 @@ def _selected(call: Call) -> ModuleType:
 
 
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
-    best = native if native.is_available() else cpu
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    best = cpp if cpp.is_available() else gather
     call = build(Case())
     assert _selected(call) is best
-    assert _selected(replace(call, query=call.query.clone().requires_grad_())) is cpu
-    assert _selected(build(Case(queries=17))) is cpu
-    assert _selected(build(Case(dtype=torch.float64))) is cpu
-    for name in ("reference", "cpu"):
-        monkeypatch.setenv(backends.VARIABLE, name)
+    assert _selected(replace(call, query=call.query.clone().requires_grad_())) is gather
+    assert _selected(build(Case(queries=17))) is gather
+    assert _selected(build(Case(dtype=torch.float64))) is gather
+    for name in ("reference", "gather"):
+        monkeypatch.setenv(kernels.VARIABLE, name)
         assert _selected(call) is backends.BACKENDS[name]
-    monkeypatch.setenv(backends.VARIABLE, "fast")
+    monkeypatch.setenv(kernels.VARIABLE, "fast")
     with pytest.raises(
-        ValueError, match="HF_PAGED_ATTENTION='fast' names no backend: use one of reference, cpu, native"
+        ValueError, match="HF_PAGED_ATTENTION='fast' names no backend: use one of reference, gather, cpp"
     ):
         _selected(call)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 import hf_paged
 from hf_paged.attention.interface import paged_attention, paged_mask
-from hf_paged.attention.switch import NAME, eager_features, native_implementation, use_paged_attention
+from hf_paged.attention.switch import NAME, eager_features, model_attention, use_paged_attention
 
 TINY = dict(
     vocab_size=64,
@@ -86,7 +86,7 @@ def test_switch_counts_calls_and_restores_once() -> None:
     with use_paged_attention(model):
         with use_paged_attention(model):
             assert model.config._attn_implementation == NAME
-            assert native_implementation(model.config) == own
+            assert model_attention(model.config) == own
         assert model.config._attn_implementation == NAME
     assert model.config._attn_implementation == own
 

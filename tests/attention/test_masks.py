@@ -62,10 +62,10 @@ def arguments(**kwargs: Any) -> dict[str, Any]:
 def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: str) -> None:
     given = arguments()
     mask = PagedMask(given, implementation)
-    native = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
-    assert mask.shape == native.shape and mask.dtype == native.dtype
-    assert torch.equal(mask[:, :, -1:], native[:, :, -1:])
-    assert torch.equal(torch.cat([mask, mask], 0), torch.cat([native, native], 0))
+    own = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**given)
+    assert mask.shape == own.shape and mask.dtype == own.dtype
+    assert torch.equal(mask[:, :, -1:], own[:, :, -1:])
+    assert torch.equal(torch.cat([mask, mask], 0), torch.cat([own, own], 0))
 
 
 def test_resolve_keeps_the_skips_of_each_implementation() -> None:

@@ -12,14 +12,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
-from hf_paged.attention import backends, reference
+from hf_paged import kernels
+from hf_paged.attention.backends import reference
 from hf_paged.attention.interface import paged_attention
 from hf_paged.attention.masks import PagedMask
-from hf_paged.attention.metadata import AttentionMetadata
 from hf_paged.attention.packed import packed_attention
 from hf_paged.attention.switch import NAME
 from hf_paged.cache.packed import Chunk, LayerStates, NotPackable, PackedStates, PackedStep, Share
-from hf_paged.cache.storage import LayerBlocks, store
+from hf_paged.cache.storage import KVBlocks, store
+from hf_paged.step import StepMetadata
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -124,7 +125,7 @@ class Built:
             seq_lens=tuple(context + query for context, query in case.rows[:num_decodes]),
             chunks=tuple(chunks),
         )
-        self.blocks = LayerBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
+        self.blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
         share = Share()
         share.step = self.step
         layer = PackedStates(share, 0, self.blocks, keys, values, self.step.slots)
@@ -141,7 +142,7 @@ class Built:
         case, parts, first = self.case, [], 0
         for (context, query), table in zip(case.rows, self.tables):
             seq_len = context + query
-            metadata = AttentionMetadata(
+            metadata = StepMetadata(
                 block_tables=torch.tensor([table], dtype=torch.int32),
                 seq_lens=torch.tensor([seq_len], dtype=torch.int32),
                 starts=torch.zeros(1, dtype=torch.int32),
@@ -167,11 +168,11 @@ class Built:
         return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("backend", ["", "cpu", "reference"])
+@pytest.mark.parametrize("backend", ["", "gather", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
 def test_each_sequence_gets_what_it_gets_alone(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(backends.VARIABLE, backend)
+    monkeypatch.setenv(kernels.VARIABLE, backend)
     built = Built(case)
     output = built.attend(causal_mask(built.step.num_tokens, case.window))
     expected = built.expected()

@@ -13,7 +13,7 @@ import torch
 from transformers import StoppingCriteria
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, native
+from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.ahead import Launched, LookAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.runner import PackedRunner
@@ -21,6 +21,7 @@ from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.kernels import cpp
 from tests.batching import test_invariance
 from tests.batching.test_invariance import Schedule
 from tests.batching.test_runner import SIZE
@@ -45,7 +46,7 @@ OF_ONE_KIND: list[dict[str, Any]] = [
     {"do_sample": False, "max_new_tokens": 40, "eos_token_id": MANY_ENDS},
 ]
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
 
 
 @pytest.fixture(autouse=True)

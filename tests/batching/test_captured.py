@@ -14,12 +14,12 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, native
-from hf_paged.attention import backends
+from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching import captured, captured_cascade, captured_graphs
 from hf_paged.batching.captured import CapturedDecodes, Key, bucket
 from hf_paged.batching.captured_graphs import NothingUnrecorded
 from hf_paged.cache.packed import NotCapturable
+from hf_paged.kernels import cpp
 from hf_paged.model.fingerprint import addresses, read_state
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
@@ -30,7 +30,7 @@ NAMES = ("llama", "gemma3")  # one group; a window beside full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +53,9 @@ def keys(owner: Any) -> list[Key]:
 
 
 def _need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not backends.kernels.is_available(torch.device("cpu")):
+    if not kernels.triton.is_available(torch.device("cpu")):
         pytest.skip("no Triton, or TRITON_INTERPRET unset")
-    monkeypatch.setenv(backends.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
 
 
 # ------------------------------------------------------------------------------------------------------------ sizes
@@ -333,7 +333,7 @@ def test_settings_that_choose_kernels(setting: str, graphs: FakeGraphs, monkeypa
     if setting == "precision":
         torch.set_float32_matmul_precision("medium")
     else:
-        monkeypatch.setenv(backends.VARIABLE, "native")
+        monkeypatch.setenv(kernels.VARIABLE, "cpp")
     try:
         bench.begin()
     finally:
@@ -434,11 +434,11 @@ def test_a_forward_that_cannot_be_recorded(
     hf_paged.check_integrity(model)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["gather", "reference"])
 def test_attention_that_needs_lengths_on_the_host(
     backend: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(backends.VARIABLE, backend)
+    monkeypatch.setenv(kernels.VARIABLE, backend)
     bench = CapturedBench(models.get("gemma3"), graphs)
     rows = [Row(tokens(60, seed), bench) for seed in range(2)]
     bench.run([row.take(4) for row in rows])

@@ -16,7 +16,7 @@ from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEng
 from hf_paged.batching import engine as engine_module
 from hf_paged.batching.loop import MAX_IDLE_STEPS
 from hf_paged.batching.scheduling.scheduler import ScheduledBatch
-from hf_paged.cache.storage import LayerBlocks
+from hf_paged.cache.storage import KVBlocks
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,
@@ -530,17 +530,17 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
 @pytest.mark.parametrize("growth", [1, 3])
 def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out while the pool grows is a shortage of blocks like any other."""
-    countdown, grown = Countdown(growth, torch.OutOfMemoryError), LayerBlocks.grown
+    countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
     monkeypatch.setattr(engine_module, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
 
-    def failing(self: LayerBlocks, num_blocks: int) -> LayerBlocks:
+    def failing(self: KVBlocks, num_blocks: int) -> KVBlocks:
         countdown()
         return grown(self, num_blocks)
 
     model, texts, options = models.get("llama"), prompts(9, 20, 31, 14), {"do_sample": False, "max_new_tokens": 60}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         engine.generate([[5, 6]], GREEDY)  # the self-check is over
-        monkeypatch.setattr(LayerBlocks, "grown", failing)
+        monkeypatch.setattr(KVBlocks, "grown", failing)
         results = engine.generate(texts, options)
         assert countdown.left <= 0
         for prompt, result in zip(texts, results):

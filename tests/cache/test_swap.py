@@ -14,12 +14,12 @@ from hf_paged.cache import swap
 from hf_paged.cache.block_pool import OutOfBlocksError
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.memory import GroupMemory, PagedMemory
-from hf_paged.cache.storage import LayerBlocks, Storage
+from hf_paged.cache.storage import KVBlocks, Storage
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.config import PagedConfig
 
 SIZE = 8
-# (heads, dim, dtype) of K and of V, in the three layouts of `LayerBlocks`
+# (heads, dim, dtype) of K and of V, in the three layouts of `KVBlocks`
 LAYOUTS = {
     "one": ((2, 6, torch.bfloat16), (2, 6, torch.bfloat16)),
     "side by side": ((1, 10, torch.float32), (1, 3, torch.float32)),
@@ -339,5 +339,5 @@ def test_a_wider_dtype_meanwhile_keeps_the_numbers() -> None:
 
 
 def numbers(storage: Storage, index: int, row: Any) -> list[torch.Tensor]:
-    layer: LayerBlocks = storage.layers[index]
+    layer: KVBlocks = storage.layers[index]
     return [tensor[row.blocks.tables[0].block_ids].float() for tensor in (layer.keys, layer.values)]

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_paged import native
+from hf_paged.kernels import cpp
 from hf_paged.model import fingerprint as module
 from hf_paged.model.fingerprint import fingerprint, hash_portable
 
 BACKENDS = [
-    pytest.param("native", marks=pytest.mark.skipif(not native.is_available(), reason="no compiler")),
+    pytest.param("cpp", marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
     "portable",
 ]
 
@@ -31,7 +31,7 @@ BACKENDS = [
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test with the C++ hash and with the one in PyTorch."""
     if request.param == "portable":
-        monkeypatch.setattr(native, "is_available", lambda: False)
+        monkeypatch.setattr(cpp, "is_available", lambda: False)
     return request.param
 
 
@@ -362,10 +362,10 @@ def reference(spans: list[bytes]) -> bytes:
     return b"".join(word.to_bytes(8, "little") for word in words)
 
 
-def native_hash(spans: list[bytes], offset: int = 0) -> bytes:
+def cpp_hash(spans: list[bytes], offset: int = 0) -> bytes:
     buffers = [ctypes.create_string_buffer(b"?" * offset + span) for span in spans]
     starts = [ctypes.addressof(buffer) + offset for buffer in buffers]
-    return native.hash_memory(starts, [len(span) for span in spans])
+    return cpp.hash_memory(starts, [len(span) for span in spans])
 
 
 def portable_hash(spans: list[bytes], offset: int = 0) -> list[Any]:
@@ -373,14 +373,14 @@ def portable_hash(spans: list[bytes], offset: int = 0) -> list[Any]:
     return [(len(span), hash_portable(x[offset:-1]).tolist()) for span, x in zip(spans, tensors)]
 
 
-@pytest.mark.skipif(not native.is_available(), reason="no compiler")
+@pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
 @pytest.mark.parametrize("size", SIZES)
-def test_native_hash_is_the_reference(size: int) -> None:
+def test_cpp_hash_is_the_reference(size: int) -> None:
     span = np.random.default_rng(size).bytes(size)
     expected = reference([span])
     for offset in (0, 1, 6):
-        assert native_hash([span], offset) == expected
-    assert native_hash([b"", span, b"abc", span]) == reference([b"", span, b"abc", span])
+        assert cpp_hash([span], offset) == expected
+    assert cpp_hash([b"", span, b"abc", span]) == reference([b"", span, b"abc", span])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -399,7 +399,7 @@ def test_portable_hash_is_the_reference(size: int, monkeypatch: pytest.MonkeyPat
         assert portable_hash([span], offset) == [(size, expected)]
 
 
-HASHES = [pytest.param(native_hash, marks=BACKENDS[0].marks, id="native"), pytest.param(portable_hash, id="portable")]
+HASHES = [pytest.param(cpp_hash, marks=BACKENDS[0].marks, id="cpp"), pytest.param(portable_hash, id="portable")]
 
 
 @pytest.mark.parametrize("function", HASHES)

@@ -41,7 +41,7 @@ def test_item_02_ragged_batches(name: str, beams: int, dtype: torch.dtype) -> No
     check_integrity(model)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpp"])
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_item_02_every_backend(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_PAGED_ATTENTION", backend)

@@ -10,14 +10,14 @@ import transformers
 from torch import nn
 
 import hf_paged
-from hf_paged import native
+from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.captured_helpers import FakeGraphs, use_fake_graphs
 
 OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
 
 
 @pytest.fixture

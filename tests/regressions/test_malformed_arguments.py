@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged import PagedCache, native
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged import PagedCache
+from hf_paged.kernels import cpp
+from hf_paged.step import StepMetadata
 
 ROOT = Path(__file__).resolve().parents[2]
-built = pytest.mark.skipif(not native.is_available(), reason="no compiler")
+built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
 
 
 @pytest.mark.parametrize(
@@ -70,30 +71,30 @@ def arguments() -> dict[str, Any]:
 
 
 def attend(a: dict[str, Any]) -> torch.Tensor:
-    return native.paged_attention(
+    return cpp.paged_attention(
         a["query"], a["key_blocks"], a["value_blocks"], metadata(a), scale=0.3, sinks=a["sinks"], bias=a["bias"]
     )
 
 
-def metadata(a: dict[str, Any]) -> AttentionMetadata:
+def metadata(a: dict[str, Any]) -> StepMetadata:
     lengths = a["seq_lens"].tolist()
-    return AttentionMetadata(
+    return StepMetadata(
         a["block_tables"], a["seq_lens"], a["starts"], lengths, (), a["query_len"], a["block_size"], True, a["window"]
     )
 
 
 def decode(a: dict[str, Any]) -> torch.Tensor:
     query = a["query"].transpose(0, 2)
-    call = native.DecodeCall(query, a["key_blocks"], a["value_blocks"], a["sinks"], 0.3, None)
-    return call(query, native.DecodeFields.of(metadata(a)), a["sinks"])
+    call = cpp.DecodeCall(query, a["key_blocks"], a["value_blocks"], a["sinks"], 0.3, None)
+    return call(query, cpp.DecodeFields.of(metadata(a)), a["sinks"])
 
 
 def store(a: dict[str, Any]) -> None:
-    native.store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], a["slots"])
+    cpp.store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], a["slots"])
 
 
 def store_again(a: dict[str, Any]) -> None:
-    native.StoreCall(a["keys"], a["values"], a["key_blocks"], a["value_blocks"])(a["keys"], a["values"], a["slots"])
+    cpp.StoreCall(a["keys"], a["values"], a["key_blocks"], a["value_blocks"])(a["keys"], a["values"], a["slots"])
 
 
 @built
@@ -120,7 +121,7 @@ def store_again(a: dict[str, Any]) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_item_08_native_entry_points_name_what_does_not_fit(name: str, value: Any, calls: Any, error: str) -> None:
+def test_item_08_cpp_entry_points_name_what_does_not_fit(name: str, value: Any, calls: Any, error: str) -> None:
     given = arguments()
     for call in calls:
         call(given)
@@ -134,11 +135,11 @@ def test_item_08_native_entry_points_name_what_does_not_fit(name: str, value: An
 def test_item_08_spans_and_draws_that_are_none() -> None:
     for starts, sizes in (([0], [8]), ([64], [-1]), ([64], [])):
         with pytest.raises(ValueError, match=r"no address|sizes"):
-            native.hash_memory(starts, sizes)
+            cpp.hash_memory(starts, sizes)
     for probs in (torch.zeros(2, 0), torch.full((2, 3), float("nan")), torch.zeros(3), torch.zeros(1, 2, 3)):
         with pytest.raises((RuntimeError, IndexError)):
-            native.multinomial(probs)
-    assert native.multinomial(torch.zeros(0, 3)).shape == (0,)
+            cpp.multinomial(probs)
+    assert cpp.multinomial(torch.zeros(0, 3)).shape == (0,)
 
 
 def distort(choose: random.Random, value: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_paged import native
+from hf_paged.kernels import cpp
 
 resource = pytest.importorskip("resource")  # not on Windows
 
@@ -86,27 +86,27 @@ assert engine.generate([prompt], options)[0].token_ids == expected
 
 KERNEL = """
 import resource, psutil, torch
-from hf_paged import native
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.kernels import cpp
+from hf_paged.step import StepMetadata
 
 torch.set_num_threads({threads})
-assert native.is_available()
+assert cpp.is_available()
 query, blocks = torch.randn(1, 64, 16, 4096), torch.randn(4, 1, 256, 4096)  # 16 MiB, and so is the output
 lengths = torch.tensor([[0, 1, 2, 3], [1024] * 4, [0] * 4], dtype=torch.int32)
-metadata = AttentionMetadata(lengths[:1], lengths[1, :1], lengths[2, :1], (1024,), (0,), 16, 256)
+metadata = StepMetadata(lengths[:1], lengths[1, :1], lengths[2, :1], (1024,), (0,), 16, 256)
 limit = psutil.Process().memory_info().vms + (24 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 for _ in range(2):
     try:
-        native.paged_attention(query, blocks, blocks, metadata, scale=1.0)
+        cpp.paged_attention(query, blocks, blocks, metadata, scale=1.0)
     except MemoryError as error:
         print(error)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-assert native.paged_attention(query, blocks, blocks, metadata, scale=1.0).isfinite().all()
+assert cpp.paged_attention(query, blocks, blocks, metadata, scale=1.0).isfinite().all()
 """
 
 
-@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+@pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_item_09_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:
     """It wrote to address 0."""

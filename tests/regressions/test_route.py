@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from hf_paged import PagedEngine, Route, last_route, native
+from hf_paged import PagedEngine, Route, last_route
+from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 
@@ -89,7 +90,7 @@ def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> N
     assert warnings(caplog) == [f"GPTJForCausalLM runs slower than it could: {route.slowed_by[0]}"]
 
 
-@pytest.mark.skipif(not native.is_available(), reason="no C++ kernel that could take anything")
+@pytest.mark.skipif(not cpp.is_available(), reason="no C++ kernel that could take anything")
 @pytest.mark.parametrize("on_engine", [True, False])
 def test_item_15_tensors_that_the_kernel_does_not_take(on_engine: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = models.build("llama").double()

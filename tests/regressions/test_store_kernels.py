@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.step import StepMetadata
 from tests.support.kernels.device import DEVICE, available
 from tests.support.models import PAGED, build, token_ids
 
@@ -19,8 +19,8 @@ FAR = 1 << 30  # elements: a stride that fits in 31 bits; twice that does not
 
 
 def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.attention.kernels import decode, prefill
-    from hf_paged.attention.kernels import store as kernel
+    from hf_paged.kernels.triton import decode, prefill
+    from hf_paged.kernels.triton import store as kernel
 
     monkeypatch.setenv("HF_PAGED_ATTENTION", "triton")
     for module in (decode, prefill):  # slow in the interpreter
@@ -74,7 +74,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def test_item_21_store_reads_heads_that_are_far_apart(far: Far) -> None:
-    from hf_paged.attention.kernels.store import store
+    from hf_paged.kernels.triton.store import store
 
     content = random(3, 16)
     keys = far.rows(content)[None, :, None]  # [1, 3 heads, 1 token, 16]
@@ -84,7 +84,7 @@ def test_item_21_store_reads_heads_that_are_far_apart(far: Far) -> None:
 
 
 def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
-    from hf_paged.attention.kernels.store import store
+    from hf_paged.kernels.triton.store import store
 
     content = random(3, 16)
     blocks = far.rows(torch.zeros(3, 16))[None, :, None]  # [1, 3 heads, 1 slot, 16]
@@ -93,7 +93,7 @@ def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
 
 
 def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> None:
-    from hf_paged.attention.kernels.prefill import prefill_attention
+    from hf_paged.kernels.triton.prefill import prefill_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
     bias = far.rows(random(3, 16))[:, 0]  # of 3 keys
@@ -118,11 +118,11 @@ def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> 
 
 
 def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:
-    from hf_paged.attention.kernels.decode import paged_attention
+    from hf_paged.kernels.triton.decode import paged_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
     ints = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
-    metadata = AttentionMetadata(ints[:1].view(1, 1), ints[1:], ints[:1], (3,), (0,), 3, 8)
+    metadata = StepMetadata(ints[:1].view(1, 1), ints[1:], ints[:1], (3,), (0,), 3, 8)
 
     def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = paged_attention(
@@ -137,7 +137,7 @@ def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) ->
 
 
 def test_item_21_merge_reads_parts_that_are_far_apart(far: Far) -> None:
-    from hf_paged.attention.kernels.merge import merge
+    from hf_paged.kernels.triton.merge import merge
 
     values, weights = random(3, 16).float(), random(3, 16)
     found, expected = (torch.zeros(1, 1, 16, device=DEVICE) for _ in range(2))

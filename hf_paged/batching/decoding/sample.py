@@ -12,8 +12,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ... import native
 from ...interrupts import let_in
+from ...kernels import cpp
 from .base import Decoding, Fetch, Logprobs, SampledTokens, StopChecker, argmax, values_at
 from .processors import BatchableProcessors, are_row_wise, for_rows
 
@@ -236,7 +236,7 @@ class SampleDecoding(Decoding):
             probs = every
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        drawn = native.multinomial(probs, self.generator)
+        drawn = cpp.multinomial(probs, self.generator)
         return _pick(drawn, self.open_rows).to(scores.device)
 
     def _record(self, rows: list[int], chosen: torch.Tensor, raw: torch.Tensor, scores: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ... import native
+from ...kernels import cpp
 from ...model.capability import LOOP_CONDITION, is_stock
 from .base import CHUNK, Decoding, Fetch, SampledTokens, argmax, hits, num_embeddings
 from .beam import BeamDecoding
@@ -264,7 +264,7 @@ def _draw(members: list[SampleDecoding], scores: Tensor, fetch: Fetch) -> list[i
     for i in own:
         generator = members[i].generator
         assert generator is not None
-        drawn[i] = int(native.multinomial(probs[i : i + 1].to(generator.device), generator))
+        drawn[i] = int(cpp.multinomial(probs[i : i + 1].to(generator.device), generator))
     if shared:
         tokens = _invert(probs[shared])
         for i, token in zip(shared, fetch(tokens) if len(shared) == len(members) else tokens.tolist()):

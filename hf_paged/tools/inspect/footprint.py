@@ -19,7 +19,7 @@ from ...cache.block_pool import BlockPool
 from ...cache.layers import PagedLayer
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
-from ...cache.storage import LayerBlocks
+from ...cache.storage import KVBlocks
 from ...config import PagedConfig
 from .models import first_line, num_bytes
 
@@ -175,18 +175,18 @@ def _group(
     block_size: int,
     has_latents: bool,
 ) -> GroupFootprint:
-    blocks = [LayerBlocks.allocate(1, block_size, keys, values) for keys, values in states]
+    blocks = [KVBlocks.allocate(1, block_size, keys, values) for keys, values in states]
     is_latent = has_latents and all(_is_latent(layer) for layer in blocks)
     shapes = Counter(_shape(layer, is_latent) for layer in blocks)
     num_bytes = sum(layer.block_bytes for layer in blocks)
     return GroupFootprint(kind, window, dict(shapes), is_latent, block_size, num_bytes, tuple(states))
 
 
-def _is_latent(layer: LayerBlocks) -> bool:
+def _is_latent(layer: KVBlocks) -> bool:
     return layer.keys.shape[1] == 1 and layer.keys.shape[3] != layer.values.shape[3]
 
 
-def _shape(layer: LayerBlocks, is_latent: bool) -> str:
+def _shape(layer: KVBlocks, is_latent: bool) -> str:
     (_, heads, _, key_dim), value_dim = layer.keys.shape, layer.values.shape[3]
     if is_latent:
         return f"latent of {key_dim}, rotary key of {value_dim}"

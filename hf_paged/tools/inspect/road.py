@@ -11,17 +11,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ...attention import backends
-from ...attention.metadata import AttentionMetadata
-from ...attention.switch import NAME, foreign_attention, native_implementation, switchable_configs
+from ...attention.switch import NAME, foreign_attention, model_attention, switchable_configs
 from ...batching.assembly import empty_cache
 from ...batching.runner import PackedRunner
 from ...cache.layers import PagedLayer
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
-from ...cache.storage import LayerBlocks
+from ...cache.storage import KVBlocks
 from ...config import PagedConfig
 from ...generation.call import prepared
 from ...model.capability import packable, visible_obstacle
+from ...step import StepMetadata
 from ..pictures.kinds import group_label
 from .footprint import Footprint, GroupFootprint
 from .models import build, first_line, num_bytes
@@ -78,7 +78,7 @@ def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device
     elif in_place:
         how = "blocks are read in place"
     else:
-        how = f"its own {_native(model)} attention gets gathered keys and values"
+        how = f"its own {_model_attention(model)} attention gets gathered keys and values"
     return Road("hf_loop", f"{how}; not on the engine: {obstacle}", in_place, kernels)
 
 
@@ -87,8 +87,8 @@ def label(group: GroupFootprint) -> str:
     return group_label((group.kind, group.window))
 
 
-def _native(model: PreTrainedModel) -> str:
-    return native_implementation(model.config.get_text_config(decoder=True))
+def _model_attention(model: PreTrainedModel) -> str:
+    return model_attention(model.config.get_text_config(decoder=True))
 
 
 def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
@@ -161,13 +161,13 @@ def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
 def _kernels(group: GroupFootprint, device: torch.device) -> dict[str, str]:
     """The backend that `backends.select` chooses for states of the group's first layer."""
     keys, values = (torch.zeros(states.shape, dtype=states.dtype, device=device) for states in group.states[0])
-    blocks = LayerBlocks.allocate(1, group.block_size, keys, values)
+    blocks = KVBlocks.allocate(1, group.block_size, keys, values)
     key_blocks, value_blocks = blocks.keys, blocks.values
     if group.is_latent:  # as `LatentTensor.absorb` gives them
         key_blocks = value_blocks = blocks.tensors[0]
     found = {}
     for name, query_len in (("decode", 1), ("prefill chunk", _CHUNK)):
-        metadata = AttentionMetadata(
+        metadata = StepMetadata(
             block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
             seq_lens=torch.full((1,), query_len, dtype=torch.int32, device=device),
             starts=torch.zeros(1, dtype=torch.int32, device=device),

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hf_paged.attention.kernels.decode import paged_attention
-from hf_paged.attention.kernels.store import store
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.kernels.triton.decode import paged_attention
+from hf_paged.kernels.triton.store import store
+from hf_paged.step import StepMetadata
 from tests.support.kernels.aot import AotCase
 
 
@@ -48,7 +48,7 @@ def _decode(
         keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
     else:
         keys, values = empty(1000, 2 * kv_heads, block_size, dim).chunk(2, dim=1)
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         block_tables=empty(batch, 64, dtype=torch.int32),
         seq_lens=empty(batch, dtype=torch.int32),
         starts=empty(batch, dtype=torch.int32),

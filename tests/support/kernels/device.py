@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_paged.attention import kernels
-from hf_paged.attention.metadata import AttentionMetadata
+from hf_paged.kernels import triton
+from hf_paged.step import StepMetadata
 from tests.attention.test_backends import Call
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-available = pytest.mark.skipif(not kernels.is_available(DEVICE), reason="no Triton, or TRITON_INTERPRET unset")
+available = pytest.mark.skipif(not triton.is_available(DEVICE), reason="no Triton, or TRITON_INTERPRET unset")
 
 
 def on_device(call: Call) -> Call:
@@ -37,7 +37,7 @@ def on_device(call: Call) -> Call:
         query=move(call.query),
         key_blocks=move(call.key_blocks),
         value_blocks=move(call.value_blocks),
-        metadata=AttentionMetadata(
+        metadata=StepMetadata(
             poisoned_tables(metadata).to(DEVICE),
             metadata.seq_lens.to(DEVICE),
             metadata.starts.to(DEVICE),
@@ -52,7 +52,7 @@ def on_device(call: Call) -> Call:
     )
 
 
-def poisoned_tables(metadata: AttentionMetadata) -> Tensor:
+def poisoned_tables(metadata: StepMetadata) -> Tensor:
     """The block tables, with ids far outside of the pool where a row has no tokens."""
     first = torch.arange(metadata.block_tables.shape[1])[None, :] * metadata.block_size
     return metadata.block_tables.masked_fill(first >= metadata.seq_lens[:, None], 2**30)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_paged.attention.kernels.merge import merge
-from hf_paged.attention.kernels.prefill import Launch, prefill_attention
+from hf_paged.kernels.triton.merge import merge
+from hf_paged.kernels.triton.prefill import Launch, prefill_attention
 from tests.support.kernels.aot import AotCase
 
 HALF, FULL = torch.bfloat16, torch.float32

@@ -58,7 +58,7 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
     assert report.model == models.CONFIGS[name][1]
     assert report.num_parameters == models.build(name).num_parameters()
     kernels = {kernel for each in report.road.kernels.values() for kernel in each.values()}
-    assert kernels <= {"native", "cpu", "reference"} and len(report.road.kernels) == len(report.footprint.groups)
+    assert kernels <= {"cpp", "gather", "reference"} and len(report.road.kernels) == len(report.footprint.groups)
 
 
 def test_llama(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "Gemma3ForCausalLM" and found["dtype"] == "bfloat16"
     assert [group["name"] for group in found["groups"]] == [f"window of {models.WINDOW} tokens", "full attention"]
-    assert found["groups"][0]["kernels"]["decode"] in ("native", "cpu")
+    assert found["groups"][0]["kernels"]["decode"] in ("cpp", "gather")
     assert found["fits"][0]["tokens"] == found["fits"][0]["sequences"] * 2048
     assert found["road"]["name"] == "engine"
 

@@ -1,0 +1,163 @@
+"""Building the C++ kernels with the user's own compiler, once per machine, and loading them with ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch  # noqa: F401  before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
+
+from . import private
+
+logger = logging.getLogger(__package__)
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp")))
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
+# From the best to what any compiler takes; the first that builds is kept.
+_EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+
+
+def is_available() -> bool:
+    """Whether the kernels are there, building them if this machine has not yet."""
+    return library() is not None
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None with the reason in the log. Tried once per process."""
+    if os.environ.get("HF_PAGED_CPP") == "0":
+        logger.info("hf_paged runs without its C++ kernels, on the portable path: HF_PAGED_CPP=0")
+        return None
+    try:
+        loaded = _load()
+        for function in (loaded.hf_paged_attention, loaded.hf_paged_store, loaded.hf_paged_hash):
+            function.argtypes = [ctypes.c_char_p]
+            function.restype = ctypes.c_int
+        loaded.hf_paged_draw.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
+        loaded.hf_paged_draw.restype = ctypes.c_int
+        return loaded
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
+        logger.warning("hf_paged runs without its C++ kernels, on the portable path, which is slower: %s", error)
+        return None
+
+
+def _load() -> ctypes.CDLL:
+    """The library from the cache folder, compiled first if it is not there; or compiled for this process alone."""
+    compiler, key = _recipe()
+    try:
+        folder = _cache_dir()
+        private.make(folder)
+        path = _find(folder, key)
+        if path is None:
+            logger.warning("hf_paged compiles its C++ kernels, once on this machine; that takes some seconds")
+            path = _build(folder, key, compiler)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning(
+            "hf_paged compiles its C++ kernels for this process alone, which takes some seconds in every process, as "
+            "they cannot be kept: %s. Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write to",
+            error,
+        )
+        with tempfile.TemporaryDirectory(prefix="hf_paged-") as name:  # what is loaded needs its file no more
+            private.make(Path(name))
+            return ctypes.CDLL(str(_build(Path(name), key, compiler)))
+
+
+def _recipe() -> tuple[str, str]:
+    """The compiler, and a name for what it makes of these sources on this CPU."""
+    if sys.platform == "win32":
+        raise RuntimeError("no build on Windows")
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise RuntimeError(f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX")
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    # A home directory may serve machines with other CPUs, which -march=native would not run on.
+    key = hashlib.sha256()
+    for part in (
+        *(source.read_bytes() for source in _SOURCES),
+        repr((_FLAGS, _EXTRA_FLAGS)).encode(),
+        version,
+        _cpu().encode(),
+    ):
+        key.update(hashlib.sha256(part).digest())
+    return compiler, key.hexdigest()[:24]
+
+
+def _find(folder: Path, key: str) -> Path | None:
+    """
+    The library of this key in a private folder, if there is one that holds what was put there. Its name ends with the
+    hash of its content: the two come into being with one rename, however many processes build at once.
+    """
+    for path in sorted(folder.glob(f"cpp-{key}-*.so")):
+        try:
+            content = private.read(path)
+        except OSError as error:
+            logger.warning("hf_paged does not load a library that it cannot trust: %s", error)
+            continue
+        if path == _path(folder, key, content):
+            return path
+        logger.warning("hf_paged does not load %s, which is cut short or altered", path)
+    return None
+
+
+def _path(folder: Path, key: str, content: bytes) -> Path:
+    return folder / f"cpp-{key}-{hashlib.sha256(content).hexdigest()}.so"
+
+
+def _build(folder: Path, key: str, compiler: str) -> Path:
+    """Compiles the library into a private folder and returns its path."""
+    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        for extra in _EXTRA_FLAGS:
+            command = [compiler, *_FLAGS, *extra, str(_SOURCE), "-o", name]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
+            if done.returncode == 0:
+                os.chmod(name, 0o700)  # the linker goes by the umask
+                path = _path(folder, key, private.read(Path(name)))
+                os.replace(name, path)  # atomic: another process sees no file or a whole one
+                return path
+        raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _cache_dir() -> Path:
+    """Where the library is kept. Raises `OSError` for a relative folder: it would be another one wherever we run."""
+    if value := os.environ.get("HF_PAGED_CACHE_DIR"):
+        name, folder = "HF_PAGED_CACHE_DIR", Path(value)
+    elif value := os.environ.get("XDG_CACHE_HOME"):
+        name, folder = "XDG_CACHE_HOME", Path(value, "hf_paged")
+    else:
+        name, value = "HOME", os.path.expanduser("~")
+        folder = Path(value, ".cache", "hf_paged")
+    if not folder.is_absolute():
+        raise OSError(f"{name} is {value!r}: it must be an absolute path")
+    return folder
+
+
+def _cpu() -> str:
+    """Architecture and instruction sets, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {flags}"

@@ -1,0 +1,354 @@
+// Decode attention that reads K/V blocks in place (PagedAttention, arXiv 2309.06180, sec. 4.3); the store of new K/V.
+//
+// One task is (row, K/V head, part of the sequence); the query heads of a group times the queries of the step are the
+// M rows of two small matrix products per tile of 64 tokens, so K and V are read once. Softmax is online; parts of a
+// split row are merged by log-sum-exp (Flash-Decoding). float32 throughout but for the loads. Only slots in the union
+// of a row's visible ranges are read. No intrinsics.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "draw.cpp"
+#include "hash.cpp"
+#include "lanes.cpp"
+
+// The arguments as calls.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
+struct AttentionCall {
+    const void *query, *key, *value;
+    void* out;
+    const int32_t *tables, *seq_lens, *starts;
+    const void *sinks, *bias;
+    int64_t dtype, sinks_dtype, bias_dtype;
+    int64_t batch, heads, kv_heads, query_len, key_dim, value_dim, block_size, num_blocks, table_stride, max_blocks;
+    int64_t query_strides[3], key_strides[3], value_strides[3], bias_strides[4], bias_len;
+    int64_t causal, window, threads;
+    double scale, softcap;
+};
+
+namespace {
+
+constexpr int kNoMemory = 6;  // beside the errors of `plan`
+constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread does it all
+
+struct Span { int64_t row, head, low, high, partial; };  // partial: slot of an unmerged part, -1 if it is the whole row
+
+float float_at(const void* p, int64_t dtype, int64_t i) {
+    if (dtype == 0) return to_float((const float*)p + i);
+    return dtype == 1 ? to_float((const BFloat16*)p + i) : to_float((const Float16*)p + i);
+}
+
+// Grows, never shrinks; one per thread and use. Null where there is no memory.
+struct Scratch {
+    std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
+    size_t size = 0;
+    float* get(size_t floats) {
+        if (floats > size) {
+            const size_t wanted = (floats + 1023) / 1024 * 1024;
+            memory.reset(), size = 0;
+            memory.reset((float*)std::aligned_alloc(64, wanted * sizeof(float)));
+            if (memory) size = wanted;
+        }
+        return memory.get();
+    }
+};
+
+struct Kernel {
+    const AttentionCall& c;
+    const int64_t group = c.heads / c.kv_heads, M = group * c.query_len;
+    const int64_t padded = (c.value_dim + kLanes - 1) / kLanes * kLanes;  // of value_dim
+    const int64_t part = M * (padded + 2);                               // floats of a part: acc, then max and sum
+
+    // The half-open range that query i sees; empty as low >= high.
+    void visible(int64_t row, int64_t i, int64_t& low, int64_t& high) const {
+        low = c.starts[row], high = c.seq_lens[row];
+        if (!c.causal) return;
+        high += i + 1 - c.query_len;
+        if (c.window >= 0) low = std::max(low, high - c.window);
+    }
+
+    template <class T> void write(const Span& s, float* acc, float* top, float* sum) const {
+        for (int64_t m = 0; m < M; ++m) {
+            int64_t head = s.head * group + m / c.query_len, i = m % c.query_len;
+            float scale = sum[m] > 0 || sum[m] != sum[m] ? 1.f / sum[m] : 0.f;
+            if (c.sinks && scale != 0.f) {
+                float sink = float_at(c.sinks, c.sinks_dtype, head), high = std::max(sink, top[m]);
+                float weight = exp1(top[m] - high);
+                scale = weight / (sum[m] * weight + exp1(sink - high));
+            }
+            T* out = (T*)c.out + ((s.row * c.query_len + i) * c.heads + head) * c.value_dim;
+            for (int64_t d = 0; d < c.value_dim; ++d) put(out + d, acc[m * padded + d] * scale);
+        }
+    }
+
+    template <class T> const T* key_tile(const Span& s, int64_t block) const {
+        return (const T*)c.key + block * c.key_strides[0] + s.head * c.key_strides[1];
+    }
+    template <class T> const T* value_tile(const Span& s, int64_t block) const {
+        return (const T*)c.value + block * c.value_strides[0] + s.head * c.value_strides[1];
+    }
+
+    // Blocks lie anywhere, so the processor does not see the next one coming. Inlined by force: GCC takes a function
+    // that only prefetches for one without effect, and drops its calls.
+    template <class T>
+    inline __attribute__((always_inline)) void prefetch(const Span& s, const int32_t* table, int64_t start) const {
+        for (int64_t t = start, end = std::min(s.high, start + kTile); t < end;) {
+            const int64_t block = table[t / c.block_size], offset = t % c.block_size;
+            const int64_t count = std::min(c.block_size - offset, end - t);
+            const T* k = key_tile<T>(s, block) + offset * c.key_strides[2];
+            const T* v = value_tile<T>(s, block) + offset * c.value_strides[2];
+            for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i);
+            for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i);
+            t += count;
+        }
+    }
+
+    // Whether there was memory for it.
+    template <class T> bool run(const Span& s, float* partials) const {
+        static thread_local Scratch scratch;
+        float* kt = scratch.get(c.key_dim * kSub + M * c.key_dim + M * kTile + part + M + kTile * padded);
+        if (!kt) return false;
+        float *q = kt + c.key_dim * kSub, *scores = q + M * c.key_dim, *acc = scores + M * kTile;
+        float *top = acc + M * padded, *sum = top + M, *alpha = sum + M, *wide = alpha + M;
+        for (int64_t m = 0; m < M; ++m) {
+            const T* from = (const T*)c.query + s.row * c.query_strides[0] + m % c.query_len * c.query_strides[2] +
+                            (s.head * group + m / c.query_len) * c.query_strides[1];
+            for (int64_t d = 0; d < c.key_dim; ++d) q[m * c.key_dim + d] = to_float(from + d) * (float)c.scale;
+            top[m] = -kInf, sum[m] = 0.f;
+        }
+        std::fill(acc, acc + M * padded, 0.f);
+        const int64_t steps = (M + kMaxRows - 1) / kMaxRows, step = steps ? (M + steps - 1) / steps : 1;
+        const int32_t* table = c.tables + s.row * c.table_stride;
+        const T *keys[kTile], *values[kTile];
+        const float* widened[kTile];
+        prefetch<T>(s, table, s.low);
+        for (int64_t start = s.low; start < s.high; start += kTile) {
+            const int n = (int)std::min<int64_t>(kTile, s.high - start), whole = (n + kSub - 1) / kSub * kSub;
+            for (int t = 0; t < n;) {
+                int64_t block = table[(start + t) / c.block_size], offset = (start + t) % c.block_size;
+                const T *k = key_tile<T>(s, block), *v = value_tile<T>(s, block);
+                for (; t < n && offset < c.block_size; ++t, ++offset)
+                    keys[t] = k + offset * c.key_strides[2], values[t] = v + offset * c.value_strides[2];
+            }
+            prefetch<T>(s, table, start + kTile);
+            for (int t = n; t < whole; ++t) keys[t] = keys[n - 1];  // their scores are masked below
+            for (int t = 0; t < whole; t += kSub) {
+                transpose_keys(keys + t, (int)c.key_dim, kt);
+                transpose_keys(keys + t + kLanes, (int)c.key_dim, kt + kLanes);
+                for (int64_t m = 0; m < M; m += step)
+                    with_rows((int)std::min(step, M - m), [&](auto rows) {
+                        score_rows<rows()>(q + m * c.key_dim, (int)c.key_dim, kt, scores + m * kTile + t);
+                    });
+            }
+            for (int64_t m = 0; m < M; ++m)
+                softmax(s, m, start, n, whole, scores + m * kTile, top[m], sum[m], alpha[m]);
+            if (c.value_dim == padded) {
+                add_values(values, n, step, scores, alpha, acc);
+            } else {
+                for (int t = 0; t < n; ++t) {
+                    widened[t] = wide + t * padded;
+                    for (int64_t d = 0; d < padded; ++d)
+                        wide[t * padded + d] = d < c.value_dim ? to_float(values[t] + d) : 0.f;
+                }
+                add_values(widened, n, step, scores, alpha, acc);
+            }
+        }
+        if (s.partial < 0) write<T>(s, acc, top, sum);
+        else std::memcpy(partials + s.partial * part, acc, part * sizeof(float));
+        return true;
+    }
+
+    template <class V>
+    void add_values(const V* const* values, int n, int64_t step, float* scores, float* alpha, float* acc) const {
+        for (int64_t m = 0; m < M; m += step)
+            with_rows((int)std::min(step, M - m), [&](auto rows) {
+                for (int64_t d = 0; d < padded; d += 2 * kLanes) {
+                    auto add = padded - d > kLanes ? value_rows<V, 2, rows()> : value_rows<V, 1, rows()>;
+                    add(scores + m * kTile, n, values, (int)d, alpha + m, acc + m * padded + d, (int)padded);
+                }
+            });
+    }
+
+    // One row of scores to weights, in place, and its running maximum and sum; alpha rescales what came before.
+    void softmax(const Span& s, int64_t m, int64_t start, int n, int whole, float* x, float& top, float& sum,
+                 float& alpha) const {
+        int64_t low, high, i = m % c.query_len, head = s.head * group + m / c.query_len;
+        visible(s.row, i, low, high);
+        const int from = (int)std::clamp<int64_t>(low - start, 0, n);
+        const int to = (int)std::clamp<int64_t>(high - start, from, n);
+        if (c.softcap > 0)
+            for (int t = 0; t < whole; t += kLanes)
+                store_vf(x + t, tanh16(load<vf>(x + t) * (float)(1 / c.softcap)) * (float)c.softcap);
+        if (c.bias) {
+            int64_t at = s.row * c.bias_strides[0] + head * c.bias_strides[1] + i * c.bias_strides[2];
+            for (int t = from; t < to; ++t)
+                x[t] += float_at(c.bias, c.bias_dtype, at + (start + t) * c.bias_strides[3]);
+        }
+        std::fill(x, x + from, -kInf);
+        std::fill(x + to, x + whole, -kInf);
+        vf lanes = splat(top);
+        for (int t = 0; t < whole; t += kLanes) {
+            vf y = load<vf>(x + t);
+            lanes = larger(y, lanes);
+        }
+        const float next = reduce(lanes, larger);
+        alpha = 1.f;
+        // Nothing but -inf so far would make -inf - -inf; a NaN score must go on to poison its own query.
+        const float base = next == -kInf ? 0.f : next;
+        if (next != top) alpha = exp1(top - base);
+        vf total = {};
+        for (int t = 0; t < whole; t += kLanes) {
+            vf p = exp16(load<vf>(x + t) - base);
+            total += p;
+            store_vf(x + t, p);
+        }
+        sum = sum * alpha + reduce(total, plus);
+        top = next;
+    }
+
+    // Parts of one (row, head), `first` the first of them, merged into it and written (Flash-Decoding).
+    template <class T> void merge(const Span* first, int64_t parts, float* partials) const {
+        float *acc = partials + first->partial * part, *top = acc + M * padded, *sum = top + M;
+        for (int64_t p = 1; p < parts; ++p) {
+            const float *acc2 = acc + p * part, *top2 = acc2 + M * padded, *sum2 = top2 + M;
+            for (int64_t m = 0; m < M; ++m) {
+                float high = std::max(top[m], top2[m]), base = high == -kInf ? 0.f : high;
+                float a = exp1(top[m] - base), b = exp1(top2[m] - base);
+                for (int64_t d = 0; d < padded; ++d)
+                    acc[m * padded + d] = acc[m * padded + d] * a + acc2[m * padded + d] * b;
+                sum[m] = sum[m] * a + sum2[m] * b;
+                top[m] = high;
+            }
+        }
+        write<T>(*first, acc, top, sum);
+    }
+
+    // Sizes that anything could be computed with; asked before a Kernel is made, which divides by them.
+    static bool fits(const AttentionCall& c) {
+        const int64_t sizes[] = {c.batch, c.query_len, c.key_dim, c.value_dim, c.num_blocks, c.max_blocks, c.bias_len};
+        for (int64_t size : sizes)
+            if (size < 0) return false;
+        if (c.heads < 0 || c.kv_heads <= 0 || c.block_size <= 0 || c.heads % c.kv_heads || c.threads <= 0) return false;
+        for (int64_t dtype : {c.dtype, c.sinks_dtype, c.bias_dtype})
+            if (dtype < 0 || dtype > 2) return false;
+        if (!(c.batch && c.heads && c.query_len && c.value_dim)) return true;  // nothing to read
+        return c.query && c.out && c.seq_lens && c.starts && (!c.num_blocks || (c.key && c.value)) &&
+               (!c.max_blocks || c.tables);
+    }
+
+    // 0, or 1 if a row is longer than its table, 2 if a block id is outside the pool, 3 if the bias is too short, 5 if a row
+    // starts before its table does.
+    int plan(std::vector<Span>& spans, int64_t& partials, int64_t& total) const {
+        std::vector<std::pair<int64_t, int64_t>> ranges(c.batch);
+        for (int64_t row = 0; row < c.batch; ++row) {
+            int64_t low = std::numeric_limits<int64_t>::max(), high = 0, a, b;
+            for (int64_t i = 0; i < c.query_len; ++i) {
+                visible(row, i, a, b);
+                if (a < b) low = std::min(low, a), high = std::max(high, b);
+            }
+            low = std::min(low, high);
+            if (low < 0) return 5;
+            if (high > c.max_blocks * c.block_size) return 1;
+            if (c.bias && high > c.bias_len) return 3;
+            for (int64_t i = low / c.block_size; i * c.block_size < high; ++i)
+                if (uint64_t(c.tables[row * c.table_stride + i]) >= uint64_t(c.num_blocks)) return 2;
+            ranges[row] = {low, high};
+            total += (high - low) * c.kv_heads;
+        }
+        // About four tasks a thread evens out ragged rows; a part below 256 tokens would not pay for its merge.
+        int64_t longest = c.threads == 1 ? total : std::max<int64_t>(256, total / (4 * c.threads));
+        for (int64_t row = 0; row < c.batch; ++row) {
+            auto [low, high] = ranges[row];
+            int64_t parts = longest ? std::max<int64_t>(1, (high - low + longest - 1) / longest) : 1;
+            int64_t size = std::max<int64_t>(1, ((high - low + parts - 1) / parts + kTile - 1) / kTile * kTile);
+            parts = std::max<int64_t>(1, (high - low + size - 1) / size);
+            for (int64_t head = 0; head < c.kv_heads; ++head)
+                for (int64_t p = 0; p < parts; ++p)
+                    spans.push_back({row, head, low + p * size, std::min(high, low + (p + 1) * size),
+                                     parts > 1 ? partials++ : -1});
+        }
+        return 0;
+    }
+
+    template <class T> int execute() const {
+        static thread_local std::vector<Span> spans;
+        static thread_local Scratch storage;
+        spans.clear();
+        int64_t num_partials = 0, total = 0;
+        if (int error = plan(spans, num_partials, total)) return error;
+        float* partials = num_partials ? storage.get(num_partials * part) : nullptr;
+        if (num_partials && !partials) return kNoMemory;
+        const Span* tasks = spans.data();  // thread_local: the workers must see the caller's
+        const int64_t count = (int64_t)spans.size();
+        // Waking threads takes some microseconds: about what one thread needs for kAlone elements.
+        [[maybe_unused]] const bool shared = c.threads > 1 && count > 1 && total * (c.key_dim + c.value_dim) > kAlone;
+        std::atomic<bool> failed{false};
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (shared)
+        for (int64_t i = 0; i < count; ++i)
+            if (!run<T>(tasks[i], partials)) failed.store(true, std::memory_order_relaxed);
+        if (failed) return kNoMemory;
+        for (int64_t i = 0, j; num_partials && i < count; i = j) {
+            for (j = i + 1; j < count && tasks[j].row == tasks[i].row && tasks[j].head == tasks[i].head;) ++j;
+            if (tasks[i].partial >= 0) merge<T>(tasks + i, j - i, partials);
+        }
+        return 0;
+    }
+};
+
+}  // namespace
+
+extern "C" int hf_paged_attention(const AttentionCall* call) {
+    if (!Kernel::fits(*call)) return 4;
+    if (!(call->batch && call->heads && call->query_len && call->value_dim)) return 0;
+    Kernel kernel{*call};
+    try {
+        if (call->dtype == 0) return kernel.execute<float>();
+        return call->dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
+}
+
+// Strides in bytes; slots[B][n], a negative one is not stored.
+struct StoreCall {
+    const char* source[2];
+    char* blocks[2];
+    const int64_t* slots;
+    int64_t batch, kv_heads, tokens, block_size, num_slots, slots_stride;
+    int64_t source_strides[2][3], block_strides[2][3], bytes[2];
+};
+
+extern "C" int hf_paged_store(const StoreCall* call) {
+    const StoreCall& c = *call;
+    if (c.batch < 0 || c.kv_heads < 0 || c.tokens < 0 || c.block_size <= 0 || c.num_slots < 0) return 4;
+    if (c.bytes[0] < 0 || c.bytes[1] < 0) return 4;
+    if (!(c.batch && c.kv_heads && c.tokens)) return 0;
+    if (!c.slots) return 4;
+    for (int which = 0; which < 2; ++which)
+        if (c.bytes[which] && (!c.source[which] || (c.num_slots && !c.blocks[which]))) return 4;
+    for (int64_t b = 0; b < c.batch; ++b)
+        for (int64_t t = 0; t < c.tokens; ++t) {
+            int64_t slot = c.slots[b * c.slots_stride + t];
+            if (slot >= c.num_slots) return 2;
+        }
+    for (int which = 0; which < 2; ++which)
+        for (int64_t b = 0; b < c.batch; ++b)
+            for (int64_t t = 0; t < c.tokens; ++t) {
+                const int64_t slot = c.slots[b * c.slots_stride + t], block = slot / c.block_size;
+                if (slot < 0) continue;
+                const int64_t *source = c.source_strides[which], *target = c.block_strides[which];
+                const char* from = c.source[which] + b * source[0] + t * source[2];
+                char* to = c.blocks[which] + block * target[0] + slot % c.block_size * target[2];
+                for (int64_t h = 0; h < c.kv_heads; ++h)
+                    std::memcpy(to + h * target[1], from + h * source[1], c.bytes[which]);
+            }
+    return 0;
+}

@@ -1,0 +1,105 @@
+"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import tune
+from hf_paged.attention.backends import reference
+from hf_paged.kernels.triton import configs
+from hf_paged.kernels.triton.configs import DecodeConfig
+from hf_paged.kernels.triton.decode import paged_attention
+from hf_paged.kernels.triton.prefill_configs import PrefillConfig, prefill_config
+from tests.support.kernels.device import DEVICE, available
+
+
+def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "FOLDER", tmp_path)
+    monkeypatch.setattr(configs, "chip", lambda device: "sm90")
+    configs._tables.cache_clear()
+    arguments = (128, 128, torch.bfloat16, 4, torch.device("cpu"))
+    rule = configs.default_decode_config(*arguments[:4])
+    assert configs.decode_config(*arguments) == rule
+    measured = DecodeConfig(tile=128, num_warps=8, num_stages=2, programs_per_sm=3)
+    tune.write(
+        tmp_path / "sm90.json", {"gpu": "NVIDIA H200"}, "decode/128x128/bfloat16/m16", measured, {"best_us": 1.0}
+    )
+    configs._tables.cache_clear()
+    try:
+        assert configs.decode_config(*arguments) == measured != rule
+        assert configs.decode_config(128, 128, torch.float16, 4, torch.device("cpu")) == rule
+    finally:
+        configs._tables.cache_clear()
+    assert json.loads((tmp_path / "sm90.json").read_text())["measured"]["decode/128x128/bfloat16/m16"]["gpu"]
+
+
+def test_committed_tables_are_readable() -> None:
+    for path in configs.FOLDER.glob("*.json"):
+        for key, entry in json.loads(path.read_text())["configs"].items():
+            (PrefillConfig if key.startswith("prefill") else DecodeConfig)(**entry)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 100, 256, 576])
+@pytest.mark.parametrize("rows", [1, 7, 128])
+def test_the_rule_gives_powers_of_two(dim: int, rows: int, dtype: torch.dtype) -> None:
+    config = configs.default_decode_config(dim, dim, dtype, rows)
+    for value in (config.tile, config.block_m, config.num_warps):
+        assert value & (value - 1) == 0
+    assert config.tile >= 16 and config.block_m >= 16
+
+
+def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
+    default = DecodeConfig(tile=64)
+    options = list(tune.decode_candidates(default))
+    assert options[0] == default and len(set(options)) == len(options)
+    fast_but_wrong, too_large, best = options[1], options[2], options[3]
+
+    def time_us(config: DecodeConfig) -> float:
+        if config == too_large:
+            raise RuntimeError("out of resource: shared memory")
+        return {fast_but_wrong: 1.0, best: 2.0}.get(config, 3.0)
+
+    chosen, times = tune.choose(iter(options), lambda config: config != fast_but_wrong, time_us)
+    assert chosen == best and too_large not in times and fast_but_wrong not in times
+    with pytest.raises(RuntimeError, match="no candidate"):
+        tune.choose(iter(options), lambda config: False, time_us)
+
+
+@available
+def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is what the reference computes: a configuration of each kernel, at sizes of this machine."""
+    monkeypatch.setitem(tune.SHAPES, 16, (4, 2, 16, 16))
+    torch.manual_seed(0)
+    decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
+    chunks = tune.Problem.make(16, torch.float32, 2, 5, 40, DEVICE)
+    found = decode.run(paged_attention, config=DecodeConfig(tile=16)), chunks.prefill(PrefillConfig(16, 16, 4, 1))
+    for problem, output in zip((decode, chunks), found):
+        torch.testing.assert_close(output, problem.run(reference.paged_attention), atol=2e-5, rtol=2e-5)
+
+
+def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cpu"), []
+    monkeypatch.setattr(tune, "_tune", lambda *arguments: (PrefillConfig(64, 64), {"best_us": 1.0}))
+    monkeypatch.setattr(configs, "_tables", lambda chip: {key: {"block_m": 32, "tile": 16} for key in asked})
+    for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
+        asked[:] = [key for key, *_ in tune.tune_prefill(dim, torch.bfloat16, device)]
+        assert len(asked) == len(set(asked)) >= 1
+        for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
+            config = prefill_config(key_dim, value_dim, torch.bfloat16, rows, False, device)
+            is_known = configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
+            assert (config == PrefillConfig(32, 16)) == is_known
+            assert is_known or rows < 4096
+
+
+def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["benchmarks.tune"])
+    with pytest.raises(SystemExit, match="on a CUDA device, and there is none here"):
+        tune.main()

@@ -1,0 +1,231 @@
+"""The Triton decode kernel against a dense float64 computation; slots that must not be read hold NaN, ids of blocks
+that must not be followed point far outside of the pool."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention import test_backends
+from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
+from tests.support.kernels.device import DEVICE, available, on_device
+
+# the interpreter's numpy notes that the dtype's minimum in a mask becomes -inf on its way into an exponential
+pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]
+
+ONE_SPLIT = 256
+CASES = [case for case in test_backends.CASES if case.queries <= 16 and case.dtype != torch.float64]
+WIDE = [
+    Case(seq_lens=(70, 3), heads=4, kv_heads=2, key_dim=80, value_dim=96),
+    Case(seq_lens=(70, 3), heads=4, kv_heads=2, key_dim=96, value_dim=80, dtype=torch.bfloat16),
+    Case(seq_lens=(40, 3), heads=4, kv_heads=2, key_dim=192, value_dim=128, joined=True, dtype=torch.float16),
+    Case(seq_lens=(40, 3), heads=4, kv_heads=2, key_dim=256, value_dim=256, block=8),
+    Case(seq_lens=(40, 3), heads=20, kv_heads=1, key_dim=112, value_dim=100, queries=4, block=128),
+]
+
+
+def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
+    """The kernel with splits of at least this number of tokens, on a chip that always has room for another program."""
+    from hf_paged.kernels.triton import configs, decode
+
+    call = on_device(call)
+    inputs = (call.query, call.key_blocks, call.value_blocks, call.metadata)
+    assert decode.supports(*inputs, call.options["sinks"], call.options["bias"]) is None
+    config = configs.DecodeConfig(tile, block_m, num_warps=4, num_stages=2)
+    before, decode.MIN_SPLIT = decode.MIN_SPLIT, split_tokens
+    try:
+        with torch.no_grad():
+            return decode.paged_attention(*inputs, **{"config": config, **call.options, **options})
+    finally:
+        decode.MIN_SPLIT = before
+
+
+def check(case: Case, split_tokens: int, seed: int = 0, **options: Any) -> None:
+    call = build(case, seed)
+    out = run(call, split_tokens, **options)
+    assert out.shape == call.expected.shape and out.is_contiguous() and out.dtype == case.dtype
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out.double().cpu(), call.expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES + WIDE, ids=str)
+def test_matches_dense_attention(case: Case) -> None:
+    check(case, ONE_SPLIT, tile=16 if max(case.seq_lens) < 200 else 64)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if 60 < max(case.seq_lens) < 400][::2], ids=str)
+def test_split_rows_match_dense_attention(case: Case) -> None:
+    check(case, 48)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    case=any_cases(max_queries=16),
+    seed=st.integers(0, 3),
+    split_tokens=st.sampled_from((16, 32, 48)),
+    tile=st.sampled_from((16, 32)),
+)
+def test_matches_dense_attention_on_any_sizes(case: Case, seed: int, split_tokens: int, tile: int) -> None:
+    check(case, split_tokens, seed, tile=tile)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    seq_lens=st.lists(st.integers(0, 120), min_size=1, max_size=30).filter(any),
+    multiprocessors=st.integers(1, 40),
+    window=st.sampled_from((None, None, 50)),
+)
+def test_every_split_has_an_item(seq_lens: list[int], multiprocessors: int, window: int | None) -> None:
+    from hf_paged.kernels.triton import decode
+
+    call = build(Case(tuple(seq_lens), heads=1, kv_heads=1, key_dim=16, value_dim=16, window=window))
+    before, decode.num_multiprocessors = decode.num_multiprocessors, lambda device: multiprocessors
+    try:
+        out = run(call, split_tokens=16)
+    finally:
+        decode.num_multiprocessors = before
+    torch.testing.assert_close(out.double().cpu(), call.expected, atol=2e-5, rtol=2e-5)
+
+
+def test_long_rows_among_short_ones_get_more_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.kernels.triton import decode
+
+    found: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def remember(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(new_empty(self, *args, **kwargs))
+        return found[-1]
+
+    case = Case(seq_lens=(320, 16, 0, 64), heads=1, kv_heads=1, key_dim=16, value_dim=16)
+    call = build(case)
+    monkeypatch.setattr(torch.Tensor, "new_empty", remember)
+    monkeypatch.setattr(decode, "num_multiprocessors", lambda device: 4)  # 8 programs: 400 tokens, 50 each, so 64
+    run(call, split_tokens=16)
+    items = next(tensor for tensor in found if tensor.dtype == torch.int32 and tensor.shape == (4, 2))
+    assert items.tolist() == [[0, 5], [5, 1], [6, 1], [7, 1]]
+
+
+@pytest.mark.parametrize("split_tokens", [16, ONE_SPLIT], ids=["split", "whole"])
+def test_log_sum_exp(split_tokens: int) -> None:
+    case = Case(seq_lens=(70, 0, 21), heads=4, kv_heads=2, key_dim=16, value_dim=16, queries=2, starts=(0, 0, 21))
+    call = build(case)
+    out, lse = run(call, split_tokens, return_lse=True)
+    assert lse.shape == (3, 2, 4) and lse.dtype == torch.float32 and lse.is_contiguous()
+    assert (lse[1:] == -math.inf).all() and not out[1:].any()
+    keys = _row_keys(call, 0, 70)
+    for i in range(2):
+        scores = torch.einsum("hd,thd->ht", call.query[0, :, i].double(), keys[: 69 + i]) * call.options["scale"]
+        torch.testing.assert_close(lse[0, i].double().cpu(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    sinks = torch.randn(4)
+    with_sinks = replace(call, options={**call.options, "sinks": sinks})
+    _, found = run(with_sinks, split_tokens, return_lse=True)
+    torch.testing.assert_close(found[0].cpu(), torch.logaddexp(lse[0].cpu(), sinks), atol=1e-5, rtol=1e-5)
+
+
+def test_parts_merge_by_their_log_sum_exp() -> None:
+    case = Case(seq_lens=(90, 40), heads=4, kv_heads=2, key_dim=32, value_dim=32)
+    whole = build(case)
+    head = replace(whole, metadata=replace(whole.metadata, seq_lens=torch.tensor([32, 32], dtype=torch.int32)))
+    tail = replace(whole, metadata=replace(whole.metadata, starts=torch.tensor([32, 32], dtype=torch.int32)))
+    parts = [run(part, 16, return_lse=True) for part in (head, tail)]
+    weights = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
+    merged = sum(weight * out for weight, (out, _) in zip(weights, parts))
+    torch.testing.assert_close(merged.double().cpu(), whole.expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+def test_alibi_is_a_bias(softcap: float | None) -> None:
+    case = Case(seq_lens=(70, 25), heads=6, kv_heads=2, key_dim=32, value_dim=32, queries=3, softcap=softcap)
+    slopes = 2.0 ** -torch.arange(1, 7)
+    call = build(case)
+    position = call.metadata.seq_lens.view(2, 1, 1, 1) - 3 + torch.arange(3).view(3, 1)
+    bias = slopes.view(6, 1, 1) * (torch.arange(70) - position).float()  # [2, 6, 3, 70]
+    expected = replace(call, options={**call.options, "bias": bias}).run("reference")
+    for split_tokens in (16, ONE_SPLIT):
+        out = run(call, split_tokens, alibi_slopes=slopes.to(DEVICE))
+        torch.testing.assert_close(out.cpu(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("rank", "rotary", "all_of_it"), [(512, 64, False), (64, 32, True), (32, 16, True)])
+def test_latents_are_keys_and_values_in_one(rank: int, rotary: int, all_of_it: bool) -> None:
+    case = Case(
+        seq_lens=(50, 3), heads=20, kv_heads=1, key_dim=rank + rotary, value_dim=rank + rotary, dtype=torch.bfloat16
+    )
+    call = build(case)
+    latents = call.key_blocks[:, :, :, : rank + rotary]
+    call = replace(call, value_blocks=latents if all_of_it else latents[..., :rank])
+    out = run(call, 16, block_m=32)
+    zeroed = replace(call, key_blocks=latents.nan_to_num(0.0), value_blocks=call.value_blocks.nan_to_num(0.0))
+    torch.testing.assert_close(out.float().cpu(), zeroed.run("reference").float(), atol=2e-2, rtol=2e-2)
+
+
+def test_rows_without_tokens_in_a_captured_batch() -> None:
+    call = build(Case(seq_lens=(40, 0, 0), sinks=True))
+    out = run(call, 16)
+    assert not out[1:].any() and out[0].isfinite().all()
+
+
+def test_padding_rows_cost_no_other_row_its_numbers() -> None:
+    call = build(Case(seq_lens=(40, 33)))
+    alone = run(call, 16)
+    metadata = call.metadata
+    padded = replace(
+        metadata,
+        block_tables=torch.cat([metadata.block_tables, torch.zeros_like(metadata.block_tables)]),
+        seq_lens=torch.cat([metadata.seq_lens, torch.zeros(2, dtype=torch.int32)]),
+        starts=torch.zeros(4, dtype=torch.int32),
+    )
+    out = run(replace(call, query=call.query.repeat(2, 1, 1, 1), metadata=padded), 16)
+    torch.testing.assert_close(out[:2], alone)
+    assert not out[2:].any()
+
+
+def test_dtypes_of_queries_and_blocks_may_differ() -> None:
+    call = build(Case(seq_lens=(40, 5), key_dim=32, value_dim=32))
+    half = replace(call, key_blocks=call.key_blocks.bfloat16(), value_blocks=call.value_blocks.bfloat16())
+    expected = replace(half, key_blocks=half.key_blocks.float(), value_blocks=half.value_blocks.float())
+    torch.testing.assert_close(run(half, 16).cpu(), expected.run("reference"), atol=2e-5, rtol=2e-5)
+
+
+def test_a_bias_too_short_raises_where_the_host_knows() -> None:
+    from hf_paged.kernels.triton import decode
+
+    call = build(Case(seq_lens=(40, 5)))
+    with pytest.raises(IndexError, match=r"the bias covers 39 positions, seq_lens are \(40, 5\)"):
+        decode._bias_arguments(torch.zeros(39), 2, 14, call.metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"query": torch.zeros(3, 14, 1, 64, dtype=torch.float64)}, "float64"),
+        ({"key_blocks": torch.zeros(16, 2, 16, 640)}, "head dims 640 and 64: at most 576"),
+        ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
+        ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
+        ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
+        ({"metadata": replace(build(Case()).metadata, query_len=17)}, "17 queries a row: at most 16"),
+        ({"metadata": replace(build(Case()).metadata, block_size=48)}, "block size 48: a power of two from 8 to 256"),
+    ],
+    ids=["dtype", "dim", "strides", "heads", "gradient", "queries", "block"],
+)
+def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None:
+    from hf_paged.kernels.triton import decode
+
+    call = replace(build(Case()), **change)
+    found = decode.supports(call.query, call.key_blocks, call.value_blocks, call.metadata)
+    assert found is not None and reason in found
+
+
+def _row_keys(call: Call, row: int, length: int) -> torch.Tensor:
+    """`(length, heads, dim)` float64, K/V heads repeated for their groups."""
+    t = torch.arange(length)
+    size = call.metadata.block_size
+    keys = call.key_blocks[call.metadata.block_tables[row].long()[t // size], :, t % size].double()
+    return keys.repeat_interleave(call.query.shape[1] // keys.shape[1], dim=1)

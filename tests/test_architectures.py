@@ -4,29 +4,37 @@ import pytest
 
 from tests.support.architectures import check, list_architectures
 
-SAMPLE = [
+FAST = [
+    "Gemma3nForCausalLM",  # layers that share another layer's keys
+    "GPTNeoForCausalLM",  # local attention in the model's own code
+    "BloomForCausalLM",  # alibi
+    "DeepseekV3ForCausalLM",  # latent attention
+    "DeepseekV32ForCausalLM",  # indexed attention
+    "Llama4ForCausalLM",  # chunked attention
+    "MambaForCausalLM",  # no keys at all
+    "FalconH1ForCausalLM",  # Mamba and attention in one layer
+    "Qwen3NextForCausalLM",  # linear and full attention
+    "Lfm2ForCausalLM",  # convolution and attention
+    "RecurrentGemmaForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",  # rope with three axes
+]
+SLOW = [
     "LlamaForCausalLM",
     "Qwen3ForCausalLM",
     "MistralForCausalLM",  # every layer slides
     "Gemma2ForCausalLM",  # softcap, sliding and full layers
     "Gemma3ForCausalLM",
-    "Gemma3nForCausalLM",  # layers that share another layer's keys
     "GptOssForCausalLM",  # attention sinks
     "Phi3ForCausalLM",
     "GPT2LMHeadModel",
     "GPTJForCausalLM",
     "GPTNeoXForCausalLM",
-    "GPTNeoForCausalLM",  # local attention in the model's own code
     "OPTForCausalLM",
-    "BloomForCausalLM",  # alibi
     "MptForCausalLM",  # alibi
     "FalconForCausalLM",  # one key head
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "DeepseekV2ForCausalLM",  # latent attention
-    "DeepseekV3ForCausalLM",
-    "DeepseekV32ForCausalLM",  # indexed attention
-    "Llama4ForCausalLM",  # chunked attention
     "Cohere2ForCausalLM",
     "Glm4ForCausalLM",
     "StableLmForCausalLM",
@@ -34,13 +42,7 @@ SAMPLE = [
     "Starcoder2ForCausalLM",
     "GraniteForCausalLM",
     "NemotronForCausalLM",
-    "MambaForCausalLM",  # no keys at all
     "JambaForCausalLM",  # Mamba and attention layers
-    "FalconH1ForCausalLM",  # both in one layer
-    "Qwen3NextForCausalLM",  # linear and full attention
-    "Lfm2ForCausalLM",  # convolution and attention
-    "RecurrentGemmaForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration",  # rope with three axes
     "T5ForConditionalGeneration",  # relative position bias
     "BartForConditionalGeneration",
     "PegasusForConditionalGeneration",
@@ -51,7 +53,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_paged_equals_plain(name: str) -> None:
     if name not in list_architectures():
         pytest.skip("not in this version of transformers")

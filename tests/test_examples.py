@@ -78,7 +78,13 @@ def test_every_script_is_run() -> None:
     assert scripts == set(EXPECTED)
 
 
-@pytest.mark.parametrize("script", sorted(EXPECTED))
+@pytest.mark.parametrize(
+    "script",
+    [
+        script if script == "quickstart.py" else pytest.param(script, marks=pytest.mark.slow)
+        for script in sorted(EXPECTED)
+    ],
+)
 def test_script(script: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(Path("examples") / script), "--quick"],
@@ -93,6 +99,7 @@ def test_script(script: str, tmp_path: Path) -> None:
         assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
 
 
+@pytest.mark.slow
 def test_notebook_runs(tmp_path: Path) -> None:
     """From a folder with nothing but the module that it imports; a cell that fails raises."""
     shutil.copy(EXAMPLES / "tiny_model.py", tmp_path)

@@ -135,7 +135,7 @@ def test_prompt_tuning_is_refused_too() -> None:
 # --------------------------------------------------------------------------------------------------------- engine
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_every_request_with_its_own_adapter(name: str) -> None:
     """The same prompts with each adapter in one batch: nothing of one adapter is served to another."""
     model = lora_model(name)

@@ -113,11 +113,20 @@ def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) 
         assert seen["in part"], "rows end by EOS at different steps"
 
 
-def test_random_schedules(seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param({"llama": 6, "gemma3": 3, "mistral": 1}, id="few"),
+        pytest.param({"llama": 25, "gemma3": 25, "mistral": 10}, id="many", marks=pytest.mark.slow),
+    ],
+)
+def test_random_schedules(
+    counts: dict[str, int], seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows come, go, are cancelled, preempted and swapped while steps are under way."""
     monkeypatch.setattr(test_invariance, "OPTIONS", OF_ONE_KIND)
     monkeypatch.setattr(test_invariance, "expected", functools.cache(test_invariance.expected.__wrapped__))
-    for name, count in (("llama", 25), ("gemma3", 25), ("mistral", 10)):
+    for name, count in counts.items():
         for seed in range(count):
             Schedule(name, seed).run(seen)
     missing = [what for what in ("used", "in part", "joined", "swaps", "recomputes") if not seen[what]]

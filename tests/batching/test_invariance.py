@@ -1,4 +1,4 @@
-"""Whatever the schedule, a request's tokens are those of a lone run: 200 random schedules."""
+"""Whatever the schedule, a request's tokens are those of a lone run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,15 @@ def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
     runner.run = counted  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("name", "count"), [("llama", 100), ("gemma3", 60), ("mistral", 40)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama", 25),
+        pytest.param("llama", 100, marks=pytest.mark.slow),
+        pytest.param("gemma3", 60, marks=pytest.mark.slow),
+        pytest.param("mistral", 40, marks=pytest.mark.slow),
+    ],
+)
 def test_random_schedules(name: str, count: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(count):

@@ -230,7 +230,10 @@ def compiled_in_place(model: PreTrainedModel) -> Any:
     return model
 
 
-@pytest.mark.parametrize("wrap", [compiled_module, compiled_forward, compiled_in_place])
+@pytest.mark.parametrize(
+    "wrap",
+    [compiled_module, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in (compiled_forward, compiled_in_place))],
+)
 def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     inputs = models.padded_prompt("llama")
     options = {"do_sample": False, "max_new_tokens": 3}

@@ -68,6 +68,7 @@ assert PagedEngine(model, PagedConfig(num_blocks=1)).generate([prompt], options)
     assert "`num_blocks` (8) or `memory_fraction` (None)" in message
 
 
+@pytest.mark.slow
 def test_item_09_a_wider_dtype_between_steps_touches_no_memory_that_is_set_aside() -> None:
     code = """
 engine = PagedEngine(model, PagedConfig(num_blocks=1 << 17))  # 512 MB a layer
@@ -107,7 +108,7 @@ assert cpp.paged_attention(query, blocks, blocks, metadata, scale=1.0).isfinite(
 
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_item_09_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:
     """It wrote to address 0."""
     done = subprocess.run(

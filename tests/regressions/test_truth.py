@@ -59,7 +59,7 @@ def test_item_14_numbers_elsewhere_in_the_readme_have_a_source():
     sources = {
         *(re.search(rf"^{name} = (\d+)", code, re.MULTILINE)[1] for name in CONSTANTS),
         re.search(r'requires-python = ">=([\d.]+)"', project)[1],
-        re.search(r'python-version: "([\d.]+)"', workflow)[1],
+        *re.findall(r'"(3\.\d+)"', workflow),
         re.search(r'"--prompts", type=int, default=(\d+)', script)[1],
     }
     numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", prose(path.read_text(), list(readme.SECTIONS[path])))

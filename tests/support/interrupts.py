@@ -237,7 +237,7 @@ def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) 
                 before[name] = model_state(cases[name].model)
     for name in names:
         report(f"{name}: {interrupted[name]} interrupted, {finished[name]} came to their end, {failed[name]} wrong")
-    report(f"{sum(interrupted.values())} of {count} interrupted, {sum(failed.values())} wrong")
+    report(f"{count} interrupts, {sum(interrupted.values())} in time, {sum(failed.values())} wrong")
     return sum(failed.values())
 
 

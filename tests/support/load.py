@@ -290,7 +290,8 @@ def main() -> int:
     print(summary(seen))
     preemptions = seen["swaps"] + seen["recomputes"]
     is_enough = preemptions >= PREEMPTIONS * seen["steps"] or args.only is not None
-    print(f"{preemptions:,} preemptions, {time.perf_counter() - start:.0f} s with plain's tokens")
+    counts = f"{seen['runs']} runs, {seen['steps']:,} steps, {preemptions:,} preemptions, {seen['failures']} failed"
+    print(f"{counts}, {time.perf_counter() - start:.0f} s with plain's tokens")
     if not is_enough:
         print(f"too few preemptions: {PREEMPTIONS:.0%} of the steps are asked for")
     return int(bool(seen["failures"]) or not is_enough)

@@ -10,9 +10,12 @@ import pytest
 
 from tests.support.kernels.aot import SHARED_LIMIT, Compiled, compile_cases
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or importlib.util.find_spec("triton") is None, reason="no Triton to compile with"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or importlib.util.find_spec("triton") is None, reason="no Triton to compile with"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,72 @@
+"""Two tiny trained models: what they say does not repeat, as the text of random weights does."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from pathlib import Path
+
+import torch
+import transformers
+from filelock import FileLock
+from transformers import GenerationConfig, PreTrainedModel
+
+from tests.support import models
+
+NUM_STEPS = 150
+BATCH_SIZE, LENGTH = 16, 48  # rows; tokens, fewer than three sentences have
+LEARNING_RATE = 6e-3
+
+# Weights are drawn by transformers itself: training starts where that leaves them.
+CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+    "llama": models.config("llama"),
+    "qwen3_next": transformers.Qwen3NextConfig(
+        vocab_size=models.VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mlp_only_layers=[0, 1],
+        pad_token_id=models.PAD,
+        bos_token_id=models.BOS,
+        eos_token_id=None,
+    ),
+}
+
+
+def train(name: str) -> PreTrainedModel:
+    """On sentences of `models.corpus` in random order, `[BATCH_SIZE, LENGTH]` tokens a step; eval mode at the end."""
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    sentences = [models.tokenizer()(sentence).input_ids for sentence in models.corpus()]
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=NUM_STEPS)
+    for _ in range(NUM_STEPS):
+        rows = [itertools.chain(*draw.sample(sentences, 3)) for _ in range(BATCH_SIZE)]
+        ids = torch.tensor([list(itertools.islice(row, LENGTH)) for row in rows])
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.generation_config = GenerationConfig(pad_token_id=models.PAD, bos_token_id=models.BOS)
+    return model.eval()
+
+
+@functools.cache
+def load(name: str, folder: Path) -> PreTrainedModel:
+    """The session's shared model from `folder`, where the first of several processes trains and saves it."""
+    with FileLock(folder / f"{name}.lock"):
+        if not (folder / name / "model.safetensors").exists():
+            train(name).save_pretrained(folder / name)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / name).eval()

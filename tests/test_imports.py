@@ -1,0 +1,116 @@
+"""Imports run downward between the rooms of the package, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "hf_paged"
+
+ROOMS = ("tools", "generation", "batching", "model", "attention", "cache", "kernels", "base")
+"""From the top down: a module imports from its own room and from those after it."""
+
+# What is not in a folder of its room's name. The first that fits a module's name counts.
+PLACES = {
+    "": "tools",  # the package's door
+    "inspect": "tools",  # the command
+    "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
+    **dict.fromkeys(("compat", "config", "forks", "interrupts", "locks", "step"), "base"),
+}
+
+VIOLATIONS: dict[tuple[str, str], str] = {}
+"""Imports from below to above that remain, with the reason of each."""
+
+
+CIRCLES: dict[str, str] = dict.fromkeys(
+    ("kernels.triton", "kernels.triton.common", "kernels.triton.store"),
+    "the package chooses the store kernel, which asks the package whether Triton is interpreted",
+)
+"""Modules that import themselves by way of others, with the reason of each."""
+
+
+def module_name(path: Path) -> str:
+    """`""` for the package itself, `"cache.memory"` for `hf_paged/cache/memory.py`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room(module: str) -> str:
+    for place, name in PLACES.items():
+        if module == place or (place and module.startswith(f"{place}.")):
+            return name
+    return module.partition(".")[0]
+
+
+def imports(module: str) -> set[str]:
+    """The modules of ours that the module imports when it runs, at its top or inside a function."""
+    path = MODULES[module]
+    parts = module.split(".") if module else []
+    package = parts if path.name == "__init__.py" else parts[:-1]
+    found: set[str] = set()
+    for node in _running_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "hf_paged"]
+            found.update(name.partition(".")[2] for name in names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
+            elif node.module is not None and node.module.partition(".")[0] == "hf_paged":
+                base = node.module.partition(".")[2]
+            else:
+                continue
+            for alias in node.names:  # a module of a package, or something that the module `base` defines
+                inner = f"{base}.{alias.name}".lstrip(".")
+                found.add(inner if inner in MODULES else base)
+    return found
+
+
+def _running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _running_nodes(node)
+
+
+IMPORTS = {module: imports(module) for module in MODULES}
+
+
+def test_every_import_is_found() -> None:
+    assert all(imported in MODULES for found in IMPORTS.values() for imported in found)
+    assert all(room(module) in ROOMS for module in MODULES)
+    assert IMPORTS["cache.block_table"] == {"cache.block_pool"}
+    assert "config" in IMPORTS[""] and sum(map(len, IMPORTS.values())) > 200
+
+
+def test_imports_run_downward() -> None:
+    rank = {name: place for place, name in enumerate(ROOMS)}
+    found = {
+        (module, imported)
+        for module, all_imported in IMPORTS.items()
+        for imported in all_imported
+        if rank[room(imported)] < rank[room(module)]
+    }
+    assert found == VIOLATIONS.keys()
+
+
+def test_pictures_use_nothing_else_of_ours() -> None:
+    used = {each for module, found in IMPORTS.items() if module.startswith("tools.pictures") for each in found}
+    assert all(each.startswith("tools.pictures.") for each in used)
+
+
+def test_no_circle() -> None:
+    def reached(module: str) -> set[str]:
+        seen, waiting = set[str](), set(IMPORTS[module])
+        while waiting:
+            imported = waiting.pop()
+            seen.add(imported)
+            waiting |= IMPORTS[imported] - seen
+        return seen
+
+    assert {module for module in MODULES if module in reached(module)} == CIRCLES.keys()

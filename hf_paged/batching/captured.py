@@ -29,7 +29,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import KVBlocks
 from ..kernels import VARIABLE
 from ..kernels.triton.cascade_plan import CascadeCosts
-from ..model.fingerprint import ModelState, addresses
+from ..model.state import ModelState
 from . import captured_graphs
 from .captured_cascade import eager_costs, has_shared_blocks, prefers_cascade
 from .captured_graphs import Graph, GraphBackend, no_autocast_cache
@@ -154,7 +154,7 @@ class CapturedDecodes:
         """
         model = self._model()
         assert model is not None
-        found = (addresses(model, state), *_numerics(model))
+        found = (state.addresses(), *_numerics(model))
         if found != self._signature:
             self.clear()
             self._signature, self.obstacle = found, None

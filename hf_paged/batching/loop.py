@@ -17,7 +17,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..interrupts import held, let_in
 from ..locks import step_lock
-from ..model.fingerprint import ModelState, read_state
+from ..model.state import ModelState, read_state
 from ..model.weights import WeightsGuard
 from .ahead import LookAhead
 from .decoding.base import SampledTokens, num_embeddings

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
-from ..model.fingerprint import ModelState
+from ..model.state import ModelState
 from .request import Sequence
 
 

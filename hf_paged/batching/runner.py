@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..cache.packed import Chunk, PackedCache, PackedStep
 from ..cache.paged_cache import PagedCache
-from ..model.fingerprint import ModelState
+from ..model.state import ModelState
 from .captured import captured_decodes
 
 if TYPE_CHECKING:

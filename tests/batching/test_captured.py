@@ -20,7 +20,7 @@ from hf_paged.batching.captured import CapturedDecodes, Key, bucket
 from hf_paged.batching.captured_graphs import NothingUnrecorded
 from hf_paged.cache.packed import NotCapturable
 from hf_paged.kernels import cpp
-from hf_paged.model.fingerprint import addresses, read_state
+from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
@@ -306,7 +306,7 @@ def test_addresses_of_a_model() -> None:
     def now() -> bytes:
         state = read_state(model)
         assert state is not None
-        return addresses(model, state)
+        return state.addresses()
 
     first = now()
     with torch.no_grad():

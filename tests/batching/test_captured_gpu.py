@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching import ahead, captured, captured_graphs
-from hf_paged.model.fingerprint import read_state
+from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
 from tests.support.captured_helpers import results

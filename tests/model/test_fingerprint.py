@@ -18,8 +18,9 @@ from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged.kernels import cpp
-from hf_paged.model import fingerprint as module
-from hf_paged.model.fingerprint import fingerprint, hash_portable
+from hf_paged.model import tensor_hash
+from hf_paged.model.state import ModelState, fingerprint
+from hf_paged.model.tensor_hash import hash_portable
 
 BACKENDS = [
     pytest.param("cpp", marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
@@ -246,7 +247,7 @@ def test_adapters() -> None:
 def test_tied_weights_are_read_once() -> None:
     model = llama(tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    state = module.ModelState(model)
+    state = ModelState(model)
     stored = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
     assert len(state.tensors) == len({tensor.data_ptr() for tensor in state.tensors}) == len(stored)
 
@@ -394,8 +395,8 @@ def test_portable_hash_is_the_reference(size: int, monkeypatch: pytest.MonkeyPat
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
     second = (words ^ (words >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     expected = [int(x.sum(dtype=np.uint64).astype(np.int64)) for x in (words, second)]
-    for chunk_bytes, offset in itertools.product((module.CHUNK_BYTES, 1 << 12), (0, 1, 6)):
-        monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    for chunk_bytes, offset in itertools.product((tensor_hash.CHUNK_BYTES, 1 << 12), (0, 1, 6)):
+        monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", chunk_bytes)
         assert portable_hash([span], offset) == [(size, expected)]
 
 

@@ -12,7 +12,7 @@ import torch
 from hf_paged import PagedEngine, RequestResult
 from hf_paged.batching import captured, captured_graphs
 from hf_paged.batching.captured_graphs import NothingUnrecorded
-from hf_paged.model.fingerprint import read_state
+from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row
 
 

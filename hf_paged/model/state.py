@@ -1,9 +1,6 @@
 """
-A fingerprint of all that decides what a model's forward computes: K/V of an earlier call may be served as long as it
-stays the same.
-
-`Tensor._version` and `data_ptr` prove a change but not its absence: fused optimizers, `p.data.copy_` and writes through
-numpy move neither. So the bytes are read, which takes about as long as one decode step reads them.
+What of a model decides what its forward computes, and whether it is what it was: K/V of an earlier call may be served,
+and a recorded graph replayed, as long as it is.
 """
 
 from __future__ import annotations
@@ -14,22 +11,23 @@ import functools
 import hashlib
 import logging
 import marshal
+import operator
+import random
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpp
+from .tensor_hash import hash_tensors
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 8 << 20
-"""Bytes that the portable hash reads at once; it takes some four times as much for its intermediate results."""
+LINE = 64  # bytes of a cache line
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 _TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -65,39 +63,13 @@ def read_state(model: nn.Module) -> ModelState | None:
         return None
 
 
-def addresses(model: nn.Module, state: ModelState) -> bytes:
+def fingerprint(model: nn.Module) -> bytes | None:
     """
-    32 bytes that are the same as long as every tensor of `model` is where it is, and all else that `fingerprint`
-    covers, and train or eval mode, is what it is. The content of the tensors may be another.
-    """
-    found = state.structure, [x.data_ptr() for x in state.tensors], [module.training for module in model.modules()]
-    return hashlib.blake2b(marshal.dumps(found, _MARSHAL_VERSION), digest_size=32).digest()
-
-
-def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
-    """
-    32 bytes that are the same as long as the model is, or `None` if it cannot be read, which is said once for each
+    [`ModelState.fingerprint`] of the model as it is now, or `None` if it cannot be read, which is said once for each
     model; nothing may be served then.
-
-    Covered are names, shapes, dtypes and the content of all parameters, buffers, tensors and arrays that are plain
-    attributes; all attributes of modules and configs that are Python scalars, nested containers of them (the active,
-    disabled and merged adapters of PEFT among them) or objects of the user's own classes; the functions and scalars of
-    modules' classes; functions that replace `forward` or hook into it, with the scalars, tensors and functions they
-    close over; train or eval mode where code of the user's own classes looks at it. Not covered is what such code
-    reads elsewhere: globals of Python modules, files, attributes of objects that libraries made.
-
-    Tensors that are tied are read once. Subclasses of `Tensor` (quantised or sharded weights) are read by
-    `__tensor_flatten__`; those without it, sparse tensors and those without content (meta) cannot be read. Comparable
-    within one process only.
-
-    Args:
-        state ([`ModelState`], *optional*): What `read_state` returned just now.
     """
     try:
-        if state is None:
-            state = ModelState(model)
-        with torch.no_grad():
-            content = _hash_tensors([_dense(tensor) for tensor in state.tensors])
+        return ModelState(model).fingerprint()
     except Exception as error:  # no such operation for a dtype or a device, no memory, code of the user's
         if model not in _told:
             _told.add(model)
@@ -107,46 +79,145 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
                 error,
             )
         return None
-    return hashlib.blake2b(marshal.dumps((state.structure, content), _MARSHAL_VERSION), digest_size=32).digest()
 
 
-class _UnreadableError(Exception):
+class UnreadableError(Exception):
     """Something in the model has content that cannot be read."""
 
 
 class ModelState:
     """
-    What a walk over a model finds.
+    A model as it was when this was made.
+
+    Covered are names, shapes and dtypes of all parameters, buffers, tensors and arrays that are plain attributes; all
+    attributes of modules and configs that are Python scalars, nested containers of them (the active, disabled and
+    merged adapters of PEFT among them) or objects of the user's own classes; the functions and scalars of modules'
+    classes; functions that replace `forward` or hook into it, with the scalars, tensors and functions they close over;
+    train or eval mode where code of the user's own classes looks at it. Not covered is what such code reads elsewhere:
+    globals of Python modules, files, attributes of objects that libraries made.
+
+    Tensors that are tied are read once. Subclasses of `Tensor` (quantised or sharded weights) are read by
+    `__tensor_flatten__`; those without it, sparse tensors and those without content (meta) cannot be read. Comparable
+    within one process only.
+
+    Attributes:
+        modules (`list[nn.Module]`): All modules met.
+        tensors (`list[torch.Tensor]`): The distinct tensors, in the order met.
+
+    Raises:
+        UnreadableError: if a tensor cannot be read. Code of the user's that is asked for its parts may raise others.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        walk = _Walk(model)
+        self.modules = [item for item in walk.objects if isinstance(item, nn.Module)]
+        self.tensors, self._all_tensors = walk.tensors, walk.all_tensors
+        self._structure = marshal.dumps(walk.structure, _MARSHAL_VERSION)
+        self._watch: _Watch | None = None
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that are the same as long as all that is covered and the content of all tensors is."""
+        with torch.no_grad():
+            return self._digest(hash_tensors(self.tensors))
+
+    def addresses(self) -> bytes:
+        """
+        32 bytes that are the same as long as all that is covered, the address of every tensor, and train or eval mode
+        of every module is. The content of the tensors may be another.
+        """
+        return self._digest([[x.data_ptr() for x in self.tensors], [module.training for module in self.modules]])
+
+    def _digest(self, content: list[Any]) -> bytes:
+        found = self._structure + marshal.dumps(content, _MARSHAL_VERSION)
+        return hashlib.blake2b(found, digest_size=32).digest()
+
+    def watch(self) -> None:
+        """`is_same` compares with the model as it is now. Holds the memory of the tensors."""
+        self._watch = _Watch(self.modules, self.tensors, self._all_tensors)
+
+    def is_same(self) -> bool:
+        """
+        Whether a look of microseconds finds the model as it was at `watch`: which modules and tensors there are, their
+        versions and addresses, which adapters are active, and, on the CPU, one cache line of each tensor at a place
+        that chance has chosen. Of writes that move neither version nor address it sees those to whole tensors (an
+        optimizer's, a merge's), and may miss those to a few elements.
+        """
+        assert self._watch is not None, "nothing is watched"
+        return self._watch.is_same()
+
+
+class _Watch:
+    """What can be looked at in microseconds."""
+
+    def __init__(self, modules: list[nn.Module], tensors: list[Tensor], all_tensors: list[Tensor]) -> None:
+        chance = random.Random(0)
+        self._held = [held for x in modules for held in (x._modules, x._parameters, x._buffers) if held]
+        adapters = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
+        self._layers = [vars(x) for x in modules if any(name in vars(x) for name in adapters)]
+        self._tensors, self._counted = all_tensors, [x for x in all_tensors if not x.is_inference()]
+        self._lines = [_line(x, chance) for x in tensors if x.is_cpu and x.nbytes]
+        self._parts, self._content = self._read_parts(), self._read_content()
+
+    def is_same(self) -> bool:
+        parts = self._read_parts()
+        is_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        return is_same and self._read_content() == self._content
+
+    def _read_parts(self) -> list[Any]:
+        return [part for held in self._held for part in held.values()]
+
+    def _read_content(self) -> tuple[Any, ...]:
+        adapters = [
+            (str(layer.get("_active_adapter")), layer.get("_disable_adapters"), str(layer.get("merged_adapters")))
+            for layer in self._layers
+        ]
+        versions, places = [x._version for x in self._counted], list(map(Tensor.data_ptr, self._tensors))
+        return versions, places, adapters, b"".join(self._lines)
+
+
+def _line(tensor: Tensor, chance: random.Random) -> memoryview:
+    """Up to `LINE` bytes of the tensor's memory, which stays where it is as long as they are held."""
+    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    size = min(tensor.nbytes, storage.nbytes() - start)  # expanded tensors hold less than they have
+    first = start + chance.randrange(max(1, size - LINE + 1))
+    found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (min(LINE, start + size - first),))
+    return memoryview(found.numpy())
+
+
+class _Walk:
+    """
+    A walk over a model.
 
     Attributes:
         structure (`list`): Everything but the content of tensors, as plain nested lists.
+        objects (`list`): Modules, configs and plain objects, in the order met.
         tensors (`list[torch.Tensor]`): The distinct tensors that `structure` names by number.
+        all_tensors (`list[torch.Tensor]`): Those that are views of the same memory among them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []
+        self.all_tensors: list[Tensor] = []
+        self.objects: list[Any] = []
         self._tensor_numbers: dict[Any, int] = {}
-        self._objects: list[Any] = []  # modules, configs and plain objects, in the order met
         self._object_numbers: dict[int, int] = {}
         self._num_plain = 0
         self._looks_at_mode: dict[type, bool] = {}  # of the classes met: whether their code reads `training`
-        self.structure = self._read(model)
-
-    def _read(self, model: nn.Module) -> list[Any]:
         self._number(model)
-        found = []
-        for item in self._objects:  # grows on the way
-            found.append(self._class(type(item)))
-            if isinstance(item, nn.Module):
-                found.append(self._module(item))
-            else:
-                found.append(self._config(item) if hasattr(item, "to_dict") else self._plain(item))
-        return found
+        self.structure = list(map(self._object, self.objects))  # which grow on the way
+
+    def _object(self, item: Any) -> tuple[Any, Any]:
+        kind = self._class(type(item))
+        if isinstance(item, nn.Module):
+            return kind, self._module(item)
+        # private attributes of a config are transformers' own notes: which attention runs, where it came from
+        hides = hasattr(item, "to_dict")
+        return kind, [(n, self._value(value)) for n, value in _attributes(item) if not (hides and n[:1] == "_")]
 
     def _number(self, item: Any) -> int:
-        number = self._object_numbers.setdefault(id(item), len(self._objects))
-        if number == len(self._objects):
-            self._objects.append(item)
+        number = self._object_numbers.setdefault(id(item), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(item)
         return number
 
     def _class(self, kind: type) -> list[Any]:
@@ -171,9 +242,6 @@ class ModelState:
                     found.append((name, value))
         return found
 
-    def _plain(self, item: Any) -> list[Any]:
-        return [(name, self._value(value)) for name, value in _attributes(item)]
-
     def _module(self, module: nn.Module) -> list[Any]:
         found: list[Any] = [module.training if self._looks_at_mode[type(module)] else None]
         for name, value in vars(module).items():
@@ -192,10 +260,6 @@ class ModelState:
                 if getattr(hook, "__module__", None) not in _OBSERVERS:
                     found.append(("hook", self._value(hook)))
         return found
-
-    def _config(self, config: Any) -> list[Any]:
-        # private ones are transformers' own notes: which attention runs, where the config came from
-        return [(name, self._value(value)) for name, value in vars(config).items() if name[:1] != "_"]
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -232,10 +296,8 @@ class ModelState:
             return "named", value.__module__, value.__qualname__
         is_read = kind.__module__.partition(".")[0] not in _LIBRARIES and self._num_plain < _MAX_PLAIN_OBJECTS
         if is_read or id(value) in self._object_numbers:
-            before = len(self._objects)
-            number = self._number(value)
-            self._num_plain += len(self._objects) - before
-            return "object", number
+            self._num_plain += id(value) not in self._object_numbers
+            return "object", self._number(value)
         return "object", kind.__qualname__
 
     def _cell(self, cell: types.CellType, depth: int) -> Any:
@@ -258,9 +320,10 @@ class ModelState:
         if type(tensor) not in (nn.Parameter, Tensor):
             return self._flattened(tensor)
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise _UnreadableError(f"a tensor of layout {tensor.layout} on {tensor.device}")
+            raise UnreadableError(f"a tensor of layout {tensor.layout} on {tensor.device}")
         if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
-            raise _UnreadableError("a lazily conjugated or negated tensor")
+            raise UnreadableError("a lazily conjugated or negated tensor")
+        self.all_tensors.append(tensor)
         form = (_name(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.get_device())
         number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), len(self.tensors))
         if number == len(self.tensors):
@@ -271,7 +334,7 @@ class ModelState:
         """A subclass by the tensors that it says it consists of."""
         kind = type(tensor)
         if not hasattr(tensor, "__tensor_flatten__"):
-            raise _UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
+            raise UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
         names, context = tensor.__tensor_flatten__()
         parts = [(name, self._value(getattr(tensor, name))) for name in names]
         return kind.__qualname__, _name(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
@@ -295,72 +358,3 @@ def _code_hash(code: types.CodeType) -> str:
 @functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """A contiguous tensor with the elements of `tensor`, each once: `tensor` itself, a view of it or else a copy."""
-    if tensor.is_contiguous():
-        return tensor
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).contiguous()
-
-
-def _hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """Hashes of the bytes of contiguous tensors: one of all that the C++ kernel can read, one of each other."""
-    here = [tensor for tensor in tensors if tensor.is_cpu] if cpp.is_available() else []
-    found: list[Any] = [
-        cpp.hash_memory([tensor.data_ptr() for tensor in here], [tensor.nbytes for tensor in here]) if here else None
-    ]
-    others: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if not (here and tensor.is_cpu):
-            others.setdefault(tensor.device, []).append(hash_portable(tensor))
-    found += [torch.stack(hashes).tolist() for hashes in others.values()]  # waits once per device
-    return found
-
-
-_WORD = (1 << 64) - 1
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-# The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as torch's int64 holds them.
-_STEP, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def hash_portable(tensor: Tensor) -> Tensor:
-    """
-    The hash of a contiguous tensor's bytes, in integer arithmetic: exact on any device, in whatever order it sums.
-
-    Each 8 bytes are scrambled together with their position by a bijection, and the results are summed modulo 2^64: one
-    changed word always changes the first sum, and any two different contents agree in both with a chance of about
-    2^-128.
-
-    Returns (`torch.Tensor` of shape `(2,)`, int64, on the tensor's device).
-    """
-    content = tensor.detach().reshape(-1).view(torch.uint8)
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for start in range(0, content.numel(), CHUNK_BYTES):
-        chunk = content[start : start + CHUNK_BYTES]
-        if chunk.numel() % 8 or chunk.storage_offset() % 8:
-            padded = chunk.new_zeros(-(-chunk.numel() // 8) * 8)
-            padded[: chunk.numel()] = chunk
-            chunk = padded
-        words = chunk.view(torch.int64)
-        position = torch.arange(start // 8 + 1, start // 8 + 1 + words.numel(), device=tensor.device)
-        mixed = position.mul_(_STEP).bitwise_xor_(words)
-        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, _STEP)):
-            mixed = mixed.bitwise_xor_(_shift(mixed, shift)).mul_(factor)
-        total[0] += mixed.sum()
-        total[1] += mixed.bitwise_xor_(_shift(mixed, 32)).mul_(_FIRST).sum()
-    return total
-
-
-def _shift(words: Tensor, bits: int) -> Tensor:
-    """`words >> bits` as unsigned numbers."""
-    return (words >> bits).bitwise_and_(_WORD >> bits)

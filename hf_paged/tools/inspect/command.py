@@ -17,7 +17,7 @@ import torch
 from transformers.utils import logging
 
 from ...config import PagedConfig
-from ..pictures.optional import require
+from ..pictures.figures import require
 from .report import examine, print_report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,8 +9,8 @@ import torch
 
 from ...cache.storage import free_bytes
 from ...config import PagedConfig
+from ..pictures.figures import require
 from ..pictures.html import format_bytes
-from ..pictures.optional import require
 from .footprint import Footprint, measure
 from .models import build, find_model, num_bytes
 from .road import Road, find_road, label

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .kinds import FREE, KINDS, count_kinds, group_label, kind_index, to_cells
+from .kinds import FREE, KINDS, Kind, count_kinds, group_label, to_cells
 
 if TYPE_CHECKING:
     from ...batching.results import EngineStats
@@ -69,58 +69,41 @@ def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, 
 def _strip(key: Hashable, states: list[int]) -> str:
     size = -(-len(states) // (COLUMNS * MAX_ROWS))
     cells = to_cells(states, size)
-    rows = -(-len(cells) // COLUMNS)
-    width, height = _CELL * min(len(cells), COLUMNS), _CELL * rows
-    label = f"{group_label(key)}: {len(states):,} blocks" + (f", {size} to a cell" if size > 1 else "")
-    squares = "".join(_runs(cells))
+    width, height = _CELL * min(len(cells), COLUMNS), _CELL * -(-len(cells) // COLUMNS)
+    label = escape(f"{group_label(key)}: {len(states):,} blocks" + (f", {size} to a cell" if size > 1 else ""))
+    places = [[place for place, cell in enumerate(cells) if cell == kind] for kind in range(len(KINDS))]
+    squares = "".join(_squares(kind, each) for kind, each in zip(KINDS, places) if each)
     return (
-        f'<div style="margin-top:4px">{escape(label)}</div>'
+        f'<div style="margin-top:4px">{label}</div>'
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{escape(label)}" style="display:block;max-width:100%">{squares}</svg>'
+        f'aria-label="{label}" style="display:block;max-width:100%">{squares}</svg>'
     )
 
 
-def _runs(cells: list[int]) -> list[str]:
-    """A rectangle for each run of one kind within a row, with gaps where cells meet."""
-    found = []
-    for top in range(0, len(cells), COLUMNS):
-        row = cells[top : top + COLUMNS]
-        first = 0
-        for place in range(1, len(row) + 1):
-            if place == len(row) or row[place] != row[first]:
-                x, y, width = _CELL * first, _CELL * top // COLUMNS, _CELL * (place - first)
-                found.append(f'<path d="{_squares(x, y, width)}" {_fill(row[first])}/>')
-                first = place
-    return found
-
-
-def _squares(x: int, y: int, width: int) -> str:
+def _squares(kind: Kind, places: Iterable[int]) -> str:
+    """One SVG path of a square at each place of a strip, with gaps between them."""
     side = _CELL - 1
-    return "".join(f"M{left} {y}h{side}v{side}h-{side}z" for left in range(x, x + width, _CELL))
-
-
-def _fill(index: int) -> str:
-    kind = KINDS[index]
+    corners = ((_CELL * (place % COLUMNS), _CELL * (place // COLUMNS)) for place in places)
+    squares = "".join(f"M{x} {y}h{side}v{side}h-{side}z" for x, y in corners)
     # a grey that is pale on white would glare on black: a clear one is pale on both
-    return 'fill="#808080" fill-opacity="0.35"' if kind is FREE else f'fill="{kind.colour}"'
+    fill = 'fill="#808080" fill-opacity="0.35"' if kind is FREE else f'fill="{kind.colour}"'
+    return f'<path d="{squares}" {fill}/>'
 
 
 def _legend(states: list[int]) -> str:
-    entries = []
-    for kind, count in zip(KINDS, count_kinds(states)):
-        if count:
-            square = f'<svg width="{_CELL}" height="{_CELL}"><path d="{_squares(0, 0, _CELL)}" '
-            square += f"{_fill(kind_index(kind.low))}/></svg>"
-            entries.append(
-                f'<span style="white-space:nowrap;margin-right:14px">{square} {kind.label}: {count:,}</span>'
-            )
-    return f'<div style="margin-top:4px">{"".join(entries)}</div>'
+    entries = "".join(
+        f'<span style="white-space:nowrap;margin-right:14px"><svg width="{_CELL}" height="{_CELL}">'
+        f"{_squares(kind, [0])}</svg> {kind.label}: {count:,}</span>"
+        for kind, count in zip(KINDS, count_kinds(states))
+        if count
+    )
+    return f'<div style="margin-top:4px">{entries}</div>'
 
 
 def format_bytes(num_bytes: float) -> str:
     """In binary units, with about three digits."""
-    value, units = float(num_bytes), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while value >= 1024 and unit != "TiB":
-        value, unit = value / 1024, next(units)
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.3g} {unit}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .block_map import new_axes
-from .optional import require
+from .figures import add_legend, new_axes, require
 
 if TYPE_CHECKING:
     from ...batching.timeline import Interval
@@ -55,45 +54,39 @@ def plot_intervals(
     intervals = [interval for interval in intervals if interval.number in rows]
     if ax is None:
         ax = new_axes(min(0.24, 10 / max(1, len(rows))) * len(rows) + 1.1)
-    origin = 0.0
-    if unit == "seconds":
-        origin = min((interval.start for interval in intervals), default=0.0)
+    origin = min((interval.start for interval in intervals), default=0.0)
+
+    def span(interval: Interval) -> tuple[float, float]:
+        if unit == "steps":
+            return interval.first_step, interval.end_step
+        return interval.start - origin, interval.end - origin
+
+    patches, lines = require("matplotlib.patches"), require("matplotlib.lines")
+    handles: list[Any] = []
     for activity, style in _STYLES.items():
-        _draw_bars(
-            ax, [interval for interval in intervals if interval.activity.value == activity], rows, unit, origin, style
-        )
+        these = [interval for interval in intervals if interval.activity.value == activity]
+        height = 0.76 if activity in _IN_BATCH else 0.26
+        for number, row in rows.items():
+            spans = [span(interval) for interval in these if interval.number == number]
+            if bars := [(start, end - start) for start, end in spans if end > start]:
+                ax.broken_barh(bars, (row - height / 2, height), **style)
+        if these:
+            handles.append(patches.Patch(label=activity, **style))
     ends = [interval for interval in intervals if interval.is_last]
-    places = [_span(interval, unit, origin)[1] for interval in ends]
-    ax.plot(places, [rows[interval.number] for interval in ends], "k|", markersize=9, markeredgewidth=1.8)
-    _dress(ax, intervals, rows, unit)
+    mark = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 9, "markeredgewidth": 1.8}
+    ax.plot([span(each)[1] for each in ends], [rows[each.number] for each in ends], **mark)
+    if ends:
+        handles.append(lines.Line2D([], [], label="ended", **mark))
+    _label_axes(ax, intervals, rows, unit)
     if not shown:
         ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
     if len(shown) < len(numbers):
         ax.set_ylabel(f"the last {len(shown)} of {len(numbers)} requests")
-    _add_legend(ax, {interval.activity.value for interval in intervals}, bool(ends))
+    add_legend(ax, handles, columns=7)
     return ax.figure
 
 
-def _span(interval: Interval, unit: str, origin: float) -> tuple[float, float]:
-    if unit == "steps":
-        return interval.first_step, interval.end_step
-    return interval.start - origin, interval.end - origin
-
-
-def _draw_bars(
-    ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str, origin: float, style: dict[str, Any]
-) -> None:
-    spans: dict[int, list[tuple[float, float]]] = {}
-    for interval in intervals:
-        start, end = _span(interval, unit, origin)
-        if end > start:
-            spans.setdefault(rows[interval.number], []).append((start, end - start))
-    for row, bars in spans.items():
-        height = 0.76 if intervals[0].activity.value in _IN_BATCH else 0.26
-        ax.broken_barh(bars, (row - height / 2, height), **style)
-
-
-def _dress(ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str) -> None:
+def _label_axes(ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str) -> None:
     names = {rows[interval.number]: _short(str(interval.request_id)) for interval in intervals}
     every = max(1, -(-len(rows) // 60))
     ticks = sorted(names)[::every]
@@ -110,15 +103,3 @@ def _dress(ax: Any, intervals: list[Interval], rows: dict[int, int], unit: str) 
 
 def _short(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def _add_legend(ax: Any, activities: set[str], any_ended: bool) -> None:
-    patches, lines = require("matplotlib.patches"), require("matplotlib.lines")
-    handles: list[Any] = [
-        patches.Patch(label=activity, **style) for activity, style in _STYLES.items() if activity in activities
-    ]
-    if any_ended:
-        mark = {"marker": "|", "markersize": 9, "markeredgewidth": 1.8}
-        handles.append(lines.Line2D([], [], color="black", linestyle="none", label="ended", **mark))
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "frameon": False}
-    ax.legend(handles=handles, ncols=7, fontsize=8.5, handlelength=1.2, handletextpad=0.5, columnspacing=1.0, **place)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache.memory import PagedMemory
 from .decoding.base import Fetch
-from .decoding.sampler import SampleDecoding
+from .decoding.sample import SampleDecoding
 from .job import Job
 from .request import Sequence
 from .scheduling.scheduler import Scheduler

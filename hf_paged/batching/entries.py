@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from ..interrupts import let_in
 from .arguments import as_config, as_list, as_priority, as_seed, check_streamed_rows, check_streamer
 from .decoding.beam import BeamDecoding
-from .decoding.sampler import request_decoding
+from .decoding.prepare import request_decoding
 from .job import Job
 from .prompts import Prompt, prompt_ids
 from .request import Request, Sequence

@@ -20,7 +20,8 @@ from ..locks import step_lock
 from ..model.state import ModelState, read_state
 from ..model.weights import WeightsGuard
 from .ahead import LookAhead
-from .decoding.base import SampledTokens, num_embeddings
+from .decoding.base import SampledTokens
+from .decoding.prepare import num_embeddings
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError, use_adapter
 from .job import Job

@@ -12,8 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from ..attention.masks import mask_observer
 from ..batching.assembly import packed_core
 from ..batching.decoding.beam import BeamDecoding
-from ..batching.decoding.sampler import SampleDecoding
-from ..batching.decoding.streamers import RowStreamers
+from ..batching.decoding.sample import SampleDecoding
 from ..batching.job import Job
 from ..batching.loop import Core
 from ..batching.request import Request, Sequence
@@ -156,17 +155,14 @@ class GenerateCall:
                 self.logits_processor,
                 self.stopping_criteria,
                 config,
-                keep_all=keep_blocks,
             )
         else:
-            by_row = isinstance(self.streamer, RowStreamers)
             decoding = SampleDecoding(
                 self.input_ids,
                 self.logits_processor,
                 self.stopping_criteria,
                 config,
-                streamer=None if by_row else self.streamer,
-                row_streamers=self.streamer.streamers if by_row else None,
+                streamer=self.streamer,
             )
         paddings = self._paddings()
         # not the memory's config, which calls of other threads may replace meanwhile

@@ -11,7 +11,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from hf_paged.batching.decoding.beam import BeamDecoding
-from hf_paged.batching.decoding.sampler import request_decoding, sample_step
+from hf_paged.batching.decoding.prepare import request_decoding
+from hf_paged.batching.decoding.sampler import sample_step
 from tests.support import models
 from tests.support.driver import drive, generate_by_decoding
 
@@ -22,7 +23,7 @@ NEW = 12
 def both(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
     """What `generate` returns, the same by a decoding, and that decoding."""
     model = models.get(model_name)
-    ours = {name: options.pop(name) for name in ("check", "keep_all", "record_logprobs") if name in options}
+    ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
     options.setdefault("max_new_tokens", NEW)
     torch.manual_seed(7)
     plain = model.generate(**inputs, **options)
@@ -66,17 +67,17 @@ def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
     inputs, kept = models.padded_prompt("llama", (13, 4, 9, 6)), {}
     options = dict(num_beams=3, num_return_sequences=3, eos_token_id=MANY_EOS, max_new_tokens=25)
     needed = {}
-    for keep_all in (True, False):
+    for keep_all in (True, False):  # as a dict needs them
         rows: list[int] = []
         for early_stopping in (False, True):
             _, ours, decoding = both(
                 inputs,
-                keep_all=keep_all,
+                return_dict_in_generate=keep_all,
                 early_stopping=early_stopping,
                 check=lambda decoding, advance, rows=rows: rows.append(len(advance.rows)),
                 **options,
             )
-            kept[keep_all, early_stopping] = (ours, decoding.sequences_scores)
+            kept[keep_all, early_stopping] = (ours.sequences if keep_all else ours, decoding.sequences_scores)
         needed[keep_all] = sum(rows)
     assert needed[False] < needed[True]
     for early_stopping in (False, True):

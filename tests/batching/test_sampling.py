@@ -11,11 +11,15 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as known
 
 from hf_paged.batching.decoding import sampler
-from hf_paged.batching.decoding.base import SampledTokens, argmax
+from hf_paged.batching.decoding.base import SampledTokens
+from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.processors import BatchableProcessors, are_row_wise, for_rows, together
-from hf_paged.batching.decoding.sampler import SampleDecoding, request_decoding, sample_step
+from hf_paged.batching.decoding.sample import SampleDecoding
+from hf_paged.batching.decoding.sampler import sample_step
+from hf_paged.batching.decoding.scores import argmax
+from hf_paged.batching.decoding.streamers import RowStreamers
 from tests.support import models
-from tests.support.driver import drive, generate_by_decoding, logits_of
+from tests.support.driver import drive, generate_by_decoding, logits_of, take_step
 
 SOME_EOS = list(range(4, 128, 9))  # rows end at different lengths
 NEW = 14
@@ -63,7 +67,7 @@ NOT_ROW_WISE: dict[str, dict[str, Any]] = {
 def plain_and_decoding(inputs: dict[str, Any], model_name: str = "llama", **options: Any) -> tuple[Any, Any, Any]:
     """What `generate` returns, the same by a decoding, and that decoding."""
     model = models.get(model_name)
-    ours = {name: options.pop(name) for name in ("check", "record_logprobs", "row_streamers") if name in options}
+    ours = {name: options.pop(name) for name in ("check", "record_logprobs") if name in options}
     again = copy.deepcopy(options)
     options.setdefault("max_new_tokens", NEW)
     again.setdefault("max_new_tokens", NEW)
@@ -235,13 +239,14 @@ def test_a_streamer_of_the_batch() -> None:
 
 
 def test_a_streamer_for_each_row() -> None:
-    streamers = [Recorder(), None, Recorder()]
-    inputs = models.padded_prompt("llama")
-    _, ours, decoding = plain_and_decoding(inputs, eos_token_id=SOME_EOS, row_streamers=streamers)
+    streamers = [Recorder() for _ in range(3)]
+    model, inputs = models.get("llama"), models.padded_prompt("llama")
+    with generate_by_decoding(model) as made:
+        ours = model.generate(**inputs, streamer=RowStreamers(streamers), eos_token_id=SOME_EOS, max_new_tokens=NEW)
+    (decoding,) = made
     assert len({decoding.lengths[0], decoding.lengths[2]}) == 2
-    for row in (0, 2):
-        streamer = streamers[row]
-        assert streamer is not None and streamer.ends == 1
+    for row, streamer in enumerate(streamers):
+        assert streamer.ends == 1 and streamer.values.pop(0) == inputs["input_ids"][row : row + 1].tolist()
         assert streamer.values == [[token] for token in ours[row, 13 : decoding.lengths[row]].tolist()]
 
 
@@ -278,7 +283,7 @@ def test_split_rows_end_as_they_would_together(name: str, after: int) -> None:
     def split(decoding: SampleDecoding, mask: torch.Tensor) -> SampleDecoding:
         for _ in range(after):
             rows = decoding.open_rows
-            decoding.advance(logits_of(model, decoding.input_ids[rows], mask[rows]))
+            take_step(decoding, logits_of(model, decoding.input_ids[rows], mask[rows]))
         assert decoding.can_split
         parts = decoding.split()
         assert [part.num_rows for part in parts] == [1] * 4

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.batching.decoding.base import Decoding
+from hf_paged.batching.decoding.base import Decoding, SampledTokens
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.sample import SampleDecoding
+from hf_paged.batching.decoding.sampler import sample_step
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -23,6 +24,14 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | No
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+
+
+def take_step(decoding: Decoding, logits: torch.Tensor) -> SampledTokens:
+    """One step of one decoding. Raises what it raised."""
+    (sampled,) = sample_step([(decoding, logits)])
+    if isinstance(sampled, BaseException):
+        raise sampled
+    return sampled
 
 
 def drive(
@@ -37,7 +46,7 @@ def drive(
             break
         rows = decoding.open_rows
         before = decoding.input_ids
-        advance = decoding.advance(logits_of(model, before[rows], None if mask is None else mask[rows]))
+        advance = take_step(decoding, logits_of(model, before[rows], None if mask is None else mask[rows]))
         after = decoding.input_ids
         assert advance.rows == rows and set(advance.finished) <= set(rows)
         assert decoding.open_rows == [row for row in rows if row not in advance.finished]

@@ -1,26 +1,25 @@
-"""What a decoding is between two forwards: the protocol the engine drives, and what ends a row."""
+"""What a decoding is between two forwards."""
 
 from __future__ import annotations
 
-import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.utils import ModelOutput
+
+from ...interrupts import let_in
+from .stopping import StopChecker
 
 Logprobs = list[tuple[float, float]]  # per generated token: of the model's own distribution, of the processed one
-Fetch = Callable[[torch.Tensor], list[int]]  # brings tokens (n,) to the host
-CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
+Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
 
 
 @dataclass(frozen=True)
@@ -34,143 +33,91 @@ class SampledTokens:
 
 
 class Decoding(ABC):
-    """transformers' decoding loop, stopped between two forwards.
+    """
+    transformers' decoding loop, stopped between two forwards. `sampler.sample_step` takes it from one to the next;
+    after an exception there it is of no more use.
 
-    `open_rows` are the rows whose logits the next `advance` takes, in this order; rows that left it need no keys or
-    values any more. `lengths`, `finish_reasons` ("eos", "stop_string", "criteria", "length"; `None` while it runs) and
-    `logprobs` have one entry per returned sequence. After an exception from `advance` the decoding is of no more use.
+    Args:
+        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, int64 or int32, padded on the left.
+        logits_processor, stopping_criteria, generation_config: As transformers' loops receive them.
+        num_returned (`int`): Sequences of the result.
+        generator (`torch.Generator`, *optional*): Draws from it; else from torch's global one.
+        record_logprobs (`bool`): Fill `logprobs`.
+
+    Attributes:
+        open_rows (`list[int]`): Rows whose logits the next step takes, in this order. Rows that left it need no keys or
+            values any more.
+        max_length (`int`): Tokens, prompt included.
+        finish_reasons (`list[str | None]`): `"eos"`, `"stop_string"`, `"criteria"` or `"length"` of each returned
+            sequence; `None` while it runs.
+        logprobs (`list[Logprobs]`): Of each returned sequence; empty lists unless they were asked for.
+        scores, raw_logits (`tuple[torch.Tensor, ...]`, *optional*): `(rows, vocab)` of each step, where asked for.
     """
 
-    num_rows: int
-    max_length: int  # tokens, prompt included
-    open_rows: list[int]
-    finish_reasons: list[str | None]
-    logprobs: list[Logprobs]  # per returned sequence; empty lists unless they were asked for
+    max_length: int
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        num_returned: int,
+        generator: torch.Generator | None,
+        record_logprobs: bool,
+    ):
+        config: Any = generation_config
+        self.config, self.generator, self.record_logprobs = config, generator, record_logprobs
+        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
+        self.stop_checker = StopChecker(stopping_criteria)
+        self.num_rows, self.length = input_ids.shape
+        self.open_rows = list(range(self.num_rows))
+        self.finish_reasons: list[str | None] = [None] * num_returned
+        self.logprobs: list[Logprobs] = [[] for _ in range(num_returned)]
+        keeps = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None
+        self.raw_logits: tuple[Tensor, ...] | None = () if keeps and config.output_logits else None
+        self._ids = input_ids
+        self._runs_known_code = True  # no code of a caller's own sees the batch
 
     @property
     def is_done(self) -> bool:
+        """Whether no row needs another forward."""
         return not self.open_rows
-
-    @property
-    @abstractmethod
-    def input_ids(self) -> torch.Tensor:
-        """`(num_rows, cur_len)` int64: every row so far, as processors see them next."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> list[int]:
-        """Tokens of every returned sequence up to its own last, prompt and padding included."""
 
     @property
     def can_split(self) -> bool:
         """Whether the rows may go on one by one."""
         return False
 
-    @abstractmethod
-    def advance(self, logits: torch.Tensor) -> SampledTokens:
-        """Takes `(len(open_rows), vocab)` logits of any float dtype to the next token of every row."""
-
-    @abstractmethod
-    def result(self, past_key_values: Any = None) -> Any:
-        """What the model's own loop would return: a tensor, or its `ModelOutput` when that was asked for."""
-
-
-class StopChecker:
-    """A call's stopping criteria. transformers' own that look at one token or at the length need no tensors here."""
-
-    def __init__(self, criteria: StoppingCriteriaList):
-        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.eos_ids: frozenset[int] = frozenset()
-        self.max_length: int | None = None  # tokens
-        self.others: list[tuple[Any, str]] = []  # (criterion, reason): they see the ids of the whole batch
-        self._times: list[MaxTimeCriteria] = []
-        self._warn_above: tuple[int, MaxLengthCriteria] | None = None
-        self.stop_strings: StopStringCriteria | None = None  # the only one that needs ids, where it is this one
-        if type(criteria) is not StoppingCriteriaList:
-            self.others = [(criteria, "criteria")]
-            return
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                self.eos_ids |= frozenset(criterion.eos_token_id.tolist())
-            elif type(criterion) is MaxLengthCriteria:
-                known = criterion.max_length if self.max_length is None else self.max_length
-                self.max_length = min(known, criterion.max_length)
-                if criterion.max_position_embeddings is not None:
-                    self._warn_above = (criterion.max_position_embeddings, criterion)
-            elif type(criterion) is MaxTimeCriteria:
-                self._times.append(criterion)
-            else:
-                reason = "stop_string" if isinstance(criterion, StopStringCriteria) else "criteria"
-                self.others.append((criterion, reason))
-        if len(self.others) == 1 and type(self.others[0][0]) is StopStringCriteria:
-            self.stop_strings = self.others[0][0]
-
     @property
-    def is_row_wise(self) -> bool:
-        """Whether no criterion is a caller's own, so that a row's end does not depend on the other rows."""
-        return all(type(criterion) is StopStringCriteria for criterion, _ in self.others)
-
-    @property
-    def ends_all_at_once(self) -> bool:
-        """Whether every row ends in the same step."""
-        return not (self.has_eos or self.others)
-
-    def reason(self, token: int, length: int) -> str | None:
-        """Why a row of `length` tokens that ends in `token` is over, as far as these two tell."""
-        if token in self.eos_ids:
-            return "eos"
-        if self._times and any(time.time() - limit.initial_timestamp > limit.max_time for limit in self._times):
-            return "criteria"
-        if self.max_length is not None and length >= self.max_length:
-            return "length"
-        if self._warn_above is not None and length > self._warn_above[0]:
-            self._warn_above[1](torch.zeros((1, length), dtype=torch.long), None)  # it logs its reminder
-            self._warn_above = None
+    def batch_key(self) -> Hashable | None:
+        """Decodings with equal keys are sampled as one batch in the next step; `None`: this one is alone in its own."""
         return None
 
-    def reasons(
-        self, tokens: list[int], length: int, ids: Callable[[], torch.Tensor], scores: tuple[torch.Tensor, ...] | None
-    ) -> list[str | None]:
-        """Of every row. `ids()` builds the `(rows, length)` ids, which only criteria in `others` need."""
-        found = [self.reason(token, length) for token in tokens]
-        for criterion, reason in self.others:
-            for row, hit in enumerate(hits(criterion, ids(), scores)):
-                if hit and found[row] in (None, "length"):
-                    found[row] = reason
-        return found
+    @property
+    def input_ids(self) -> Tensor:
+        """`(num_rows, cur_len)` int64: every row so far, as processors see them next; a later step makes a new one."""
+        return self._ids
 
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """Tokens of every returned sequence up to its own last, prompt and padding included."""
 
-def hits(criterion: Any, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> list[bool]:
-    """What a criterion says of each row; one that returns a single bool speaks for all, as in transformers' list."""
-    none = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    return (none | criterion(ids, scores)).tolist()
+    @abstractmethod
+    def result(self, past_key_values: Any = None) -> Tensor | ModelOutput:
+        """What the model's own loop would return: a tensor, or its `ModelOutput` when that was asked for."""
 
+    def _callers_code(self) -> AbstractContextManager[None]:
+        """Around processors and criteria: interrupts reach a caller's own."""
+        return nullcontext() if self._runs_known_code else let_in(waiting=False)
 
-def num_embeddings(model: Any) -> int:
-    """Rows of the model's input embedding: the token ids below it can be computed."""
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):  # it does not tell
-        return sys.maxsize
-
-
-def values_at(scores: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`scores[rows, tokens]`, minus infinity for tokens behind the last column, which a processor may have added."""
-    last = scores.shape[1] - 1
-    return scores[rows, tokens.clamp(max=last)].masked_fill(tokens > last, float("-inf"))
-
-
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """`scores.argmax(dim=-1)` of `(rows, vocab)`, first of equals.
-
-    On CPU torch finds a maximum ten times faster than its index, so: the maximum of every chunk, the first chunk that
-    has the row's maximum, and the index within that chunk alone.
-    """
-    rows, vocab = scores.shape
-    if scores.device.type != "cpu" or vocab < 8 * CHUNK:
-        return scores.argmax(dim=-1)
-    if vocab % CHUNK:
-        scores = torch.nn.functional.pad(scores, (0, -vocab % CHUNK), value=float("-inf"))
-    chunks = scores.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
-    first = chunks.amax(dim=-1).argmax(dim=-1)  # [rows]
-    return first * CHUNK + chunks[torch.arange(rows), first].argmax(dim=-1)
+    def _of_all_rows(self, logits: Tensor) -> Tensor:
+        """`(num_rows, vocab)` float32, a copy. Rows that left take part with logits of zero, always finite."""
+        logits = logits.to(dtype=torch.float32, device=self._ids.device, copy=True)
+        if len(logits) == self.num_rows:
+            return logits
+        every = torch.zeros((self.num_rows, logits.shape[-1]), device=logits.device)
+        every[self.open_rows] = logits
+        return every

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from ...interrupts import let_in
-from .base import Decoding, Logprobs, SampledTokens, StopChecker, hits, values_at
+from .base import Decoding, SampledTokens
 from .processors import are_row_wise
+from .scores import values_at
+from .stopping import stop_string_hits
 
 _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
 
@@ -23,16 +25,13 @@ class BeamDecoding(Decoding):
     EOS ids mean what they mean in `generate`. Row `prompt * num_beams + beam` is a running beam; which row each one
     continues is in `SampledTokens.parents`.
 
-    Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`), unless `keep_all` or
-    a processor or criterion of the caller's own sees the batch.
+    Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`), unless a dict is
+    returned or a processor or criterion of the caller's own sees the batch.
 
     Args:
-        model ([`PreTrainedModel`]): Its `_get_top_k_continuations` and so on are used; no forward is run.
+        model ([`PreTrainedModel`]): Its `_update_finished_beams` and so on are used; no forward is run.
         input_ids (`torch.Tensor` of shape `(prompts * num_beams, length)`): int64, padded on the left.
-        logits_processor, stopping_criteria, generation_config: As `GenerationMixin._beam_search` receives them.
-        generator (`torch.Generator`, *optional*): Draws from it; else from torch's global one.
-        keep_all (`bool`, *optional*): Needs the logits of every row to the end; else where a dict is returned.
-        record_logprobs (`bool`): Fill `logprobs`: of the model, and what beam search adds up.
+        logits_processor to record_logprobs: As of [`Decoding`]; log-probabilities are those that beam search adds up.
 
     Raises:
         ValueError: for `low_memory`, as transformers does.
@@ -41,46 +40,36 @@ class BeamDecoding(Decoding):
     def __init__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         *,
         generator: torch.Generator | None = None,
-        keep_all: bool | None = None,
         record_logprobs: bool = False,
     ):
         config: Any = generation_config
         if config.low_memory:
             raise ValueError("`low_memory=True` is not supported by beam search: leave it out")
         self.model: Any = model
-        self.config, self.generator, self.record_logprobs = config, generator, record_logprobs
-        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.stop_checker = StopChecker(stopping_criteria)
-        self.num_rows, self.length = input_ids.shape
-        self.prompt_length = self.length
         self.num_beams, self.max_length = config.num_beams, config.max_length
-        self.num_prompts = self.num_rows // self.num_beams
+        self.num_prompts = len(input_ids) // self.num_beams
+        num_returned = self.num_prompts * config.num_return_sequences
+        super().__init__(
+            input_ids, logits_processor, stopping_criteria, config, num_returned, generator, record_logprobs
+        )
+        self.prompt_length = self.length
         eos, pad = config._eos_token_tensor, config._pad_token_tensor
         self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
-        returns_dict = bool(config.return_dict_in_generate)
-        self.keep_all = returns_dict if keep_all is None else keep_all
         self._runs_known_code = are_row_wise(logits_processor, self.num_rows) and self.stop_checker.is_row_wise
-        self._may_close = self._runs_known_code and not self.keep_all
-        self.scores: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_scores else None
-        self.raw_logits: tuple[torch.Tensor, ...] | None = () if returns_dict and config.output_logits else None
-
-        self.open_rows = list(range(self.num_rows))
-        self.finish_reasons: list[str | None] = [None] * (self.num_prompts * config.num_return_sequences)
-        self.logprobs: list[Logprobs] = [[] for _ in self.finish_reasons]
+        self._may_close = self._runs_known_code and not config.return_dict_in_generate
         # of each step, by row and token continued with: its two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
-        self._ids = input_ids
         self._open_prompts = list(range(self.num_prompts))
         fill = pad or eos[0] if eos is not None else -1
         self._start(input_ids, -1 if fill is None else int(fill))
 
-    def _start(self, input_ids: torch.Tensor, fill: int) -> None:
+    def _start(self, input_ids: Tensor, fill: int) -> None:
         prompts, beams, device = self.num_prompts, self.num_beams, input_ids.device
         # running beams and finished ones, [prompts, beams, max_length]
         self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
@@ -99,17 +88,12 @@ class BeamDecoding(Decoding):
         self._top_beams = (torch.arange(self.beams_to_keep, device=device) < beams).bool()
 
     @property
-    def input_ids(self) -> torch.Tensor:
-        """`(rows, cur_len)` int64: the running beams."""
-        return self._ids
-
-    @property
     def lengths(self) -> list[int]:
         """Tokens of every returned sequence, prompt and padding included."""
         kept = self.beam_indices[:, : self.config.num_return_sequences].flatten(0, 1)
         return [self.prompt_length + count for count in (kept + 1).bool().sum(dim=1).tolist()]
 
-    def result(self, past_key_values: Any = None) -> torch.Tensor | GenerateBeamDecoderOnlyOutput:
+    def result(self, past_key_values: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """What `_beam_search` returns."""
         count = self.config.num_return_sequences
         longest = max(self.lengths)
@@ -133,17 +117,13 @@ class BeamDecoding(Decoding):
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def advance(self, logits: torch.Tensor) -> SampledTokens:
-        """Takes `(len(open_rows), vocab)` logits to the next running beams."""
+    def step(self, logits: Tensor) -> SampledTokens:
+        """Takes `(len(open_rows), vocab)` logits of any float dtype to the next running beams."""
         rows = self.open_rows
         if len(logits) != len(rows) or not rows:
             raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
-        if self._runs_known_code:
-            ends_here = self._choose(logits)
-        else:
-            with let_in(waiting=False):
-                ends_here = self._choose(logits)
+        with self._callers_code():
+            ends_here = self._update(*self._continue(logits))
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
         self.may_improve = self._improvable()
@@ -155,66 +135,39 @@ class BeamDecoding(Decoding):
         finished = self._finish() if is_over else self._close_settled()
         return SampledTokens(tokens, parents, finished, rows)
 
-    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next running beams; returns which continuations end, `(prompts, beams_to_keep)`."""
-        return self._update(*self._continue(self._log_probs(logits)))
-
-    def _log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """`(rows, vocab)` processed log-probabilities. Rows that left take part with logits of zero, always finite."""
-        device = self._ids.device
-        if len(logits) == self.num_rows:
-            logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        else:
-            given = logits.to(dtype=torch.float32, device=device)
-            logits = torch.zeros((self.num_rows, given.shape[-1]), device=device)
-            logits[self.open_rows] = given
+    def _continue(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        The best `beams_to_keep` continuations of every prompt, or as many drawn: scores, sequences, beam indices. As
+        `_get_top_k_continuations` of transformers, which draws from the global random numbers alone.
+        """
+        logits = self._of_all_rows(logits)
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
         log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)
         if self.raw_logits is not None:
-            self.raw_logits += (logits.clone(),)
+            self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        self._raw = raw if self.record_logprobs else None
-        return log_probs
-
-    def _continue(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The best `beams_to_keep` continuations of every prompt: scores, sequences, beam indices."""
-        prompts, beams, vocab = self.num_prompts, self.num_beams, log_probs.shape[-1]
-        totals = log_probs.unflatten(0, (prompts, beams)) + self.running_scores[:, :, None]
-        totals = totals.reshape(prompts, beams * vocab)
-        arguments = dict(
-            accumulated_log_probs=totals,
-            running_sequences=self.running,
-            running_beam_indices=self.running_indices,
-            cur_len=self.length,
-            decoder_prompt_len=self.prompt_length,
-            do_sample=self.config.do_sample,
-            beams_to_keep=self.beams_to_keep,
-            num_beams=beams,
-            vocab_size=vocab,
-            batch_size=prompts,
-        )
-        if self.config.do_sample and self.generator is not None:
-            top = self._draw(totals, vocab)
+        vocab, gather = log_probs.shape[-1], self.model._gather_beams
+        totals = log_probs.unflatten(0, (self.num_prompts, self.num_beams)) + self.running_scores[:, :, None]
+        totals = totals.flatten(1)  # [prompts, beams * vocab]
+        if self.config.do_sample:
+            probs = torch.nn.functional.softmax(totals, dim=-1)
+            if self.generator is not None:
+                probs = probs.to(self.generator.device)
+            best = torch.multinomial(probs, self.beams_to_keep, generator=self.generator).to(totals.device)
+            best_scores = totals.gather(1, best)
         else:
-            top = self.model._get_top_k_continuations(**arguments)
-        if self._raw is not None:
-            self._remember(self._raw, log_probs, top)
-        return top
-
-    def _draw(self, totals: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_get_top_k_continuations` of the model, which draws from the global random numbers, with a generator."""
-        assert self.generator is not None
-        probs = torch.nn.functional.softmax(totals, dim=-1).to(self.generator.device)
-        drawn = torch.multinomial(probs, self.beams_to_keep, generator=self.generator).to(totals.device)
-        beams, gather = drawn // vocab, self.model._gather_beams
-        sequences, indices = gather(self.running, beams), gather(self.running_indices, beams)
-        sequences[:, :, self.length] = drawn % vocab
+            best_scores, best = torch.topk(totals, self.beams_to_keep)
+        beams, tokens = best // vocab, best % vocab  # [prompts, beams_to_keep]
         first_rows = torch.arange(self.num_prompts, device=totals.device)[:, None] * self.num_beams
-        indices[:, :, self.length - self.prompt_length] = (beams + first_rows).to(indices.dtype)
-        return totals.gather(1, drawn), sequences, indices
+        sequences, indices = gather(self.running, beams), gather(self.running_indices, beams)
+        sequences[:, :, self.length] = tokens
+        indices[:, :, self.length - self.prompt_length] = beams + first_rows
+        if self.record_logprobs:
+            self._remember(raw, log_probs, (beams + first_rows).flatten(), tokens.flatten())
+        return best_scores, sequences, indices
 
-    def _update(self, top_scores: torch.Tensor, top_sequences: torch.Tensor, top_indices: torch.Tensor) -> torch.Tensor:
+    def _update(self, top_scores: Tensor, top_sequences: Tensor, top_indices: Tensor) -> Tensor:
         """Moves the running and the finished beams on; returns which continuations end, `(prompts, beams_to_keep)`."""
         ids = top_sequences[:, :, : self.length + 1].flatten(0, 1)
         ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
@@ -244,7 +197,7 @@ class BeamDecoding(Decoding):
         )
         return ends
 
-    def _improvable(self) -> torch.Tensor:
+    def _improvable(self) -> Tensor:
         """`(prompts, 1)` bool: whether a running beam may still beat a finished one, by transformers' estimate."""
         return self.model._check_early_stop_heuristic(
             is_early_stop_heuristic_unsatisfied=self.may_improve,
@@ -300,18 +253,14 @@ class BeamDecoding(Decoding):
                 self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
         return finished
 
-    def _reason(self, sequence: torch.Tensor) -> str:
-        reason = self.stop_checker.reason(int(sequence[-1]), len(sequence))
-        for criterion, name in self.stop_checker.others:
-            if reason in (None, "length") and name == "stop_string" and hits(criterion, sequence[None], None)[0]:
-                reason = name
-        return reason or "criteria"
+    def _reason(self, sequence: Tensor) -> str:
+        tail: list[int] = sequence.tolist()
+        hit = any(stop_string_hits(criterion, [tail])[0] for criterion in self.stop_checker.stop_strings)
+        return self.stop_checker.reason(tail[-1], len(tail), hit) or "criteria"
 
     def _rows_of(self, prompts: list[int]) -> list[int]:
         return [prompt * self.num_beams + beam for prompt in prompts for beam in range(self.num_beams)]
 
-    def _remember(self, raw: torch.Tensor, log_probs: torch.Tensor, top: tuple[torch.Tensor, ...]) -> None:
-        rows = top[2][:, :, self.length - self.prompt_length].flatten().long()
-        tokens = top[1][:, :, self.length].flatten()
+    def _remember(self, raw: Tensor, log_probs: Tensor, rows: Tensor, tokens: Tensor) -> None:
         pairs = zip(values_at(raw, rows, tokens).tolist(), log_probs[rows, tokens].tolist())
         self._history.append(dict(zip(zip(rows.tolist(), tokens.tolist()), pairs)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,13 @@ class RowStreamers(BaseStreamer):
             streamer.put(part)
         self._end(self._ending)
 
-    def note(self, is_done: torch.Tensor) -> None:
+    def note(self, rows: Iterable[int]) -> None:
         """Rows that the criteria ended: the next `put` is their last."""
-        self._ending.update(is_done.nonzero().flatten().tolist())
+        self._ending.update(rows)
+
+    def of_row(self, row: int) -> RowStreamers:
+        """For a row that goes on by itself."""
+        return RowStreamers([self.streamers[row]])
 
     def end(self) -> None:
         """Ends the rows that have not ended."""
@@ -63,5 +67,5 @@ class ObservedCriteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         is_done = super().__call__(input_ids, scores, **kwargs)
-        self._streamers.note(is_done)
+        self._streamers.note(is_done.nonzero().flatten().tolist())
         return is_done

@@ -1,0 +1,160 @@
+"""What `generate` prepares before its loop, for one prompt of an engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from ...model.capability import LOOP_CONDITION, is_stock
+from .beam import BeamDecoding
+from .sample import SampleDecoding
+
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+_GENERATE_ONLY = ("output_attentions", "output_hidden_states")
+_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
+# what a request's config may say of the cache and the forwards
+_CACHE_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, True),
+    "cache_implementation": (None, "paged", "dynamic", "hf_paged"),
+    "cache_config": (None,),
+    "prefill_chunk_size": (None,),
+    "compile_config": (None,),
+}
+
+
+def request_decoding(
+    model: PreTrainedModel,
+    input_ids: Sequence[int],
+    generation_config: GenerationConfig | None = None,
+    *,
+    logits_processor: Iterable[LogitsProcessor] = (),
+    stopping_criteria: Iterable[StoppingCriteria] = (),
+    streamer: BaseStreamer | None = None,
+    generator: torch.Generator | None = None,
+    tokenizer: Any = None,
+    record_logprobs: bool = False,
+) -> SampleDecoding | BeamDecoding:
+    """
+    The decoding of one prompt: what `generate` prepares before its loop, with the model's own methods. The streamer
+    gets the new tokens; the prompt is the caller's to put.
+
+    Args:
+        input_ids (`list[int]`): The prompt, no padding.
+        generation_config ([`GenerationConfig`], *optional*): Over the model's own, which stays as it is.
+        logits_processor, stopping_criteria (lists, *optional*): Added to those that the config asks for.
+        streamer, generator, record_logprobs: As in [`SampleDecoding`].
+        tokenizer (*optional*): Needed for stop strings.
+
+    Raises:
+        ValueError: for an empty prompt, ids outside the vocabulary, a mode other than greedy search, sampling and beam
+            search, outputs and caches that only `generate` serves, a model whose loop ends in a way of its own, and
+            everything that `generate` refuses.
+    """
+    host: Any = model
+    if not is_stock(model, LOOP_CONDITION):
+        raise ValueError(
+            f"the model has a `{LOOP_CONDITION}` of its own, which says when a whole call ends: call "
+            '`model.generate(..., cache_implementation="paged")` instead of an engine'
+        )
+    ids = _checked(model, input_ids)
+    config = _prepared_config(host, ids, generation_config)
+    uses_beams = config.num_beams > 1
+    if uses_beams and streamer is not None:
+        raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
+    rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
+    processors = host._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=ids.shape[1],
+        encoder_input_ids=ids,
+        logits_processor=LogitsProcessorList(logits_processor),
+        device=ids.device,
+        model_kwargs={},
+    )
+    criteria = host._get_stopping_criteria(config, StoppingCriteriaList(stopping_criteria), tokenizer)
+    arguments: Any = (rows, processors, criteria, config)
+    options: Any = dict(generator=generator, record_logprobs=record_logprobs)
+    if uses_beams:
+        return BeamDecoding(model, *arguments, **options)
+    return SampleDecoding(*arguments, streamer=streamer, **options)
+
+
+def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig | None) -> Any:
+    """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
+    own = host.generation_config
+    if generation_config is not None:
+        _check_own(generation_config, own)
+    default_max, default_min = (
+        getattr(own, name) is None and getattr(generation_config, name, None) is None
+        for name in ("max_length", "min_length")
+    )
+    config, _ = host._prepare_generation_config(generation_config)
+    mode = config.get_generation_mode()
+    if mode.value not in _MODES:
+        raise ValueError(f"generation mode {mode.value!r} is not among those of the engine: {', '.join(_MODES)}")
+    if config.token_healing:
+        raise ValueError("`token_healing` is served by `generate` only: leave it out")
+    for name in (*_GENERATE_ONLY, *_OUTPUTS):  # the model's: they say how `generate` is to answer
+        setattr(config, name, False)
+    host._validate_generation_mode(mode, config, {})
+    host._prepare_special_tokens(config, True, device=ids.device, batch_size=1)
+    config = host._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=default_max,
+        has_default_min_length=default_min,
+        model_input_name="input_ids",
+        inputs_tensor=ids,
+        input_ids_length=ids.shape[1],
+    )
+    host._validate_generated_length(config, ids.shape[1], default_max)
+    return config
+
+
+def _check_own(config: GenerationConfig, defaults: GenerationConfig) -> None:
+    """Raises `ValueError` on options set for a request that an engine could only ignore."""
+    names = (*_GENERATE_ONLY, *_OUTPUTS, *_CACHE_OPTIONS)
+    values = {name: getattr(config, name, None) for name in names}
+    own = {name: value for name, value in values.items() if value != getattr(defaults, name, None)}
+    for name in _GENERATE_ONLY:
+        if own.get(name):
+            raise ValueError(f"`{name}` is served by `generate` only: leave it out of the request's generation config")
+    for name in _OUTPUTS:
+        if own.get(name):
+            raise ValueError(
+                f"`{name}` is for `generate`: leave it out of the request's generation config, and ask for "
+                "log-probabilities of the new tokens with `return_logprobs=True`"
+            )
+    for name, harmless in _CACHE_OPTIONS.items():
+        if name in own and own[name] not in harmless:
+            raise ValueError(
+                f"`{name}` is {own[name]!r} in a request's generation config, but all requests share the engine's "
+                "memory and forwards, which its `PagedConfig` decides: leave it out"
+            )
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Rows of the model's input embedding: the token ids below it can be computed."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):  # it does not tell
+        return sys.maxsize
+
+
+def _checked(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
+    if not len(input_ids):
+        raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
+    vocab_size = num_embeddings(model)
+    low, high = min(input_ids), max(input_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"token id {wrong} is outside the vocabulary: ids from 0 to {vocab_size - 1} have an embedding"
+        )
+    return torch.tensor([list(input_ids)], dtype=torch.long, device=model.device)

@@ -17,6 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,8 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.append(ROOT)
 
+hypothesis.settings.register_profile("tests", deadline=None)  # a machine that does other things as well is no failure
+hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests.support")  # its assertions show both sides too
 
 SEED = 0

@@ -1,0 +1,217 @@
+"""The index of prefixes against a dict of them, over any order of fills, look-ups, evictions and undone steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.prefix_index import PrefixIndex
+
+SIZE, MAX_BLOCKS = 2, 3
+NAMESPACES = ("one", "two")
+BLOCKS = ((5, 5), (5, 6))
+PATHS = [path for length in range(1, MAX_BLOCKS + 1) for path in itertools.product(BLOCKS, repeat=length)]
+Key = tuple[str, tuple[tuple[int, int], ...]]
+
+
+@dataclasses.dataclass
+class Entry:
+    block_ids: list[int | None]
+    epoch: int = sys.maxsize
+
+
+class PrefixIndexMachine(RuleBasedStateMachine):
+    """A namespace's path of blocks is known as long as the full-attention group, which is the first, has all of it."""
+
+    @initialize(window=st.sampled_from([None, 1, 3, 4]), num_blocks=st.integers(MAX_BLOCKS, 12))
+    def start(self, window: int | None, num_blocks: int) -> None:
+        self.windows = [None, window]
+        self.pools = [BlockPool(num_blocks) for _ in self.windows]
+        self.index = PrefixIndex(self.pools, self.windows, SIZE)
+        self.entries: dict[Key, Entry] = {}
+        self.step: list[tuple[Key, int, int]] = []
+        self.held: list[list[list[int]]] = []  # of each sequence, the block ids in each group
+        self.epoch = 0
+
+    def forget(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
+        for key in list(self.entries):
+            if key[0] == namespace and key[1][: len(path)] == path:
+                del self.entries[key]
+
+    def unname(self, key: Key, group: int) -> None:
+        self.entries[key].block_ids[group] = None
+        if self.windows[group] is None:
+            self.forget(*key)
+
+    def allocate(self, group: int, num_blocks: int) -> list[int]:
+        taken = self.pools[group].allocate(num_blocks)
+        for key, entry in list(self.entries.items()):
+            if key in self.entries and entry.block_ids[group] in taken:
+                self.unname(key, group)
+        return taken
+
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        path=st.sampled_from(PATHS),
+        num_dropped=st.integers(0, MAX_BLOCKS),
+        is_new_epoch=st.booleans(),
+    )
+    def fill(self, namespace: str, path: tuple[tuple[int, int], ...], num_dropped: int, is_new_epoch: bool) -> None:
+        """A sequence whose window group, if it slides, has given its first blocks back."""
+        self.epoch += is_new_epoch
+        dropped = [0 if window is None else min(num_dropped, len(path)) for window in self.windows]
+        if any(pool.num_available < len(path) - gone for pool, gone in zip(self.pools, dropped)):
+            return
+        block_ids = [self.allocate(group, len(path) - gone) for group, gone in enumerate(dropped)]
+        tables = [SimpleNamespace(block_ids=ids, num_dropped=gone) for ids, gone in zip(block_ids, dropped)]
+        node = self.index.root(namespace)
+        for number, tokens in enumerate(path):
+            node = self.index.add(node, tokens, tables, number, self.epoch)  # type: ignore[arg-type]
+            key = (namespace, path[: number + 1])
+            entry = self.entries.setdefault(key, Entry([None] * len(self.pools)))
+            for group, gone in enumerate(dropped):
+                if entry.block_ids[group] is None and number >= gone:
+                    entry.block_ids[group] = block_ids[group][number - gone]
+                    entry.epoch = min(entry.epoch, self.epoch)
+                    self.step.append((key, group, block_ids[group][number - gone]))
+        self.held.append(block_ids)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        for pool, ids in zip(self.pools, self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))):
+            pool.release(reversed(ids))
+
+    @rule(namespace=st.sampled_from(NAMESPACES), path=st.sampled_from(PATHS))
+    def attach(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
+        """A sequence that begins with what is cached."""
+        nodes = self.index.find(list(itertools.chain(*path)), namespace, MAX_BLOCKS)
+        ids = [[i for node in nodes if (i := node.block_ids[group]) is not None] for group in range(len(self.pools))]
+        for pool, block_ids in zip(self.pools, ids):
+            pool.acquire(block_ids)
+        self.held.append(ids)
+
+    @rule()
+    def begin_step(self) -> None:
+        self.index.begin_step()
+        self.step.clear()
+
+    @rule()
+    def undo_step(self) -> None:
+        self.index.undo_step()
+        for key, group, block_id in self.step:
+            if key in self.entries and self.entries[key].block_ids[group] == block_id:
+                self.unname(key, group)
+        self.step.clear()
+
+    @rule(namespace=st.sampled_from(NAMESPACES))
+    def clear(self, namespace: str) -> None:
+        self.index.clear(namespace)
+        self.forget(namespace, ())
+
+    @rule(age=st.integers(0, 2))
+    def forget_before(self, age: int) -> None:
+        self.index.forget_before(self.epoch - age)
+        for key, entry in list(self.entries.items()):
+            if entry.epoch < self.epoch - age:
+                self.forget(*key)
+
+    def expected(self, namespace: str, path: tuple[tuple[int, int], ...]) -> list[list[int | None]]:
+        """The block ids of the longest beginning of which each group has what the next token sees."""
+        known = [self.entries.get((namespace, path[:length])) for length in range(1, len(path) + 1)]
+        found = list(itertools.takewhile(lambda entry: entry is not None, known))
+        for length in range(len(found), 0, -1):
+            end = length * SIZE
+            if all(
+                found[position // SIZE].block_ids[group] is not None
+                for group, window in enumerate(self.windows)
+                for position in range(end)
+                if window is None or end - position < window
+            ):
+                return [entry.block_ids for entry in found[:length]]
+        return []
+
+    @invariant()
+    def finds_what_is_there(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.check_integrity()
+        for group, pool in enumerate(self.pools):
+            pool.check_integrity(ids[group] for ids in self.held)
+        assert set(self.index.namespaces) == {namespace for namespace, _ in self.entries}
+        for namespace, path in itertools.product(NAMESPACES, itertools.product(BLOCKS, repeat=MAX_BLOCKS)):
+            for max_blocks in (1, MAX_BLOCKS):
+                found = self.index.find(list(itertools.chain(*path, (5,))), namespace, max_blocks)
+                assert [node.block_ids for node in found] == self.expected(namespace, path[:max_blocks])
+
+
+TestPrefixIndex = PrefixIndexMachine.TestCase
+TestPrefixIndex.settings = settings(max_examples=100, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("window", [None, *range(1, 12)])
+def test_first_needed_is_the_first_block_that_the_next_token_sees(window: int | None) -> None:
+    index = PrefixIndex([BlockPool()], [window], 4)
+    for num_blocks in range(5):
+        seen = [p for p in range(4 * num_blocks) if window is None or 4 * num_blocks - p < window]
+        assert index.first_needed(0, num_blocks) == (seen[0] // 4 if seen else num_blocks)
+
+
+def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
+    pool = BlockPool(2)
+    index = PrefixIndex([pool], [None], SIZE)
+    first, second = (SimpleNamespace(block_ids=pool.allocate(1), num_dropped=0) for _ in range(2))
+    for table in (first, second):
+        index.add(index.root(None), (5, 6), [table], 0)  # type: ignore[list-item]
+    assert [node.block_ids for node in index.find([5, 6], None, 1)] == [first.block_ids]
+    assert not pool.is_kept(second.block_ids[0])
+
+
+def fill(index: PrefixIndex, pools: list[BlockPool], path: tuple, num_dropped: int, epoch: int) -> None:
+    """A sequence of this path whose table in the second group begins behind `num_dropped` blocks."""
+    tables = [
+        SimpleNamespace(block_ids=pool.allocate(len(path) - dropped), num_dropped=dropped)
+        for pool, dropped in zip(pools, (0, num_dropped))
+    ]
+    node = index.root(None)
+    for number, tokens in enumerate(path):
+        node = index.add(node, tokens, tables, number, epoch)  # type: ignore[arg-type]
+
+
+def test_a_hole_in_a_window_is_not_stepped_over() -> None:
+    pools = [BlockPool(9), BlockPool(9)]
+    index = PrefixIndex(pools, [None, 4], SIZE)
+    path = ((5, 5), (5, 6), (6, 5))
+    fill(index, pools, path, num_dropped=2, epoch=0)
+    fill(index, pools, path[:1], num_dropped=0, epoch=0)  # the window group has the first block and the third
+    assert len(index.find([5, 5, 5, 6, 6, 5], None, 3)) == 1
+    fill(index, pools, path, num_dropped=1, epoch=0)
+    assert len(index.find([5, 5, 5, 6, 6, 5], None, 3)) == 3
+
+
+def test_a_node_is_as_old_as_its_oldest_block() -> None:
+    pools = [BlockPool(9), BlockPool(9)]
+    index = PrefixIndex(pools, [None, 3], SIZE)
+    fill(index, pools, ((5, 5),), num_dropped=1, epoch=1)
+    fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)  # names the block that the window group lacked
+    assert len(index.find([5, 5], None, 1)) == 1
+    index.forget_before(2)
+    assert index.find([5, 5], None, 1) == []
+
+
+def test_check_integrity_sees_a_name_that_no_node_has() -> None:
+    pool = BlockPool(1)
+    index = PrefixIndex([pool], [None], SIZE)
+    node = index.add(index.root(None), (5, 6), [SimpleNamespace(block_ids=pool.allocate(1), num_dropped=0)], 0)  # type: ignore[list-item]
+    index.check_integrity()
+    node.block_ids[0] = None
+    with pytest.raises(AssertionError, match="lacks its block in group 0"):
+        index.check_integrity()

@@ -1,0 +1,79 @@
+"""`PagedConfig`: what it takes is kept through a dict, what it refuses is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_paged import PagedConfig
+
+VALID: dict[str, st.SearchStrategy[Any]] = {
+    "block_size": st.sampled_from([8, 16, 32, 64, 128, 256]),
+    "num_blocks": st.none() | st.integers(1, 10**9),
+    "memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),
+    "prefix_caching": st.booleans(),
+    "max_num_batched_tokens": st.integers(1, 10**9),
+    "max_num_seqs": st.integers(1, 10**9),
+    "preemption": st.sampled_from(["auto", "recompute", "swap"]),
+    "capture": st.booleans(),
+    "cache_salt": st.none() | st.text("aé ", min_size=1),
+}
+
+
+def test_every_knob_is_drawn() -> None:
+    assert list(VALID) == [field.name for field in dataclasses.fields(PagedConfig)]
+
+
+@given(st.fixed_dictionaries({}, optional=VALID))
+def test_a_saved_config_is_the_same_config(options: dict[str, Any]) -> None:
+    config = PagedConfig(**options)
+    assert PagedConfig.coerce(json.loads(json.dumps(config.to_dict()))) == config
+    assert PagedConfig.coerce(options) == config and PagedConfig.coerce(config) is config
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@given(st.integers() | st.floats() | st.booleans() | st.text("16 ") | st.none())
+def test_block_sizes_are_powers_of_two(size: Any) -> None:
+    if type(size) is int and size in (8, 16, 32, 64, 128, 256):
+        assert PagedConfig(block_size=size).block_size == size
+    else:
+        with pytest.raises(ValueError, match=r"`block_size` is .*power of two from 8 to 256"):
+            PagedConfig(block_size=size)
+
+
+@given(st.sampled_from(["num_blocks", "max_num_batched_tokens", "max_num_seqs"]), st.integers(max_value=0))
+def test_counts_are_positive(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` is {value}: .*at least 1"):
+        PagedConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.5, float("nan"), True, "0.5"])
+def test_a_fraction_is_above_0_and_at_most_1(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"`memory_fraction` is .*above 0 and at most 1"):
+        PagedConfig(memory_fraction=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("prefix_caching", 1), ("capture", None), ("preemption", "never"), ("cache_salt", "")]
+)
+def test_other_bad_values_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` is {value!r}"):
+        PagedConfig(**{name: value})
+
+
+def test_unknown_keys_and_other_types_are_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown keys \['blocksize'\]: allowed with 'paged' are \['block_size', "):
+        PagedConfig.coerce({"blocksize": 8})
+    with pytest.raises(ValueError, match="`cache_config` is 16: it must be a dict"):
+        PagedConfig.coerce(16)  # type: ignore[arg-type]
+    assert PagedConfig.coerce(None) == PagedConfig()
+
+
+def test_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PagedConfig().block_size = 8  # type: ignore[misc]

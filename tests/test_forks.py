@@ -1,0 +1,100 @@
+"""Locks that other threads hold are free in a child process, and survivors are told which."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hf_paged import forks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
+
+def holds_in_child(claim: Callable[[], bool]) -> bool:
+    """What `claim` says in a child process."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = 0 if claim() else 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1), "the claim raised"
+    return code == 0
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[Any], None]]:
+    """Has a lock acquired by another thread, until the test ends."""
+    end = threading.Event()
+    threads = []
+
+    def hold(lock: Any) -> None:
+        held = threading.Event()
+
+        def target() -> None:
+            with lock:
+                held.set()
+                end.wait(60)
+
+        threads.append(threading.Thread(target=target))
+        threads[-1].start()
+        assert held.wait(60)
+
+    yield hold
+    end.set()
+    for thread in threads:
+        thread.join(60)
+
+
+class Survivor:
+    freed: set[Any] | None = None
+
+    def after_fork(self, freed: set[Any]) -> None:
+        self.freed = freed
+
+
+@pytest.mark.parametrize("make", [forks.lock, forks.rlock])
+def test_a_lock_of_another_thread_is_free_in_the_child(
+    make: Callable[[], Any], elsewhere: Callable[[Any], None]
+) -> None:
+    held, free, survivor = make(), make(), Survivor()
+    forks.in_child(survivor)
+    elsewhere(held)
+    assert not held.acquire(blocking=False)
+    assert holds_in_child(lambda: held.acquire(blocking=False) and free.acquire(blocking=False))
+    assert holds_in_child(lambda: survivor.freed is not None and held in survivor.freed and free not in survivor.freed)
+    assert survivor.freed is None, "only the child is told"
+    assert not held.acquire(blocking=False), "the parent's lock is as it was"
+
+
+def test_a_reentrant_lock_of_the_forking_thread_stays_its_own() -> None:
+    lock, survivor = forks.rlock(), Survivor()
+    forks.in_child(survivor)
+    with lock:
+        assert holds_in_child(lambda: lock._is_owned() and lock not in (survivor.freed or ()))
+
+
+def test_a_lock_that_does_not_ask_for_it_stays_held(elsewhere: Callable[[Any], None]) -> None:
+    lock = threading.Lock()
+    elsewhere(lock)
+    assert holds_in_child(lambda: not lock.acquire(blocking=False))
+
+
+def test_what_is_gone_is_not_told() -> None:
+    told = []
+
+    class Told(Survivor):
+        def after_fork(self, freed: set[Any]) -> None:
+            told.append(self)
+
+    survivor = Told()
+    forks.in_child(survivor)
+    assert holds_in_child(lambda: len(told) == 1)
+    del survivor
+    assert holds_in_child(lambda: not told)

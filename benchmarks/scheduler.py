@@ -34,12 +34,12 @@ def log_normal(generator: random.Random, mean: float) -> int:
 
 
 def make_requests(count: int, generator: random.Random) -> list[Request]:
-    """Requests with random prompts; `payload` is the number of tokens to generate."""
+    """Requests with random prompts."""
     requests = []
     for number in range(count):
         prompt = generator.choices(VOCABULARY, k=log_normal(generator, MEAN_IN))
         new_tokens = log_normal(generator, MEAN_OUT)
-        requests.append(Request(number, [Sequence(prompt)], len(prompt) + new_tokens, payload=new_tokens))
+        requests.append(Request(number, [Sequence(prompt)], len(prompt) + new_tokens))
     return requests
 
 

@@ -15,12 +15,13 @@ from . import forks, interrupts
 
 class PatientLock:
     """
-    A reentrant lock to be taken within `interrupts.held`: where another thread has it, which may take long, signals are
-    let in meanwhile.
+    A reentrant lock within which signals wait (`interrupts.held`). Where another thread has it, which may take long,
+    signals are let in meanwhile.
     """
 
     def __init__(self) -> None:
         self._lock = forks.rlock()
+        self._holds: dict[int, list[interrupts.held]] = {}  # by thread; one that waits for a condition has some, too
 
     def condition(self) -> threading.Condition:
         """A condition of this lock. To be waited for with a timeout, letting signals in from time to time."""
@@ -31,12 +32,21 @@ class PatientLock:
         return self._lock in locks
 
     def __enter__(self) -> None:
-        interrupts.acquire(self._lock)
+        hold = interrupts.held()
+        hold.__enter__()
+        try:
+            interrupts.acquire(self._lock)
+        except BaseException:
+            hold.__exit__(None, None, None)
+            raise
+        self._holds.setdefault(threading.get_ident(), []).append(hold)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        hold = self._holds[threading.get_ident()].pop()
         self._lock.release()
+        hold.__exit__(kind, error, traceback)
 
 
 _guard = forks.lock()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..cache.memory import PagedMemory
 from .decoding.base import Fetch
 from .decoding.sample import SampleDecoding
-from .job import Job
+from .generation import Generation
 from .request import Sequence
 from .scheduling.scheduler import Scheduler
 
@@ -57,21 +57,21 @@ class LookAhead:
 
     # -- before the tokens have come ----------------------------------------------------------------------------------
 
-    def fetch(self, ready: list[tuple[Job, Tensor]], launch: Launch) -> Fetch | None:
+    def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
         """
-        What brings the tokens of all these jobs' rows, `(n,)` in their order, to the host, and launches the next step
-        meanwhile; `None` where that is out of the question.
+        What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the next
+        step meanwhile; `None` where that is out of the question.
 
         Args:
             launch (`Callable`): Sequences and their next tokens `(n,)` on the device to logits `(n, vocab)`, or `None`
                 where that cannot be done without the host (`PackedRunner.run_ahead`).
         """
         sequences: list[Sequence] = []
-        for job, _ in ready:
-            if not isinstance(job.decoding, SampleDecoding):
+        for generation, _ in ready:
+            if not isinstance(generation.decoding, SampleDecoding):
                 return None
-            for row in job.decoding.open_rows:
-                request, index = job.rows[row]
+            for row in generation.decoding.open_rows:
+                request, index = generation.rows[row]
                 sequences.append(request.sequences[index])
         return lambda tokens: self._fetch(sequences, tokens, launch)
 

@@ -51,6 +51,24 @@ def as_seed(value: Any) -> int | None:
     return int(value)
 
 
+def check_generates(model: Any) -> None:
+    """Raises `ValueError` for what is no model, for one without a head, and for one with an encoder."""
+    if not callable(getattr(model, "can_generate", None)):
+        raise ValueError(
+            f"`model` is {shown(model)}: it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
+        )
+    name = type(model).__name__
+    if not model.can_generate():
+        raise ValueError(
+            f"`model` is a {name}, which cannot generate: pass the model with its head, a `...ForCausalLM`"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f'{name} is an encoder-decoder model: call `model.generate(..., cache_implementation="paged")`; the engine '
+            "takes decoder-only models"
+        )
+
+
 def check_names(request_id: Any, adapter: Any) -> None:
     """Raises `ValueError` for a request id that is not hashable, and an adapter that is no name."""
     try:

@@ -1,4 +1,4 @@
-"""Puts a `Core` together for a model: packed where it can be, row by row where not."""
+"""Puts a `StepLoop` together for a model: packed where it can be, row by row where not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.swap import BlockSwapper
 from ..model.weights import WeightsGuard
-from .loop import Core
+from .execution.executor import Executor
+from .loop import StepLoop
 from .request import Request
 from .row_runner import RowRunner
 from .runner import PackedRunner
@@ -32,14 +33,14 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
 
 
-def make_core(model: PreTrainedModel, cache: PagedCache, obstacle: str | None, *, max_num_seqs: int) -> Core:
+def make_core(model: PreTrainedModel, cache: PagedCache, obstacle: str | None, *, max_num_seqs: int) -> StepLoop:
     """A packed core, or one that runs row by row if `obstacle` (`capability.packable`) says why it cannot be packed."""
     if obstacle is None:
         return packed_core(model, cache, max_num_seqs=max_num_seqs)
     return row_core(model, cache, obstacle, max_num_seqs=max_num_seqs)
 
 
-def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) -> Core:
+def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) -> StepLoop:
     """
     A core that runs packed forwards on the cache's memory.
 
@@ -71,8 +72,8 @@ def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int)
         swapper=swapper,
         vouch=guard.vouch,
     )
-    runner = PackedRunner(model, cache)
-    return Core(model, memory, blocks, runner, scheduler, cost, swapper=swapper, guard=guard)
+    executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
+    return StepLoop(executor, memory, blocks, scheduler, cost, swapper=swapper)
 
 
 class MeasuredSwapper(BlockSwapper):
@@ -120,7 +121,7 @@ def _manager(cache: PagedCache) -> BlockManager:
     return memory.manager
 
 
-def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_num_seqs: int) -> Core:
+def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_num_seqs: int) -> StepLoop:
     """
     A core that runs each sequence by itself. Blocks are accounted for in pools that only count, under the same budget;
     the sequences' caches take the real ones, of which there are never more.
@@ -149,7 +150,8 @@ def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_nu
         blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, preempt="recompute", swapper=None
     )
     runner = RowRunner(model, memory)
-    return Core(model, memory, blocks, runner, scheduler, None, states=runner, obstacle=obstacle)
+    executor = Executor(model, memory, runner, scheduler, guard=None)
+    return StepLoop(executor, memory, blocks, scheduler, states=runner, unsupported_reason=obstacle)
 
 
 @functools.lru_cache

@@ -80,7 +80,6 @@ class Request:
         num_rows (`int`, defaults to 1): Sequences that it will have after forking.
         priority (`int`, defaults to 0): Lower runs earlier.
         namespace (`Hashable`, *optional*): Prefixes are shared only within it: the adapter and the cache salt.
-        payload: The caller's.
         adapter (`str`, *optional*): The PEFT adapter that its forwards run with.
 
     Attributes:
@@ -104,7 +103,6 @@ class Request:
         "num_prompt_tokens",
         "num_rows",
         "num_shared_tokens",
-        "payload",
         "priority",
         "request_id",
         "sequences",
@@ -119,11 +117,10 @@ class Request:
         num_rows: int = 1,
         priority: int = 0,
         namespace: Hashable = None,
-        payload: Any = None,
         adapter: str | None = None,
     ) -> None:
         self.request_id, self.max_num_tokens, self.priority = request_id, max_num_tokens, priority
-        self.namespace, self.payload, self.adapter = namespace, payload, adapter
+        self.namespace, self.adapter = namespace, adapter
         self.sequences: list[Sequence] = []
         self.adopt(sequences)
         self.num_rows = self.num_open_rows = max(num_rows, len(self.sequences))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 from ..interrupts import held, let_in
 from .arguments import meant
-from .entries import new_entry
+from .execution.executor import Window
 from .prompts import Prompt, plain_ids, split_prompts
+from .request_state import RequestState
 from .results import RequestOutput, RequestResult
 
 if TYPE_CHECKING:
@@ -24,24 +25,12 @@ if TYPE_CHECKING:
 
 _OPTIONS = {"request_id"} | {
     name
-    for name, parameter in inspect.signature(new_entry).parameters.items()
+    for name, parameter in inspect.signature(RequestState).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 
 
-@dataclass
-class Window:
-    """
-    A time in which control does not go back to code that might change the model (`model.weights.WeightsGuard`): a step,
-    or a whole call of `generate`.
-    """
-
-    is_call: bool = False
-    is_open: bool = False
-    is_settled: bool = False
-
-
-class Reader:
+class RequestStream:
     """
     One caller of `generate` or `stream`. As a context manager it queues the requests, and cancels those that have not
     ended; iterated over, it takes steps and gives the outputs of these requests alone.
@@ -87,7 +76,7 @@ class Reader:
         self.places: dict[str, int] = {}
         self.refused: dict[int, RequestResult] = {}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> RequestStream:
         try:
             for place, (prompt, config) in enumerate(zip(self.prompts, self.configs)):
                 try:
@@ -125,7 +114,7 @@ class Reader:
     def results(self, progress: bool) -> list[RequestResult]:
         """The results in order."""
         self.window.is_call = True
-        with _progress(progress) as bar, held(), self, let_in():
+        with tqdm(unit="request", disable=not progress) as bar, held(), self, let_in():
             results = dict(self.refused)
             bar.reset(len(self.prompts))
             bar.update(len(results))
@@ -163,22 +152,3 @@ async def read_in_thread(stream: Generator[RequestOutput, None, None]) -> AsyncI
             await asyncio.shield(closing)
         else:  # no reader waits for what the step brings or raises
             pending.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-
-@contextlib.contextmanager
-def _progress(shown: bool) -> Iterator[Any]:
-    if not shown:
-        yield _NoBar()
-        return
-    from tqdm.auto import tqdm  # transformers depends on it
-
-    with tqdm(unit="request") as bar:
-        yield bar
-
-
-class _NoBar:
-    def reset(self, total: int) -> None:
-        pass
-
-    def update(self, count: int) -> None:
-        pass

@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..attention.masks import mask_observer
 from ..batching.assembly import packed_core
+from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.job import Job
-from ..batching.loop import Core
+from ..batching.execution.executor import Window
+from ..batching.generation import Generation, KeptBlocks
+from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
 from ..batching.runner import PackedRunner
 from ..cache.block_manager import UNCACHED
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..interrupts import held
 from ..model.capability import packable
+from .call import Call
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
@@ -30,7 +32,7 @@ _PASSIVE = {"past_key_values", "use_cache", "logits_to_keep", "tokenizer", "atte
 
 
 @dataclass
-class GenerateCall:
+class BatchCall:
     """
     What `GenerationMixin._sample` or `_beam_search` was called with.
 
@@ -41,7 +43,6 @@ class GenerateCall:
         repeats (`int`): Samples or beams of a prompt.
         uses_beams (`bool`): Whether `_beam_search` was called.
         model_kwargs (`dict`): What the model's forward would get.
-        num_captured_steps (`int`): After `run`: decode steps that were replays of a graph.
     """
 
     model: PreTrainedModel
@@ -55,9 +56,8 @@ class GenerateCall:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     synced_gpus: bool = False
-    num_captured_steps: int = 0
 
-    def obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why the engine cannot serve the call, or `None` if it can."""
         config = self.generation_config
         if self.synced_gpus:
@@ -74,9 +74,9 @@ class GenerateCall:
         keep = self.model_kwargs.get("logits_to_keep")
         if keep is not None and not (isinstance(keep, int) and keep == 1):
             return "logits_to_keep is set"
-        return self._layout_obstacle() or packable(self.model, self.cache, PackedRunner)
+        return self._unsupported_layout() or packable(self.model, self.cache, PackedRunner)
 
-    def _layout_obstacle(self) -> str | None:
+    def _unsupported_layout(self) -> str | None:
         ids, mask = self.input_ids, self.model_kwargs.get("attention_mask")
         if ids.dim() != 2 or not ids.shape[1]:
             return "there are no token ids"
@@ -103,36 +103,26 @@ class GenerateCall:
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
-    def run(self) -> Any:
-        """What `_sample` or `_beam_search` would have returned. Raises what they would have raised."""
-        with held():
-            return self._run()
-
-    def _run(self) -> Any:
-        rows = len(self.input_ids)
-        core = packed_core(self.model, self.cache, max_num_seqs=rows)
-        job, is_settled = self._job(), False
-        token = mask_observer.set(None)
+    def run(self, call: Call) -> Any:
+        """
+        What `_sample` or `_beam_search` would have returned; `call` learns how it went. Raises what they would have
+        raised. To be called within `interrupts.held`.
+        """
+        loop = packed_core(self.model, self.cache, max_num_seqs=len(self.input_ids))
+        generation, window = self._generation(), Window(is_call=True)
         try:
-            core.begin(check_weights=self._is_worth_keeping)
-            core.open_window()
-            core.add(job)
-            while not job.is_done:
-                for ended in core.step():
-                    if ended.error is not None:
-                        raise ended.error
-                if not is_settled and core.num_generated_tokens:  # the first token does not wait for that
-                    core.settle(is_call=True)
-                    is_settled = True
-            return self._result(core, job)
+            loop.executor.begin(check_weights=self._is_worth_keeping, switch_attention=False)
+            loop.add(generation)
+            while not generation.is_done:
+                for advanced in loop.step(window):
+                    if advanced.error is not None:
+                        raise advanced.error
+            return self._result(loop, generation)
         finally:
-            if not is_settled:
-                core.abandon()
-            mask_observer.reset(token)
-            self.num_captured_steps = core.num_captured_steps
-            core.drop(job)
-            for request, _ in job.rows:  # no cycle: what the decoding holds goes with it
-                request.payload = None
+            loop.executor.leave(window)
+            loop.drop(generation)
+            call.num_captured_steps = loop.num_captured_steps
+            call.obstacles |= loop.executor.obstacles
 
     @property
     def _is_worth_keeping(self) -> bool:
@@ -144,75 +134,94 @@ class GenerateCall:
         length: int = self.stopping_criteria.max_length or self.generation_config.max_length
         return length
 
-    def _job(self) -> Job:
+    def _generation(self) -> Generation:
         config = self.generation_config
+        arguments = (self.input_ids, self.logits_processor, self.stopping_criteria, config)
         keep_blocks = bool(config.return_dict_in_generate)
-        decoding: Any
+        decoding: Decoding
         if self.uses_beams:
-            decoding = BeamDecoding(
-                self.model,
-                self.input_ids,
-                self.logits_processor,
-                self.stopping_criteria,
-                config,
-            )
+            decoding = BeamDecoding(self.model, *arguments)
         else:
-            decoding = SampleDecoding(
-                self.input_ids,
-                self.logits_processor,
-                self.stopping_criteria,
-                config,
-                streamer=self.streamer,
-            )
+            decoding = SampleDecoding(*arguments, streamer=self.streamer)
         paddings = self._paddings()
         # not the memory's config, which calls of other threads may replace meanwhile
         salt = PagedConfig.coerce(config.cache_config).cache_salt
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.input_ids), self.repeats):
-            prompt = self.input_ids[row, paddings[row] :].tolist()
             request = Request(
                 request_id=f"row {row}",
-                sequences=[Sequence(prompt)],
+                sequences=[Sequence(self.input_ids[row, paddings[row] :].tolist())],
                 max_num_tokens=self._max_length - paddings[row],
                 num_rows=self.repeats,
                 namespace=(None, salt) if self._is_worth_keeping else UNCACHED,
             )
             rows += [(request, index) for index in range(self.repeats)]
-        return Job(decoding, rows, keep_blocks)
+        return Generation(decoding, rows, keep_blocks)
 
     def _paddings(self) -> list[int]:
         mask = self.model_kwargs.get("attention_mask")
         return [0] * len(self.input_ids) if mask is None else (mask == 0).sum(-1).tolist()
 
-    def _result(self, core: Core, job: Job) -> Any:
-        decoding = job.decoding
-        if job.parts:
-            decoding = decoding.join([part.decoding for part in job.parts])
-        if not job.keep_blocks:
+    def _result(self, loop: StepLoop, generation: Generation) -> Any:
+        decoding = generation.decoding
+        if generation.parts:
+            decoding = decoding.join([part.decoding for part in generation.parts])
+        if not generation.keep_blocks:
             return decoding.result()
-        kept = [job.kept[row] if not job.parts else job.parts[row].kept[0] for row in range(len(job.rows))]
-        self._fill_cache(core, kept, decoding)
+        if generation.parts:
+            kept = [part.kept[0] for part in generation.parts]
+        else:
+            kept = [generation.kept[row] for row in range(len(generation.rows))]
+        self._fill_cache(loop, kept, decoding.input_ids)
         return decoding.result(past_key_values=self.cache)
 
-    def _fill_cache(self, core: Core, kept: list[tuple[Any, int]], decoding: Any) -> None:
+    def _fill_cache(self, loop: StepLoop, kept: list[KeptBlocks], ids: Tensor) -> None:
         """
         The cache that is returned, as plain `generate` would leave it: rows that ended early get the keys and values
         of the padding that follows, and the blocks go over to it.
+
+        Args:
+            ids (`torch.Tensor` of shape `(rows, cached tokens + 1)`): All tokens.
         """
-        ids = decoding.input_ids  # (rows, cached tokens + 1)
         length, paddings = ids.shape[1] - 1, self._paddings()
         late: list[tuple[Sequence, int]] = []
-        for row, (blocks, count) in enumerate(kept):
-            if count < length - paddings[row]:
+        for row, (blocks, num_tokens) in enumerate(kept):
+            if num_tokens < length - paddings[row]:
                 sequence = Sequence(ids[row, paddings[row] :].tolist())
-                sequence.blocks, sequence.num_computed_tokens = blocks, count
+                sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
                 late.append((sequence, length - paddings[row]))
-        core.compute(late)
-        with core.memory.lock:
+        _compute(loop, late)
+        with loop.memory.lock:
             tables = {
                 window: [blocks.tables[i].fork() for blocks, _ in kept] for i, window in enumerate(self.cache.groups)
             }
             self.cache.adopt(tables, tuple(paddings), length)
+
+
+def _compute(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> None:
+    """Fills the K and V of each sequence up to its target, in tokens. Raises `OutOfBlocksError`."""
+    pending, blocks = list(targets), loop.blocks
+    while pending:
+        items: list[tuple[Sequence, int]] = []
+        left = loop.scheduler.max_num_batched_tokens
+        with loop.executor.lock, loop.executor.attention():
+            with loop.memory.lock:
+                while pending and left:
+                    sequence, target = pending[-1]
+                    count = min(left, target - sequence.num_computed_tokens)
+                    if not blocks.append(sequence.blocks, count):
+                        raise OutOfBlocksError(
+                            f"needs {blocks.num_needed(sequence.blocks, count)} blocks for the cache that is returned, "
+                            f"{blocks.num_free} are free: raise `num_blocks`"
+                        )
+                    sequence.num_computed_tokens += count
+                    items.append((sequence, count))
+                    left -= count
+                    if sequence.num_computed_tokens == target:
+                        pending.pop()
+                blocks.flush_copies()
+                loop.memory.note_peak()
+            loop.executor.run_with(None, sorted(items, key=lambda item: item[1] != 1))
 
 
 def _says_nothing(value: Any) -> bool:

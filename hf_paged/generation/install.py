@@ -26,7 +26,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.registry import memory_for
-from .batch import GenerateCall
+from .batch import BatchCall
 from .call import Call, current, prepared
 from .sharing import prefill_once
 
@@ -95,10 +95,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
             on_engine = _on_engine(call, original.__name__, arguments)
             if on_engine is not None:
-                try:
-                    return on_engine.run()
-                finally:
-                    call.num_captured_steps = on_engine.num_captured_steps
+                return on_engine.run(call)
             streamer = arguments.get("streamer")
             if isinstance(streamer, RowStreamers):
                 kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
@@ -107,7 +104,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     return decode
 
 
-def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> GenerateCall | None:
+def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     """The call as the engine takes it, or `None`, with the reason noted, if it does not."""
     model_kwargs = arguments.get("model_kwargs", {})
     cache = model_kwargs.get("past_key_values")
@@ -115,7 +112,7 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> GenerateCa
         return None
     if not call.reads_in_place:
         return None
-    request = GenerateCall(
+    request = BatchCall(
         model=call.model,
         cache=cache,
         input_ids=arguments["input_ids"],
@@ -128,9 +125,9 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> GenerateCa
         streamer=arguments.get("streamer"),
         synced_gpus=arguments.get("synced_gpus", False),
     )
-    obstacle = request.obstacle()
-    if obstacle is not None:
-        call.reason += f"; not on the engine: {obstacle}"
+    unsupported = request.unsupported_reason()
+    if unsupported is not None:
+        call.reason += f"; not on the engine: {unsupported}"
         return None
     call.road, call.reason = "engine", "packed forwards under the engine's scheduler"
     call.prefills_shared = call.repeats > 1

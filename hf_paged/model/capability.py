@@ -19,7 +19,7 @@ from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
-from ..interrupts import held, let_in
+from ..interrupts import let_in
 from ..locks import step_lock
 from .self_check import PREPARE, ForwardFailedError, MakeRunner, input_check, self_check
 
@@ -63,7 +63,7 @@ def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner)
         found = _verdicts.get(model)
     if found is None or found[0] != key:
         try:
-            with held(), step_lock(model), let_in():
+            with step_lock(model), let_in():
                 found = (key, input_check(model, cache) or self_check(model, cache, make_runner))
         except ForwardFailedError as error:  # it may have been something passing: the next call checks again
             return str(error)

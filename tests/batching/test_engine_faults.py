@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
-from hf_paged.batching import engine as engine_module
+from hf_paged.batching import current_loop
 from hf_paged.batching.loop import MAX_IDLE_STEPS
 from hf_paged.batching.scheduling.scheduler import ScheduledBatch
 from hf_paged.cache.storage import KVBlocks
@@ -454,9 +454,9 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
 def test_no_progress_raises_after_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.add_request([5, 6, 7], GREEDY, request_id="a")
-        assert engine._core is not None
+        assert engine._loop is not None
         with monkeypatch.context() as patch:
-            patch.setattr(engine._core.scheduler, "schedule", ScheduledBatch)
+            patch.setattr(engine._loop.scheduler, "schedule", ScheduledBatch)
             for _ in range(MAX_IDLE_STEPS - 1):
                 engine.step()
             with pytest.raises(EngineStalledError, match=r"no token for 8 steps.*1 waiting.*blocks"):
@@ -531,7 +531,7 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
 def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out while the pool grows is a shortage of blocks like any other."""
     countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
-    monkeypatch.setattr(engine_module, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
+    monkeypatch.setattr(current_loop, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
 
     def failing(self: KVBlocks, num_blocks: int) -> KVBlocks:
         countdown()

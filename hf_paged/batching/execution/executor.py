@@ -1,0 +1,244 @@
+"""Runs one model's forwards for the loop: as the model is now, each with its adapter, one forward at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...attention.backends import obstacles
+from ...attention.masks import mask_observer
+from ...attention.switch import switchable_configs, use_configs
+from ...cache.memory import PagedMemory, autocast_dtype
+from ...interrupts import let_in
+from ...locks import step_lock
+from ...model.state import ModelState, read_state
+from ...model.weights import WeightsGuard
+from ..ahead import LookAhead
+from ..decoding.base import Fetch
+from ..decoding.prepare import num_embeddings
+from ..generation import Generation
+from ..request import Sequence
+from ..scheduling.scheduler import Scheduler
+from .adapters import use_adapter
+
+
+@dataclass
+class Window:
+    """
+    A time in which control does not go back to code that might change the model (`model.weights.WeightsGuard`): one
+    step, or a whole call (`is_call`) of `generate`.
+    """
+
+    is_call: bool = False
+    is_open: bool = False
+    is_settled: bool = False
+
+
+class Runner(Protocol):
+    """Computes scheduled tokens."""
+
+    can_capture: bool  # whether it wants to know the model's state
+    num_captured_steps: int
+
+    def begin(self, state: ModelState | None) -> None:
+        """Work begins on a model in this state; `None`: its state is unknown."""
+
+    def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+        """
+        Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order. The model runs with
+        `adapter` now.
+        """
+
+    def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
+        """
+        Logits `(n, vocab)` after one more token, `(n,)` on the device, of each sequence; the tokens are not in
+        `token_ids` of the sequences yet. `None` if the host is needed for that.
+        """
+
+
+class Executor:
+    """
+    Args:
+        model ([`PreTrainedModel`]): Run under its `step_lock`.
+        memory ([`PagedMemory`]): Its lock guards the tables.
+        runner ([`Runner`]): Computes what is scheduled.
+        scheduler ([`Scheduler`]): Is asked which step may be launched ahead.
+        guard ([`WeightsGuard`], *optional*): Knows which cached blocks may be served; none where none are cached.
+
+    Attributes:
+        num_embeddings (`int`): The token ids below it can be computed.
+        obstacles (`set[str]`): That kernels met.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory: PagedMemory,
+        runner: Runner,
+        scheduler: Scheduler,
+        guard: WeightsGuard | None,
+    ) -> None:
+        self.model, self.runner, self.guard = model, runner, guard
+        self.lock = step_lock(model)
+        self.num_embeddings = num_embeddings(model)
+        self.obstacles: set[str] = set()
+        self._ahead = LookAhead(memory, scheduler) if runner.can_capture else None
+        self._autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
+        self._checks_weights = self._switches_attention = True
+        self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
+        self._num_changes = -1  # of the model, when the runner was last told of it
+
+    # -- what the model is ----------------------------------------------------------------------------------------
+
+    def begin(self, check_weights: bool = True, switch_attention: bool = True) -> None:
+        """
+        Called while nothing is in flight; forwards from now on compute under the autocast of this moment, whichever
+        thread takes the steps.
+
+        Args:
+            check_weights (`bool`): Otherwise neither the prefix cache nor graphs are used.
+            switch_attention (`bool`): Otherwise the caller has turned the model's attention to `"hf_paged"`.
+        """
+        self._autocast = autocast_dtype(self.model.device)
+        self.num_embeddings = num_embeddings(self.model)
+        self._checks_weights, self._switches_attention = check_weights, switch_attention
+        if self.guard is not None:
+            self.guard.begin(check_weights, self._autocast)
+        self._forget_model()
+
+    def open(self, window: Window) -> None:
+        """
+        Before the first step of a window: other code may have changed the model since the last. Forgets the prefix
+        cache if it was computed with other weights, as far as a quick look tells, and graphs that were recorded of
+        another model.
+        """
+        if not window.is_open:
+            with self.lock:
+                if self.guard is not None:
+                    self.guard.open()
+                self.notice_model()
+            window.is_open = True
+
+    def settle(self, window: Window) -> None:
+        """
+        Before control goes back to other code: what was computed in the window gets the fingerprint of the weights that
+        computed it. A call may do so once its first token is out.
+        """
+        if not window.is_settled:
+            if self.guard is not None:
+                with self.lock:
+                    self.guard.settle(window.is_call)
+            window.is_settled = True
+
+    def leave(self, window: Window) -> None:
+        """The window ends, after a failure perhaps: what it computed without `settle` is vouched for by nothing."""
+        if window.is_open and not window.is_settled and self.guard is not None:
+            self.guard.abandon()
+
+    def rest(self) -> None:
+        """Nothing is in flight any more."""
+        self.forget_ahead()
+        if self.guard is not None:
+            self.guard.rest()
+
+    def change_weights(self) -> None:
+        """Between steps: the weights are others from here on, and nothing that is cached is served any more."""
+        if self.guard is not None:
+            self.guard.change()
+        self._forget_model()
+
+    def _forget_model(self) -> None:
+        """
+        Drops the step launched ahead. No graph is used before the model's state has been read again, and its modules
+        may have other configs.
+        """
+        self._num_changes, self._configs = -1, None
+        self.forget_ahead()
+        self.runner.begin(None)
+
+    def notice_model(self) -> None:
+        """After a look at the model: if it is another, what was recorded or launched ahead of it goes."""
+        num_changes = 0 if self.guard is None else self.guard.num_changes
+        if num_changes != self._num_changes:
+            self._forget_model()
+            self._num_changes = num_changes
+            if self._checks_weights and self.runner.can_capture:
+                self.runner.begin(read_state(self.model))
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_captured_steps(self) -> int:
+        """Forwards that were replays of a graph."""
+        return self.runner.num_captured_steps
+
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """Around each step: the model's attention is `"hf_paged"`, and masks are observed by no call."""
+        if self._configs is None:
+            self._configs = switchable_configs(self.model.modules()) if self._switches_attention else []
+        tokens = mask_observer.set(None), obstacles.set(self.obstacles)
+        try:
+            with torch.no_grad(), use_configs(self._configs):
+                yield
+        finally:
+            mask_observer.reset(tokens[0])
+            obstacles.reset(tokens[1])
+
+    def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        """
+        Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order: of what was launched
+        ahead, then of the rest. Interrupts reach the forward.
+        """
+        ahead, count = self._ahead.take(items) if self._ahead is not None else (None, 0)
+        if ahead is None:
+            return self._run_by_adapter(items)
+        return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
+
+    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        names = {sequence.request.adapter for sequence, _ in items}
+        if len(names) == 1:
+            return self.run_with(names.pop(), items)
+        found: dict[int, Tensor] = {}
+        for name in sorted(names, key=str):
+            places = [i for i, (sequence, _) in enumerate(items) if sequence.request.adapter == name]
+            logits = self.run_with(name, [items[i] for i in places])
+            found.update(zip([i for i in places if not items[i][0].num_to_compute], logits))
+        return torch.stack([found[i] for i in sorted(found)]) if found else logits  # no sequence got to its end
+
+    def run_with(self, adapter: str | None, items: list[tuple[Sequence, int]]) -> Tensor:
+        """As `run`, with this adapter, and nothing launched ahead."""
+        with self._cast(), use_adapter(self.model, adapter), let_in():
+            return self.runner.run(items, adapter)
+
+    def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
+        """
+        What brings the tokens of these generations' rows to the host while the next step runs already; `None` where
+        that is out of the question.
+        """
+        return self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
+
+    def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:
+        names = {sequence.request.adapter for sequence in sequences}
+        if len(names) > 1:
+            return None
+        (only,) = names
+        known = token_ids.clamp(0, self.num_embeddings - 1)  # what was chosen is checked when the host has it
+        with self.lock, self._cast(), use_adapter(self.model, only):
+            return self.runner.run_ahead(sequences, known, only)
+
+    def forget_ahead(self) -> None:
+        """What was launched ahead is not looked at."""
+        if self._ahead is not None:
+            self._ahead.clear()
+
+    def _cast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None and autocast_dtype(self.model.device) is None:
+            return contextlib.nullcontext()  # entering one clears its cache of weights: not for nothing in every step
+        return torch.autocast(self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None)

@@ -21,7 +21,8 @@ from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
 from ...config import PagedConfig
-from .models import first_line, num_bytes
+from ..pictures.kinds import group_label
+from .models import first_line
 
 MAX_BYTES = 4 << 30  # of a model that is run with weights of zero
 _LENGTH = 4  # tokens of the forward
@@ -52,6 +53,17 @@ class GroupFootprint:
     states: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
     @property
+    def name(self) -> str:
+        """The group in words."""
+        return group_label((self.kind, self.window))
+
+    @property
+    def shapes(self) -> str:
+        """`layers` in one line."""
+        alone = len(self.layers) == 1
+        return ", ".join(shape if alone else f"{count} x {shape}" for shape, count in self.layers.items())
+
+    @property
     def num_layers(self) -> int:
         """Layers of the group."""
         return len(self.states)
@@ -67,33 +79,10 @@ class GroupFootprint:
         return manager.num_spanned(0, length, 1)[0]
 
 
-@dataclass(frozen=True)
-class Footprint:
+def measure(model: PreTrainedModel, block_size: int) -> tuple[list[GroupFootprint], dict[str, int]]:
     """
-    What a model stores of each token.
-
-    Args:
-        groups (`list[GroupFootprint]`): Its layer groups.
-        other_layers (`dict[str, int]`): Layers of its cache that hold something else, by class.
-    """
-
-    groups: list[GroupFootprint]
-    other_layers: dict[str, int]
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all layers, before any window has passed it."""
-        return sum(group.token_bytes for group in self.groups)
-
-    def sequence_bytes(self, length: int) -> int:
-        """Bytes of the blocks of one sequence of `length` tokens; an encoder's output is taken to be as long."""
-        return sum(group.num_blocks(length) * group.block_bytes for group in self.groups)
-
-
-def measure(model: PreTrainedModel, block_size: int) -> Footprint:
-    """
-    The footprint of a model on the meta device, from one forward of a few tokens; where that asks for numbers, from one
-    of the same model with weights of zero.
+    The layer groups of a model on the meta device, and the layers of its cache that hold something else, by class: from
+    one forward of a few tokens; where that asks for numbers, from one of the same model with weights of zero.
 
     Raises:
         ValueError: if the forward fails.
@@ -116,8 +105,7 @@ def measure(model: PreTrainedModel, block_size: int) -> Footprint:
             elif stock.keys is not None:
                 states = stock.keys.to("meta"), stock.values.to("meta")
                 groups.setdefault((kind, paged.group.window), []).append(states)
-    found = [_group(*key, layers, block_size, has_latents) for key, layers in groups.items()]
-    return Footprint(found, dict(others))
+    return [_group(*key, layers, block_size, has_latents) for key, layers in groups.items()], dict(others)
 
 
 def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
@@ -141,7 +129,7 @@ def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
 def _run_zeros(model: PreTrainedModel, reason: Exception) -> DynamicCache | EncoderDecoderCache:
     """The cache after a forward on the CPU with weights of zero. Raises `ValueError` if that fails or is too large."""
     try:
-        if num_bytes(model) > MAX_BYTES:
+        if model.get_memory_footprint() > MAX_BYTES:
             raise reason
         twin = copy.deepcopy(model).to_empty(device="cpu")
         for tensor in (*twin.parameters(), *twin.buffers()):

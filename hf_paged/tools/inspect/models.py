@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
@@ -30,9 +31,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     Raises:
         ValueError: if it is none of these, or has no class that generates; the message says what there is.
     """
-    path = Path(name)
-    if path.exists():
-        return _with_class(_read(path, name))
+    if Path(name).exists():
+        return _with_class(_read(Path(name)))
     if name in CONFIG_MAPPING:
         return _with_class(CONFIG_MAPPING[name]())
     found: Any = getattr(transformers, name, None) if name.isidentifier() else None
@@ -44,47 +44,37 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             raise ValueError(f"{name} does not generate: use {_with_class(config)[1].__name__}")
         return config, found
     if os.sep in name or "/" in name:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
-        except (OSError, ValueError):
-            pass
-    raise ValueError(_unknown(name))
-
-
-def _read(path: Path, name: str) -> PreTrainedConfig:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{name} is a folder without a config.json")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{file} is no configuration that this transformers can read: {reason}") from error
-    return config
-
-
-def _unknown(name: str) -> str:
-    classes = [
-        each for each in dir(transformers) if each.endswith(("Config", "ForCausalLM", "ForConditionalGeneration"))
-    ]
+    ends = ("Config", "ForCausalLM", "ForConditionalGeneration")
     types = list(CONFIG_MAPPING.keys())  # which are not what it counts
-    names = {each.lower(): each for each in [*classes, *types]}
+    names = {each.lower(): each for each in [*(each for each in dir(transformers) if each.endswith(ends)), *types]}
     close = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=5)]
     hint = f" Close to it: {', '.join(close)}." if close else ""
-    return (
-        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}.{hint} "
+    raise ValueError(
+        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}."
+        f"{hint} "
         f"Give a folder with a config.json, such a file, one of {len(types)} model types such as llama or "
         "gemma3_text, or a class such as Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
     )
 
 
+def _read(path: Path) -> PreTrainedConfig:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} is a folder without a config.json")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no configuration that this transformers can read: {first_line(error)}") from error
+    return config
+
+
 def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     candidates: list[Any] = [getattr(transformers, name, None) for name in config.architectures or ()]
     for kind in _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING", {})
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            candidates += found if isinstance(found, tuple) else [found]
+        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING", {}).get(type(config), ())
+        candidates += found if isinstance(found, tuple) else [found]
     for cls in candidates:
         if _is_a(cls, PreTrainedModel) and cls.can_generate():
             return config, cls
@@ -103,11 +93,6 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
     except Exception as error:  # whatever a configuration's contradictions lead to
         raise ValueError(f"{cls.__name__} cannot be built from its configuration: {first_line(error)}") from error
     return model.eval()
-
-
-def num_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the model's weights and buffers, wherever they are."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def first_line(error: BaseException) -> str:

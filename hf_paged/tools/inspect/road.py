@@ -22,9 +22,8 @@ from ...config import PagedConfig
 from ...generation.call import prepared
 from ...model.capability import packable, visible_obstacle
 from ...step import StepMetadata
-from ..pictures.kinds import group_label
-from .footprint import Footprint, GroupFootprint
-from .models import build, first_line, num_bytes
+from .footprint import GroupFootprint
+from .models import build, first_line
 
 MAX_CHECK_BYTES = 2 << 30  # of the weights of the model whose forwards are compared
 _CHUNK = 64  # tokens of a prefill chunk
@@ -48,11 +47,11 @@ class Road:
     kernels: dict[str, dict[str, str]]
 
 
-def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device) -> Road:
+def find_road(model: PreTrainedModel, groups: list[GroupFootprint], device: torch.device) -> Road:
     """
     Args:
         model ([`PreTrainedModel`]): On the meta device.
-        footprint ([`Footprint`]): What it stores.
+        groups (`list[GroupFootprint]`): Its layer groups.
         device (`torch.device`): Where it would run.
     """
     built, reason = _built_caches(model)
@@ -61,7 +60,7 @@ def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
     kernels = {}
     if in_place:
-        kernels = {label(group): _kernels(group, device) for group in footprint.groups}
+        kernels = {group.name: _kernels(group, device) for group in groups}
     obstacle = visible_obstacle(model, built[0]) if len(built) == 1 else "the model has an encoder"
     if obstacle is None:
         checked = _check_forwards(model, built[0])
@@ -73,22 +72,14 @@ def find_road(model: PreTrainedModel, footprint: Footprint, device: torch.device
         obstacle, what = checked
         if obstacle is None:
             return Road("engine", f"a packed forward gives each sequence what it gets alone ({what})", True, kernels)
-    if not footprint.groups:
+    if not groups:
         how = "nothing of its cache is in blocks"
     elif in_place:
         how = "blocks are read in place"
     else:
-        how = f"its own {_model_attention(model)} attention gets gathered keys and values"
+        own = model_attention(model.config.get_text_config(decoder=True))
+        how = f"its own {own} attention gets gathered keys and values"
     return Road("hf_loop", f"{how}; not on the engine: {obstacle}", in_place, kernels)
-
-
-def label(group: GroupFootprint) -> str:
-    """A layer group in words."""
-    return group_label((group.kind, group.window))
-
-
-def _model_attention(model: PreTrainedModel) -> str:
-    return model_attention(model.config.get_text_config(decoder=True))
 
 
 def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
@@ -118,7 +109,7 @@ def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[str | No
     ):
         try:
             size = build(config, type(model), torch.float32, "meta")
-            if num_bytes(size) > MAX_CHECK_BYTES:
+            if size.get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             with torch.random.fork_rng([]):
                 torch.manual_seed(0)

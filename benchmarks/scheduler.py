@@ -66,7 +66,7 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
         for sequence, query_len in batch.items:
             done += query_len
             if sequence.num_computed_tokens == len(sequence.token_ids):
-                scheduler.append_token(sequence, 7)
+                sequence.token_ids.append(7)
                 request = sequence.request
                 if len(sequence.token_ids) >= request.max_num_tokens:
                     scheduler.finish(request)

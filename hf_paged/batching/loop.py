@@ -17,7 +17,8 @@ from .execution.executor import Executor, Window
 from .generation import Generation, KeptBlocks
 from .request import Request, Sequence
 from .scheduling.cost import CostModel
-from .scheduling.scheduler import ScheduledBatch, Scheduler
+from .scheduling.plan import StepPlan
+from .scheduling.scheduler import Scheduler
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
@@ -169,7 +170,7 @@ class StepLoop:
         self._untold = []
         return advanced
 
-    def _compute(self) -> tuple[ScheduledBatch, Tensor | None, list[Generation]]:
+    def _compute(self) -> tuple[StepPlan, Tensor | None, list[Generation]]:
         """What was scheduled, its logits, and the generations that a failure of the forward ended."""
         with self.executor.lock:
             with self.memory.lock:
@@ -189,7 +190,7 @@ class StepLoop:
                     self.scheduler.fail_step()
                 raise
 
-    def _run(self, batch: ScheduledBatch) -> tuple[Tensor | None, list[Generation]]:
+    def _run(self, batch: StepPlan) -> tuple[Tensor | None, list[Generation]]:
         """Logits of the batch, or the generations that its failure ended. An interrupt is raised."""
         start = time.perf_counter()
         try:
@@ -208,7 +209,7 @@ class StepLoop:
             self.cost.observe_prefill(num_tokens, time.perf_counter() - start)
         return logits, []
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor | None, advanced: list[Generation]) -> BaseException | None:
+    def _sample(self, batch: StepPlan, logits: Tensor | None, advanced: list[Generation]) -> BaseException | None:
         """
         The next tokens of all generations that have their logits, which are appended to `advanced`. Returns what
         interrupted a caller's own code meanwhile.
@@ -242,7 +243,7 @@ class StepLoop:
         fetch = self.executor.fetch_while_running_ahead(ready)
         return sample_step([(generation.decoding, logits) for generation, logits in ready], fetch)
 
-    def _check_progress(self, batch: ScheduledBatch, advanced: list[Generation]) -> None:
+    def _check_progress(self, batch: StepPlan, advanced: list[Generation]) -> None:
         self._idle_steps = 0 if batch.items or advanced else self._idle_steps + 1
         self._fruitless_steps = 0 if advanced or not batch.preempted else self._fruitless_steps + 1
         if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
@@ -253,7 +254,7 @@ class StepLoop:
 
     # -- logits to generations ------------------------------------------------------------------------------------
 
-    def _deliver(self, batch: ScheduledBatch, logits: Tensor | None) -> list[tuple[Generation, Tensor]]:
+    def _deliver(self, batch: StepPlan, logits: Tensor | None) -> list[tuple[Generation, Tensor]]:
         """The generations all of whose open rows have their logits now, with those in the order of the rows."""
         found: dict[Generation, dict[int, int]] = {}
         answered = [sequence for sequence, _ in batch.items if not sequence.num_to_compute]
@@ -302,7 +303,7 @@ class StepLoop:
             for row in sampled.rows:
                 request, index = generation.rows[row]
                 generation.new_tokens[row] = token = sampled.tokens[row]
-                self.scheduler.append_token(request.sequences[index], token)
+                request.sequences[index].token_ids.append(token)
                 self.num_generated_tokens += 1
                 if row in finished:
                     self._end_row(generation, row)

@@ -278,7 +278,7 @@ def test_only_what_was_launched_is_taken() -> None:
 
     assert scheduler.reserve_next(sequences)
     for sequence in sequences:
-        scheduler.append_token(sequence, 7)
+        sequence.token_ids.append(7)
     items = scheduler.schedule().items
     assert items == [(sequence, 1) for sequence in sequences]
     found, count = launched().take(items)
@@ -307,7 +307,7 @@ def test_what_is_reserved() -> None:
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))
     scheduler.schedule()
-    scheduler.append_token(sequence, SIZE - 1)  # the block gets full by a decode, which names nothing
+    sequence.token_ids.append(SIZE - 1)  # the block gets full by a decode, which names nothing
     scheduler.schedule()
     table = sequence.blocks.tables[0]
     for _ in range(2):
@@ -321,7 +321,7 @@ def test_what_is_reserved() -> None:
     manager.check_integrity()
     manager.free(twin)
     held = pool.allocate(pool.num_available)
-    scheduler.append_token(sequence, 5)
+    sequence.token_ids.append(5)
     assert scheduler.schedule().items == [(sequence, 1)], "no other block is needed"
     pool.release(held)
     twin = manager.fork(sequence.blocks)

@@ -15,7 +15,7 @@ import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
 from hf_paged.batching import current_loop
 from hf_paged.batching.loop import MAX_IDLE_STEPS
-from hf_paged.batching.scheduling.scheduler import ScheduledBatch
+from hf_paged.batching.scheduling.plan import StepPlan
 from hf_paged.cache.storage import KVBlocks
 from tests.support import models
 from tests.support.engine_helpers import (
@@ -456,7 +456,7 @@ def test_no_progress_raises_after_a_bounded_number_of_steps(monkeypatch: pytest.
         engine.add_request([5, 6, 7], GREEDY, request_id="a")
         assert engine._loop is not None
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop.scheduler, "schedule", ScheduledBatch)
+            patch.setattr(engine._loop.scheduler, "schedule", StepPlan)
             for _ in range(MAX_IDLE_STEPS - 1):
                 engine.step()
             with pytest.raises(EngineStalledError, match=r"no token for 8 steps.*1 waiting.*blocks"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduling.scheduler import ScheduledBatch, Scheduler
+from hf_paged.batching.scheduling.plan import StepPlan
+from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 
@@ -30,7 +32,7 @@ def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **opt
     return request
 
 
-def counts(batch: ScheduledBatch) -> list[tuple[Any, int]]:
+def counts(batch: StepPlan) -> list[tuple[Any, int]]:
     """What is scheduled, by the requests' names."""
     return [(sequence.request.request_id, query_len) for sequence, query_len in batch.items]
 
@@ -45,13 +47,25 @@ def test_decodes_come_first_and_never_wait_for_a_long_prompt() -> None:
     b = add(scheduler, "b", 20)
     c = add(scheduler, "c", 2)
     assert counts(scheduler.schedule()) == [("a", 3), ("b", 7)]
-    scheduler.append_token(a.sequences[0], 1)
+    a.sequences[0].token_ids.append(1)
     assert counts(scheduler.schedule()) == [("a", 1), ("b", 9)]
     assert b.sequences[0].num_to_compute == 4
-    scheduler.append_token(a.sequences[0], 1)
+    a.sequences[0].token_ids.append(1)
     assert counts(scheduler.schedule()) == [("a", 1), ("b", 4), ("c", 2)]
     assert c.status is Status.RUNNING
     assert counts(scheduler.schedule()) == []  # all wait for tokens
+
+
+def test_a_plan_is_plain_data(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make(tokens=10)
+    request = add(scheduler, "a", 3)
+    add(scheduler, "b", 20, adapter="french")
+    scheduler.schedule()
+    request.sequences[0].token_ids.append(1)
+    with caplog.at_level(logging.DEBUG):
+        plan = scheduler.schedule()
+    assert plan.rows == [("a", 0, 1, 1, None), ("b", 0, 9, 0, "french")]
+    assert "step 1 computes PlannedRow(request_id='a', sequence=0, num_tokens=1, num_logits=1" in caplog.text
 
 
 def test_a_decode_behind_a_long_prompt_keeps_its_token_of_the_budget() -> None:
@@ -59,7 +73,7 @@ def test_a_decode_behind_a_long_prompt_keeps_its_token_of_the_budget() -> None:
     add(scheduler, "a", 30)
     b = add(scheduler, "b", 2, priority=-1)
     assert counts(scheduler.schedule()) == [("b", 2), ("a", 4)]
-    scheduler.append_token(b.sequences[0], 1)
+    b.sequences[0].token_ids.append(1)
     c = add(scheduler, "c", 1)
     assert counts(scheduler.schedule()) == [("b", 1), ("a", 5)] and c.status is Status.WAITING
 
@@ -131,7 +145,7 @@ def test_the_latest_is_preempted_and_resumes_before_later_ones() -> None:
     assert names(scheduler.schedule().admitted) == ["a", "b", "c"]
     add(scheduler, "d", 4)
     for request in requests:
-        scheduler.append_token(request.sequences[0], 1)
+        request.sequences[0].token_ids.append(1)
     batch = scheduler.schedule()
     assert counts(batch) == [("a", 1), ("b", 1)] and names(batch.preempted) == ["c"] and not batch.admitted
     c = requests[2].sequences[0]
@@ -146,7 +160,7 @@ def test_a_preempted_request_finds_its_blocks_in_the_prefix_cache() -> None:
     requests = [add(scheduler, name, 8, new_tokens=9) for name in "abc"]
     scheduler.schedule()
     for request in requests:
-        scheduler.append_token(request.sequences[0], 1)
+        request.sequences[0].token_ids.append(1)
     assert names(scheduler.schedule().preempted) == ["c"]
     scheduler.finish(requests[0])
     assert counts(scheduler.schedule()) == [("c", 5)]  # of its two blocks, b took the later one
@@ -170,7 +184,7 @@ def test_a_later_turn_finds_the_generated_tokens() -> None:
     a = add(scheduler, "a", 5)
     for token in (1, 2, 3, 4):
         scheduler.schedule()
-        scheduler.append_token(a.sequences[0], token)
+        a.sequences[0].token_ids.append(token)
     history = list(a.sequences[0].token_ids)
     scheduler.finish(a)
     b = Request("b", [Sequence([*history, 7, 7])], 20)
@@ -261,7 +275,7 @@ def test_a_failed_step_never_happened() -> None:
     scheduler = make()
     a = add(scheduler, "a", 6)
     scheduler.schedule()
-    scheduler.append_token(a.sequences[0], 1)
+    a.sequences[0].token_ids.append(1)
     b = Request("b", [Sequence(list(range(9)))], 12)
     c = Request("c", [Sequence(list(range(10)))], 12)
     scheduler.add(b)
@@ -299,6 +313,6 @@ def test_an_unknown_preemption_is_refused() -> None:
     requests = [add(scheduler, name, 8, new_tokens=4) for name in "ab"]
     scheduler.schedule()
     for request in requests:
-        scheduler.append_token(request.sequences[0], 1)
+        request.sequences[0].token_ids.append(1)
     with pytest.raises(ValueError, match="'forget': it must be 'recompute' or 'swap'"):
         scheduler.schedule()

@@ -349,7 +349,7 @@ class Engine(RuleBasedStateMachine):
         else:
             for sequence, token in zip(request.sequences, tokens):
                 if not sequence.is_finished:
-                    self.scheduler.append_token(sequence, token)
+                    sequence.token_ids.append(token)
                     if not self.is_beam[request] and self.random.random() < 0.05:
                         self.scheduler.finish_sequence(sequence)
         if max(sequence.num_tokens for sequence in request.sequences) >= request.max_num_tokens:

@@ -12,6 +12,7 @@ import torch
 
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduling.plan import StepPlan
 from hf_paged.batching.scheduling.timeline import Activity, Timeline
 from tests.support import models
 from tests.support.engine_helpers import prompts
@@ -23,14 +24,18 @@ def make_request(name: str = "r", num_tokens: int = 8) -> Request:
     return Request(name, [Sequence([1] * num_tokens)], 64)
 
 
+def plan_of(*items: tuple[Sequence, int]) -> StepPlan:
+    return StepPlan([item for item in items if item[1] == 1], [item for item in items if item[1] > 1])
+
+
 def live(timeline: Timeline, name: str, others: list[tuple[Sequence, int]]) -> None:
     """A request that comes, is prefilled in one step, decodes in another and goes."""
     request = make_request(name)
     timeline.waits(request)
     timeline.runs(request)
     request.sequences[0].num_computed_tokens = 8
-    timeline.stepped([*others, (request.sequences[0], 8)])
-    timeline.stepped([*others, (request.sequences[0], 1)])
+    timeline.stepped(plan_of(*others, (request.sequences[0], 8)))
+    timeline.stepped(plan_of(*others, (request.sequences[0], 1)))
     timeline.finished(request)
 
 
@@ -41,7 +46,7 @@ def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]
 
 def test_a_request_without_trouble() -> None:
     timeline = Timeline()
-    timeline.stepped([])
+    timeline.stepped(plan_of())
     live(timeline, "a", [])
     assert activities(timeline, "a") == [(Activity.PREFILL, 1, 2), (Activity.DECODE, 2, 3)]
     assert [interval.is_last for interval in timeline.intervals()] == [False, False, True]
@@ -54,8 +59,8 @@ def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
     timeline.runs(request)
     for computed, items in ((3, [(sequence, 3)]), (3, []), (8, [(sequence, 5)])):
         sequence.num_computed_tokens = computed
-        timeline.stepped(items)
-    timeline.stepped([(sequence, 1)])
+        timeline.stepped(plan_of(*items))
+    timeline.stepped(plan_of((sequence, 1)))
     assert activities(timeline, "r") == [(Activity.PREFILL, 0, 3), (Activity.DECODE, 3, 4)]
 
 
@@ -65,7 +70,7 @@ def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
     for _ in range(5):
         timeline.runs(request)
         timeline.waits(request)
-        timeline.stepped([])
+        timeline.stepped(plan_of())
     assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
     assert len(timeline.intervals()) == 1
 
@@ -196,9 +201,9 @@ def test_steps_in_which_nothing_changes_leave_nothing() -> None:
     timeline.waits(request)
     timeline.runs(request)
     request.sequences[0].num_computed_tokens = 8
-    timeline.stepped([(request.sequences[0], 8)])
+    timeline.stepped(plan_of((request.sequences[0], 8)))
     for _ in range(500):
-        timeline.stepped([(request.sequences[0], 1)])
+        timeline.stepped(plan_of((request.sequences[0], 1)))
     assert [interval.activity for interval in timeline.intervals()] == [
         Activity.WAITING,
         Activity.PREFILL,

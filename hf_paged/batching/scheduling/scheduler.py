@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ...cache.block_manager import NO_BLOCKS, BlockManager
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence, Status
+from .plan import StepPlan
 from .preemption import Preemption, Swapper
 from .queue import WaitingQueue
 from .timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
 AGING = 256.0
 """Arrivals that one step of priority is worth."""
-
-
-@dataclass
-class ScheduledBatch:
-    """
-    One step.
-
-    Args:
-        items (`list[tuple[Sequence, int]]`): Sequences with their `query_len`, those with 1 first. Their
-            `num_computed_tokens` counts these tokens already, and their tables have room for them.
-        preempted, admitted (`list[Request]`): Requests that lost their blocks, and that came in, in this step.
-    """
-
-    items: list[tuple[Sequence, int]] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -85,7 +72,7 @@ class Scheduler:
         self._num_rows = 0  # open rows of running requests
         self._waiting = WaitingQueue()
         self._arrivals = 0
-        self._batch = ScheduledBatch()
+        self._plan = StepPlan()
         self.timeline = Timeline()
 
     @property
@@ -120,7 +107,7 @@ class Scheduler:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self) -> StepPlan:
         """
         The next step, for which blocks are taken and tokens counted as computed. Empty if every request waits for a
         token.
@@ -129,54 +116,45 @@ class Scheduler:
             OutOfBlocksError: if others hold the blocks that the first request needs.
         """
         try:
-            batch = self._schedule()
+            plan = self._schedule()
         except OutOfBlocksError:  # nothing was scheduled
             raise
-        except BaseException:
-            self._start_over()
+        except BaseException:  # what was counted will never be computed
+            self.blocks.undo_step()
+            self._plan = StepPlan()
+            for request in list(self._running):
+                self._send_back(request)
             raise
-        self.timeline.stepped(batch.items)
-        return batch
+        logger.debug("step %d computes %s", self.timeline.num_steps, plan)
+        self.timeline.stepped(plan)
+        return plan
 
-    def _start_over(self) -> None:
-        """After scheduling was interrupted: what was counted will never be computed, so every request is recomputed."""
-        self.blocks.undo_step()
-        self._batch = ScheduledBatch()
-        for request in list(self._running):
-            self._stop(request)
-            self._preemption.forget(request)
-            request.status = Status.WAITING
-            self._wait(request)
-
-    def _schedule(self) -> ScheduledBatch:
+    def _schedule(self) -> StepPlan:
         if self.blocks.has_windows:  # what only the last chunks could see
-            for sequence, query_len in self._batch.items:
-                if query_len > 1:
-                    self.blocks.trim(sequence.blocks)
+            for sequence, _ in self._plan.chunks:
+                self.blocks.trim(sequence.blocks)
         self.blocks.begin_step()
         self._waiting.wake()
-        batch = self._batch = ScheduledBatch()
-        chunks: list[tuple[Sequence, int]] = []
-        left = self._continue_running(batch, chunks)
-        if not batch.preempted:
-            self._admit(batch, chunks, left)
-        while not batch.items and not chunks and self._waiting.head() is not None:
+        plan = self._plan = StepPlan()
+        left = self._continue_running()
+        if not plan.preempted:
+            self._admit(left)
+        while not plan.items and self._waiting.head() is not None:
             # every running request waits for a token that depends on one that does not run
-            self._admit(batch, chunks, self.max_num_batched_tokens, any_rows=True)
-            if batch.items or chunks:
+            self._admit(self.max_num_batched_tokens, any_rows=True)
+            if plan.items:
                 break
             victim = next((request for request in reversed(self._running) if _is_idle(request)), None)
             if victim is None:
-                if batch.preempted:  # the next step starts with the blocks that this one took back
+                if plan.preempted:  # the next step starts with the blocks that this one took back
                     break
                 raise self._stalled()
             self._preempt(victim)
-        batch.items += chunks
-        return batch
+        return plan
 
-    def _continue_running(self, batch: ScheduledBatch, chunks: list[tuple[Sequence, int]]) -> int:
+    def _continue_running(self) -> int:
         """Gives running requests their tokens; returns how many tokens are left of the budget."""
-        items = batch.items
+        decodes = self._plan.decodes
         left = self.max_num_batched_tokens
         reserved = -1  # tokens for the decodes that are still to come, from the first chunk on
         for request in self._running:  # only requests behind this one, or itself, are taken out meanwhile
@@ -194,7 +172,7 @@ class Scheduler:
                         for table in blocks.tables:
                             table.num_tokens = num_tokens
                         sequence.num_computed_tokens = num_tokens
-                        items.append((sequence, 1))
+                        decodes.append((sequence, 1))
                         left -= 1
                         continue
                     limit = left
@@ -202,7 +180,7 @@ class Scheduler:
                     if reserved < 0:
                         reserved = self._num_decodes()
                     limit = left - reserved
-                query_len = self._advance(request, sequence, limit, chunks)
+                query_len = self._catch_up(request, sequence, limit)
                 left -= query_len
                 if request.status is not Status.RUNNING:
                     return left
@@ -215,14 +193,7 @@ class Scheduler:
             for sequence in request.sequences
         )
 
-    def _advance(
-        self,
-        request: Request,
-        sequence: Sequence,
-        limit: int,
-        chunks: list[tuple[Sequence, int]],
-        may_preempt: bool = True,
-    ) -> int:
+    def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """
         Schedules up to `limit` of the tokens that `sequence` lacks; returns how many. Where blocks are short, requests
         behind this one go first, then the chunk gets smaller, then `request` goes itself.
@@ -243,8 +214,8 @@ class Scheduler:
             elif query_len > 1 and self.blocks.has_windows:  # fewer tokens need fewer blocks only there
                 query_len //= 2
             else:
-                items = self._batch.items
-                has_started = any(done and done[-1][0].request is request for done in (items, chunks))
+                plan = self._plan
+                has_started = any(done and done[-1][0].request is request for done in (plan.decodes, plan.chunks))
                 if may_preempt and not has_started:
                     self._preempt(request)
                 return 0
@@ -252,9 +223,9 @@ class Scheduler:
         if query_len > 1:
             # requests later in this step may share them: a layer stores all K and V before any attention reads
             self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
-            chunks.append((sequence, query_len))
+            self._plan.chunks.append((sequence, query_len))
         else:
-            self._batch.items.append((sequence, 1))
+            self._plan.decodes.append((sequence, 1))
         return query_len
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
@@ -278,9 +249,7 @@ class Scheduler:
 
     # -- admission ------------------------------------------------------------------------------------------------
 
-    def _admit(
-        self, batch: ScheduledBatch, chunks: list[tuple[Sequence, int]], left: int, any_rows: bool = False
-    ) -> None:
+    def _admit(self, left: int, any_rows: bool = False) -> None:
         """Admits waiting requests, in order, while the first of them fits."""
         while left > 0 and (request := self._waiting.head()) is not None:
             too_many = self._num_rows + request.num_open_rows > self.max_num_seqs
@@ -296,11 +265,11 @@ class Scheduler:
             before = left
             for sequence in request.sequences:
                 if not sequence.is_finished and sequence.num_to_compute:
-                    left -= self._advance(request, sequence, left, chunks, may_preempt=False)
+                    left -= self._catch_up(request, sequence, left, may_preempt=False)
             if left == before:  # one group is short of blocks, though not all together
                 self._suspend(request)
                 return
-            batch.admitted.append(request)
+            self._plan.admitted.append(request)
 
     def _start(self, request: Request) -> None:
         request.status = Status.RUNNING
@@ -315,7 +284,7 @@ class Scheduler:
     # -- requests go ----------------------------------------------------------------------------------------------
 
     def _preempt(self, request: Request) -> None:
-        self._batch.preempted.append(request)
+        self._plan.preempted.append(request)
         self._count_preemption(request)
         self._suspend(request)
 
@@ -331,13 +300,11 @@ class Scheduler:
         Between two steps: everything that was computed for unfinished requests is forgotten, and computed again when
         their turn has come. Returns those that ran, which count as preempted.
         """
-        self._batch = ScheduledBatch()
+        self._plan = StepPlan()
         stopped = list(self._running)
         for request in stopped:
             self._count_preemption(request)
-            self._stop(request)
-            self._preemption.forget(request)
-            self._wait(request)
+            self._send_back(request)
         for request in self._waiting:
             self._preemption.forget_swapped(request)
         return stopped
@@ -353,6 +320,12 @@ class Scheduler:
             raise
         finally:
             self._wait(request)
+
+    def _send_back(self, request: Request) -> None:
+        """A running request waits again, with nothing computed."""
+        self._stop(request)
+        self._preemption.forget(request)
+        self._wait(request)
 
     def _stop(self, request: Request) -> None:
         """Takes a running request out; its blocks are the caller's to see to."""
@@ -374,13 +347,11 @@ class Scheduler:
         counted as computed are not, and nothing is served from blocks that were to be written.
         """
         self.blocks.undo_step()
-        batch, self._batch = self._batch, ScheduledBatch()
-        for request in batch.admitted:  # these may hold blocks that others were to write in this step
+        plan, self._plan = self._plan, StepPlan()
+        for request in plan.admitted:  # these may hold blocks that others were to write in this step
             if request.status is Status.RUNNING:
-                self._stop(request)
-                self._preemption.forget(request)
-                self._wait(request)
-        for sequence, query_len in batch.items:
+                self._send_back(request)
+        for sequence, query_len in plan.items:
             if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
                 sequence.num_computed_tokens -= query_len
                 self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
@@ -419,10 +390,6 @@ class Scheduler:
 
     # -- what decodings do ----------------------------------------------------------------------------------------
 
-    def append_token(self, sequence: Sequence, token: int) -> None:
-        """The next token of a sequence; appending to `sequence.token_ids` is the same."""
-        sequence.token_ids.append(token)
-
     def fork(self, request: Request, count: int) -> None:
         """The request's one sequence becomes `count` sequences that share its blocks."""
         self._preemption.fork(request, count)
@@ -442,6 +409,3 @@ class Scheduler:
 def _is_idle(request: Request) -> bool:
     """Whether all that it has is computed: it waits for tokens."""
     return not any(sequence.num_to_compute for sequence in request.sequences if not sequence.is_finished)
-
-
-__all__ = ["AGING", "ScheduledBatch", "Scheduler", "Swapper"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ..request import Request, Sequence
+from ..request import Request
+from .plan import StepPlan
 
 MAX_INTERVALS = 4096  # a request that is never preempted leaves three
 
@@ -40,15 +42,16 @@ class Interval(NamedTuple):
     is_last: bool  # the request ended here
 
 
+@dataclass
 class _Open:
     """What an unfinished request is doing."""
 
-    __slots__ = ("activity", "first_step", "has_run", "number", "recomputes", "start")
-
-    def __init__(self, number: int, first_step: int, start: float) -> None:
-        self.number, self.first_step, self.start = number, first_step, start
-        self.activity = Activity.WAITING
-        self.has_run = self.recomputes = False
+    number: int
+    first_step: int
+    start: float
+    activity: Activity = Activity.WAITING
+    has_run: bool = False
+    recomputes: bool = False
 
 
 class Timeline:
@@ -96,18 +99,13 @@ class Timeline:
         """The request has blocks, for the first time or again; it may still lose them before the step."""
         self._admitted.add(request)
 
-    def stepped(self, items: list[tuple[Sequence, int]]) -> None:
-        """The next step computes these sequences, the given number of tokens of each, chunks last."""
-        if self._admitted or self._prefilling or (items and items[-1][1] > 1):
-            self._note_changes(items)
+    def stepped(self, plan: StepPlan) -> None:
+        """The next step computes what is planned."""
+        if self._admitted or self._prefilling or plan.chunks:
+            self._note_changes({sequence.request for sequence, _ in plan.chunks})
         self.num_steps += 1
 
-    def _note_changes(self, items: list[tuple[Sequence, int]]) -> None:
-        chunked: set[Request] = set()
-        for sequence, query_len in reversed(items):
-            if query_len == 1:
-                break
-            chunked.add(sequence.request)
+    def _note_changes(self, chunked: set[Request]) -> None:
         for request in self._admitted | self._prefilling | chunked:
             found = self._open[request]
             if request in self._admitted:
@@ -162,6 +160,3 @@ class Timeline:
     def _close(self, interval: Interval) -> None:
         self.num_dropped += len(self._closed) == self._closed.maxlen
         self._closed.append(interval)
-
-
-__all__ = ["IN_BATCH", "MAX_INTERVALS", "Activity", "Interval", "Timeline"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .figures import add_legend, new_axes, require
 
 if TYPE_CHECKING:
-    from ...batching.timeline import Interval
+    from ...batching.scheduling.timeline import Interval
 
 MAX_REQUESTS = 40
 UNITS = ("steps", "seconds")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -105,6 +105,12 @@ def can_absorb(module: nn.Module) -> bool:
 
 
 _wrapped: dict[type, Callable[..., Any]] = {}
+
+
+def wrap_expansions(modules: Iterable[nn.Module]) -> None:
+    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy. Undone by `unwrap_expansions`."""
+    for cls in {type(module) for module in modules}:
+        wrap_expansion(cls)
 
 
 def wrap_expansion(cls: type) -> None:

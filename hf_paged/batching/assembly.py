@@ -1,26 +1,28 @@
-"""Puts a `StepLoop` together for a model: packed where it can be, row by row where not."""
+"""Puts a `StepLoop` together for a model: packed where it can be, rows side by side where not."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..cache.block_manager import BlockManager, ManagedGroup
-from ..cache.block_pool import BlockPool
 from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
+from ..cache.states import UNBOUNDED, state_layers
 from ..cache.swap import BlockSwapper
+from ..model.capability import packable, side_by_side
+from ..model.self_check import Sides
 from ..model.weights import WeightsGuard
 from .execution.executor import Executor
+from .execution.rectangles import RectangleRunner
+from .layout import PACKED, Layout
 from .loop import StepLoop
 from .request import Request
-from .row_runner import RowRunner
 from .runner import PackedRunner
 from .scheduling.cost import CostModel
 from .scheduling.scheduler import Scheduler
@@ -33,22 +35,30 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
 
 
-def make_core(model: PreTrainedModel, cache: PagedCache, obstacle: str | None, *, max_num_seqs: int) -> StepLoop:
-    """A packed core, or one that runs row by row if `obstacle` (`capability.packable`) says why it cannot be packed."""
-    if obstacle is None:
-        return packed_core(model, cache, max_num_seqs=max_num_seqs)
-    return row_core(model, cache, obstacle, max_num_seqs=max_num_seqs)
+def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
+    """The best layout that `model` gives the right logits in; `cache`, built for it and empty, is only looked at."""
+    unsupported_reason = packable(model, cache, PackedRunner)
+    return (
+        PACKED
+        if unsupported_reason is None
+        else Layout(unsupported_reason, side_by_side(model, cache, make_rectangles))
+    )
 
 
-def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int) -> StepLoop:
+def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
     """
-    A core that runs packed forwards on the cache's memory.
+    A loop that runs forwards in this layout on the cache's memory.
 
     Args:
-        model ([`PreTrainedModel`]): One that `capability.packable` allows.
         cache ([`PagedCache`]): Built for the model and empty.
         max_num_seqs (`int`): Most sequences at the same time.
     """
+    make = packed_loop if layout.unsupported_reason is None else rectangle_loop
+    return make(model, cache, layout, max_num_seqs)
+
+
+def packed_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, max_num_seqs: int) -> StepLoop:
+    """`make_loop` for a model that `capability.packable` allows."""
     memory = cache.memory
     config = memory.config
     with memory.lock:
@@ -73,7 +83,7 @@ def packed_core(model: PreTrainedModel, cache: PagedCache, *, max_num_seqs: int)
         vouch=guard.vouch,
     )
     executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
-    return StepLoop(executor, memory, blocks, scheduler, cost, swapper=swapper)
+    return StepLoop(executor, memory, blocks, scheduler, layout, cache.counters, cost, swapper)
 
 
 class MeasuredSwapper(BlockSwapper):
@@ -102,16 +112,26 @@ class MeasuredSwapper(BlockSwapper):
         return done
 
 
-def _manager(cache: PagedCache) -> BlockManager:
-    """The memory's one manager, whose prefix cache outlives the calls."""
+def _manager(cache: PagedCache, has_states: bool = False) -> BlockManager:
+    """The memory's one manager, whose prefix cache outlives the calls; with states a slot for each sequence, too."""
     memory = cache.memory
+    members = [group.blocks for group in cache.groups.values()]
+    windows = list(cache.groups)
     keys = tuple(group.key for group in cache.groups.values())
+    if has_states:
+        keys, windows = (*keys, "states"), [*windows, None]
+        members.append(memory.group("states", UNBOUNDED))
     if memory.manager is None or memory.manager_keys != keys:
         # the manager hangs on the memory: nothing of it may hold the memory itself
-        members = [group.blocks for group in cache.groups.values()]
         groups = [
-            ManagedGroup(blocks.pool, group.window, blocks.reserve, blocks.copy_on_write)
-            for blocks, group in zip(members, cache.groups.values())
+            ManagedGroup(
+                blocks.pool,
+                window,
+                blocks.reserve,
+                blocks.copy_on_write,
+                UNBOUNDED if blocks.block_size == UNBOUNDED else None,
+            )
+            for blocks, window in zip(members, windows)
         ]
         manager = BlockManager(groups, memory.config.block_size, lambda: members[0].memory.num_obtainable)
         for blocks, table_set in zip(members, manager.table_sets):
@@ -121,37 +141,22 @@ def _manager(cache: PagedCache) -> BlockManager:
     return memory.manager
 
 
-def row_core(model: PreTrainedModel, cache: PagedCache, obstacle: str, *, max_num_seqs: int) -> StepLoop:
-    """
-    A core that runs each sequence by itself. Blocks are accounted for in pools that only count, under the same budget;
-    the sequences' caches take the real ones, of which there are never more.
-    """
-    config = cache.memory.config
-    if config.memory_fraction is not None:
-        raise ValueError(
-            f"`memory_fraction` ({config.memory_fraction}) is not possible for {type(model).__name__}, whose sequences "
-            "run one by one in caches of their own: set `num_blocks`"
-        )
-    memory = PagedMemory(replace(config, num_blocks=None))
-    total = UNLIMITED if config.num_blocks is None else config.num_blocks
-    windows = list(cache.groups) or [None]
-    pools = [BlockPool() for _ in windows]
+def make_rectangles(model: PreTrainedModel, cache: PagedCache, sides: Sides) -> tuple[BlockManager, RectangleRunner]:
+    """What runs rows side by side, and what gives these their blocks."""
+    has_states = not sides.rows or bool(state_layers(cache))
+    with cache.memory.lock:
+        blocks = _manager(cache, has_states)
+    blocks.prefix_caching = False  # it would need the states at the end of each block
+    states = cache.memory.group("states").storage if has_states else None
+    return blocks, RectangleRunner(model, cache, states, sides)
 
-    def room(pool: BlockPool) -> Callable[[int], None]:
-        return lambda needed: pool.grow(max(0, needed - pool.num_available))
 
-    blocks = BlockManager(
-        [ManagedGroup(pool, window, room(pool)) for pool, window in zip(pools, windows)],
-        config.block_size,
-        lambda: total - sum(pool.num_used for pool in pools),
-        prefix_caching=False,
-    )
-    scheduler = Scheduler(
-        blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, preempt="recompute", swapper=None
-    )
-    runner = RowRunner(model, memory)
-    executor = Executor(model, memory, runner, scheduler, guard=None)
-    return StepLoop(executor, memory, blocks, scheduler, states=runner, unsupported_reason=obstacle)
+def rectangle_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, max_num_seqs: int) -> StepLoop:
+    """`make_loop` for any other decoder-only model."""
+    blocks, runner = make_rectangles(model, cache, layout.sides)
+    scheduler = Scheduler(blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, chunks=False)
+    executor = Executor(model, cache.memory, runner, scheduler, guard=None)
+    return StepLoop(executor, cache.memory, blocks, scheduler, layout, cache.counters)
 
 
 @functools.lru_cache

@@ -10,11 +10,9 @@ from transformers import PreTrainedModel
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.capability import packable
 from ..model.registry import Route, note_route
-from .assembly import empty_cache, make_core
+from .assembly import choose_layout, empty_cache, make_loop
 from .loop import StepLoop
-from .runner import PackedRunner
 from .scheduling.timeline import Timeline
 
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
@@ -49,13 +47,13 @@ class CurrentLoop:
         """While nothing is in flight: the loop, another one if the model is no longer what it was made for."""
         model = self.model
         empty = empty_cache(model, self.memory)
-        reason = packable(model, empty, PackedRunner)
-        made_for = (_layout(empty), reason, model.dtype, model.device, autocast_dtype(model.device))
+        layout = choose_layout(model, empty)
+        made_for = (_layout(empty), layout, model.dtype, model.device, autocast_dtype(model.device))
         if self.loop is None or made_for != self._made_for:
             self.retire()
             cache = empty_cache(model, self.memory)
             cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
-            self.loop = make_core(model, cache, reason, max_num_seqs=self.config.max_num_seqs)
+            self.loop = make_loop(model, cache, layout, max_num_seqs=self.config.max_num_seqs)
             self.memory, self.loop.scheduler.timeline = self.loop.memory, self.timeline
             self._made_for, self._config_text = made_for, _config_text(model)
             self.note_route()
@@ -88,14 +86,18 @@ class CurrentLoop:
         """How requests are served and why so; `None` before the first."""
         if self.loop is None:
             return None
-        reason, slowed_by = self.loop.unsupported_reason, sorted(self.loop.executor.obstacles)
-        if reason is not None:
+        layout, counters = self.loop.layout, self.loop.counters
+        reason, slowed_by = layout.unsupported_reason, sorted(self.loop.executor.obstacles)
+        if counters.gathered_decodes:
+            slowed_by.append(f"keys and values are gathered in decode steps ({layout.reason})")
+        if not layout.sides.rows:
             slowed_by.append(f"sequences run one by one, not packed: {reason}")
         return Route(
-            "engine" if reason is None else "rows",
-            reason or "packed forwards under the engine's scheduler",
-            in_place=reason is None,
-            prefills_shared=reason is None and self.shares_prefills,
+            "engine" if layout.sides.rows else "rows",
+            layout.reason if layout.sides.rows else str(reason),
+            in_place=reason is None or (counters.in_place > 0 and not counters.gathered),
+            latent=counters.latent > 0,
+            prefills_shared=self.shares_prefills,
             num_captured_steps=self.count("num_captured_steps"),
             slowed_by=tuple(slowed_by),
         )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Sequences
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
 from ..cache.block_manager import BlockManager
+from ..cache.handles import ReadCounters
 from ..cache.memory import PagedMemory
 from .decoding.base import SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .generation import Generation, KeptBlocks
+from .layout import Layout
 from .request import Request, Sequence
 from .scheduling.cost import CostModel
 from .scheduling.plan import StepPlan
@@ -29,19 +31,6 @@ class EngineStalledError(RuntimeError):
     """Several steps in a row neither computed nor sampled anything. The message holds the state."""
 
 
-class States(Protocol):
-    """What a runner holds of sequences beside their blocks."""
-
-    def fork(self, parent: Sequence, children: Sequences[Sequence]) -> None:
-        """`children` begin as copies of `parent`."""
-
-    def permute(self, sequences: Sequences[Sequence], parents: Sequences[int]) -> None:
-        """Sequence `i` continues what `parents[i]` was."""
-
-    def forget(self, sequences: Sequences[Sequence]) -> None:
-        """What was computed for the sequences is no longer held."""
-
-
 class StepLoop:
     """
     Runs generations on one model and one paged memory. Its methods are called within `interrupts.held`: the bookkeeping
@@ -52,10 +41,10 @@ class StepLoop:
         memory ([`PagedMemory`]): Its lock guards the tables.
         blocks ([`BlockManager`]): Whose tables the runner reads.
         scheduler ([`Scheduler`]): Decides what runs.
+        layout ([`Layout`]): Of its forwards.
+        counters ([`ReadCounters`]): Of the caches that its forwards read.
         cost ([`CostModel`], *optional*): Is told how long prefills take.
-        states ([`States`], *optional*): What the runner holds of sequences beside their blocks.
         swapper ([`BlockSwapper`], *optional*): Counts in `num_swaps` the requests whose blocks went to host memory.
-        unsupported_reason (`str`, *optional*): Why the model does not run packed.
     """
 
     def __init__(
@@ -64,14 +53,13 @@ class StepLoop:
         memory: PagedMemory,
         blocks: BlockManager,
         scheduler: Scheduler,
+        layout: Layout,
+        counters: ReadCounters,
         cost: CostModel | None = None,
-        states: States | None = None,
         swapper: Any = None,
-        unsupported_reason: str | None = None,
     ) -> None:
         self.executor, self.memory, self.blocks, self.scheduler = executor, memory, blocks, scheduler
-        self.cost, self.states, self.swapper = cost, states, swapper
-        self.unsupported_reason = unsupported_reason
+        self.layout, self.counters, self.cost, self.swapper = layout, counters, cost, swapper
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
         self.seconds = 0.0
         self.admitted: list[Request] = []  # in the last step
@@ -128,9 +116,12 @@ class StepLoop:
         with self.executor.lock:
             self.executor.change_weights()
             if recompute:
-                with self.memory.lock:
-                    stopped = self.scheduler.recompute()
-                self._loosen(stopped)
+                self._recompute()
+
+    def _recompute(self) -> None:
+        with self.memory.lock:
+            stopped = self.scheduler.recompute()
+        self._loosen(stopped)
 
     def _is_alone(self, generation: Generation, request: Request) -> bool:
         """Whether no other open generation has rows of the request."""
@@ -185,9 +176,8 @@ class StepLoop:
                 if not batch.items:
                     return batch, None, []
                 return batch, *self._run(batch)
-            except BaseException:  # blocks already have the names of what was not computed
-                with self.memory.lock:
-                    self.scheduler.fail_step()
+            except BaseException:
+                self._fail_step()
                 raise
 
     def _run(self, batch: StepPlan) -> tuple[Tensor | None, list[Generation]]:
@@ -196,8 +186,7 @@ class StepLoop:
         try:
             logits = self.executor.run(batch.items)
         except Exception as error:
-            with self.memory.lock:
-                self.scheduler.fail_step()
+            self._fail_step()
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
@@ -208,6 +197,13 @@ class StepLoop:
         if num_tokens > len(batch.items) and self.cost is not None:
             self.cost.observe_prefill(num_tokens, time.perf_counter() - start)
         return logits, []
+
+    def _fail_step(self) -> None:
+        """Blocks already have the names of what was not computed, and states may have moved on."""
+        with self.memory.lock:
+            self.scheduler.fail_step()
+        if self.executor.runner.has_states:
+            self._recompute()
 
     def _sample(self, batch: StepPlan, logits: Tensor | None, advanced: list[Generation]) -> BaseException | None:
         """
@@ -264,8 +260,6 @@ class StepLoop:
             if len(request.sequences) < len(rows):  # the prompt, computed once for all its rows
                 with self.memory.lock:
                     self.scheduler.fork(request, len(rows))
-                if self.states is not None:
-                    self.states.fork(request.sequences[0], request.sequences[1:])
             else:
                 rows = rows[sequence.index : sequence.index + 1]
             for generation, row in rows:
@@ -318,8 +312,6 @@ class StepLoop:
             first = self._rows[request][0][1]
             rows = range(first, first + len(self._rows[request]))
             own = [parents[row] - first for row in rows]
-            if self.states is not None:
-                self.states.permute(request.sequences, own)
             self.scheduler.permute(request, own, [tokens[row] for row in rows])
             self.num_generated_tokens += len(rows)
             if not generation.decoding.is_done and all(row in finished for row in rows):
@@ -329,8 +321,6 @@ class StepLoop:
         """Once blocks are short, rows that need not wait for one another no longer do."""
         self.num_preemptions += len(preempted)
         for request in preempted:
-            if self.states is not None:
-                self.states.forget(request.sequences)
             for generation in self._generations_of(request.sequences):
                 if generation.can_split:
                     generation.split()
@@ -342,7 +332,7 @@ class StepLoop:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def _generations_of(self, sequences: Sequences[Sequence]) -> list[Generation]:
+    def _generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
         requests = dict.fromkeys(sequence.request for sequence in sequences)
         return list(dict.fromkeys(generation for request in requests for generation, _ in self._rows.get(request, ())))
 
@@ -372,12 +362,8 @@ class StepLoop:
         generation.close()
 
     def _finish(self, request: Request) -> None:
-        if self.states is not None:
-            self.states.forget(request.sequences)
         self.scheduler.finish(request)
         self._rows.pop(request, None)
 
     def _finish_sequence(self, sequence: Sequence) -> None:
-        if self.states is not None:
-            self.states.forget([sequence])
         self.scheduler.finish_sequence(sequence)

@@ -69,7 +69,7 @@ class PackedRunner:
         self._rows = [TableRows() for _ in self.windows]
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._captured = captured_decodes(model, cache)
-        self.can_capture = self._captured is not None
+        self.can_capture, self.has_states = self._captured is not None, False
         self._is_known = False  # whether the model's state was read when this work began
         self.num_captured_steps = 0
 
@@ -81,6 +81,9 @@ class PackedRunner:
         self._is_known = state is not None
         if state is not None and self._captured is not None:
             self._captured.begin(state)
+
+    def rest(self) -> None:
+        """Nothing is kept between steps."""
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> torch.Tensor:

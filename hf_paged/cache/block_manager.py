@@ -26,12 +26,14 @@ class ManagedGroup:
             raises `OutOfBlocksError` (`GroupMemory.reserve`).
         copy_blocks (`Callable[[list[tuple[int, int]]], None]`, *optional*): Copies the first block of each pair to the
             second, all sources read before any target is written (`Storage.copy_blocks`).
+        block_size (`int`, *optional*): Tokens in a block of this group, where that is not the manager's.
     """
 
     pool: BlockPool
     window: int | None = None
     make_room: Callable[[int], None] | None = None
     copy_blocks: Callable[[list[tuple[int, int]]], None] | None = None
+    block_size: int | None = None
 
 
 class SequenceBlocks:
@@ -120,9 +122,11 @@ class BlockManager:
         For each group, the most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time,
         beside those that `blocks` has of what is in front; `first` is where a block begins.
         """
-        size = self.block_size
         spans = []
         for number, group in enumerate(self.groups):
+            size = self.block_size
+            if group.block_size is not None:
+                size = group.block_size
             span = -(-end // size) - first // size
             if group.window is not None:  # the oldest token seen may be the last of its block
                 held = len(blocks.tables[number].block_ids) if blocks.tables else 0
@@ -147,33 +151,45 @@ class BlockManager:
 
     def new(self) -> SequenceBlocks:
         """An empty sequence."""
-        blocks = SequenceBlocks(tuple(BlockTable(group.pool, self.block_size) for group in self.groups))
+        blocks = SequenceBlocks(
+            tuple(BlockTable(group.pool, group.block_size or self.block_size) for group in self.groups)
+        )
         blocks.epoch = self._epoch
         self._alive[blocks] = None
         return blocks
 
-    def append(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
+    def append(self, blocks: SequenceBlocks, num_tokens: int, skips: bool = False) -> bool:
         """
         Makes room for `num_tokens` more tokens and counts them as held; `False` if there is none. Window blocks that no
-        query from here on sees are given back first.
+        query from here on sees are given back first. With `skips` a sequence begins without those that no query after
+        these tokens sees.
         """
         tables = blocks.tables
-        length = tables[0].num_tokens
+        if skips and not any(table.block_ids for table in tables):
+            length = 0
+            for table in tables:
+                table.free()  # skipped before, when there was no room
+        else:
+            length, skips = tables[0].num_tokens, False
         if not length:
             blocks.epoch = self._epoch
+        end = length + num_tokens
         if self.has_windows:
+            for group, table in zip(self.groups, tables):
+                if skips and group.window is not None:
+                    table.skip(max(0, end - group.window + 1))
             self.trim(blocks)
-        needs = [table.num_needed(num_tokens) for table in tables]
+        needs = [table.num_needed(end - table.num_tokens) for table in tables]
         taken = self._take(needs)
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
-            copy = table.append(num_tokens, new_ids)
+            copy = table.append(end - table.num_tokens, new_ids)
             if copy is not None:
                 source, target = copy
                 # a source that is itself still to be copied to has its content elsewhere
                 copies[target] = copies.get(source, source)
-        blocks.capacity = -(-(length + num_tokens) // self.block_size) * self.block_size
+        blocks.capacity = -(-end // self.block_size) * self.block_size
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
@@ -366,7 +382,7 @@ class BlockManager:
                 raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
             for table in blocks.tables:
                 # a whole block where it was reserved for the next token
-                if table.block_ids and not 0 <= table.num_unused_slots <= self.block_size:
+                if table.block_ids and not 0 <= table.num_unused_slots <= table.block_size:
                     raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
                 if blocks.capacity > table.num_tokens and table.shared_tail is not None:
                     raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")

@@ -29,10 +29,13 @@ class LayerGroup:
         key (`Hashable`): Names the group in the memory.
         window (`int`, *optional*): Tokens a layer looks back, itself included; what is older is given back.
         counters ([`ReadCounters`]): Shared by the whole cache.
+        borrows (`bool`): The tables are others' (`borrow`), with room for each step before it begins.
     """
 
-    def __init__(self, memory: PagedMemory, key: Hashable, window: int | None, counters: ReadCounters) -> None:
-        self.memory, self.key, self.window, self.counters = memory, key, window, counters
+    def __init__(
+        self, memory: PagedMemory, key: Hashable, window: int | None, counters: ReadCounters, borrows: bool = False
+    ) -> None:
+        self.memory, self.key, self.window, self.counters, self.borrows = memory, key, window, counters, borrows
         self.tables: list[BlockTable] = []
         self.length = 0  # logical positions, padding included
         self.paddings: tuple[int, ...] = ()
@@ -50,8 +53,9 @@ class LayerGroup:
         self._host_tables: tuple[tuple[int, ...], ...] | None = None  # None: tables changed since they were taken
         self._device_tables: dict[torch.device, torch.Tensor] = {}
         self._snapshots: list[weakref.ref[PagedTensor]] = []
-        with held(), self.memory.lock:
-            self.blocks.table_sets.add(self)
+        if not self.borrows:
+            with held(), self.memory.lock:
+                self.blocks.table_sets.add(self)
 
     def __del__(self) -> None:
         if hasattr(self, "_snapshots"):  # else it was interrupted before it held anything
@@ -77,7 +81,9 @@ class LayerGroup:
         step = self._step
         if step is not None and (step.length, step.context_len) == (length, context_len) and self._slots is not None:
             return step, self._slots
-        if context_len < self.length:
+        if self.borrows:
+            self._grow(length)
+        elif context_len < self.length:
             self._own(context_len, length)
         if length > self.length:
             try:
@@ -94,6 +100,15 @@ class LayerGroup:
         self._step = self._snapshot(length, context_len)
         self._slots = self._new_slots(self._step).to(device)
         return self._step, self._slots
+
+    def _grow(self, length: int) -> None:
+        """Borrowed tables have room for the step, but for what a model adds of its own: prompts that it learned."""
+        counts = [max(0, length - padding - table.num_tokens) for table, padding in zip(self.tables, self.paddings)]
+        if any(counts):
+            self.blocks.make_room(self.tables, counts)
+            for table, count in zip(self.tables, counts):
+                table.append(count)
+        self.length, self._host_tables = length, None
 
     def _open(self, batch_size: int, length: int) -> None:
         (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
@@ -276,11 +291,16 @@ class LayerGroup:
                 if keep_snapshots:
                     self._keep_snapshots()
             finally:
-                for table in self.tables:
+                for table in () if self.borrows else self.tables:
                     table.free()
                 self.tables, self.length, self.paddings, self.expected_paddings = [], 0, (), None
                 self._snapshots.clear()
                 self._forget_steps()
+
+    def borrow(self, tables: list[BlockTable], paddings: tuple[int, ...], length: int) -> None:
+        """Reads and writes these tables from now on, which hold `length` logical positions of each row, or more."""
+        self.tables, self.paddings, self.length = tables, paddings, length
+        self._forget_steps()
 
     def adopt(self, tables: list[BlockTable], paddings: tuple[int, ...], length: int) -> None:
         """Takes over tables that hold what rows of `length` logical positions would; the group must be empty."""
@@ -290,9 +310,9 @@ class LayerGroup:
 
     def fork(self, counters: ReadCounters) -> LayerGroup:
         """A second group over the same blocks."""
-        twin = LayerGroup(self.memory, self.key, self.window, counters)
+        twin = LayerGroup(self.memory, self.key, self.window, counters, self.borrows)
         with held(), self.memory.lock:
-            twin.tables = [table.fork() for table in self.tables]
+            twin.tables = list(self.tables) if self.borrows else [table.fork() for table in self.tables]
             self._forget_steps()  # a layer that is still to write its part of the step shares the blocks now
         twin.length, twin.paddings, twin.record_past = self.length, self.paddings, self.record_past
         twin.expected_paddings, twin.num_layers = self.expected_paddings, self.num_layers
@@ -307,7 +327,17 @@ class LayerGroup:
     # -- pickling: the blocks that the tables hold, renumbered from 0 ------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("memory", "key", "window", "counters", "length", "paddings", "expected_paddings", "record_past")
+        own = (
+            "memory",
+            "key",
+            "window",
+            "counters",
+            "borrows",
+            "length",
+            "paddings",
+            "expected_paddings",
+            "record_past",
+        )
         state: dict[str, Any] = {name: getattr(self, name) for name in (*own, "num_operations", "num_layers")}
         held = list(dict.fromkeys(block_id for table in self.tables for block_id in table.block_ids))
         numbers = {block_id: number for number, block_id in enumerate(held)}

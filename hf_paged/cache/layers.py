@@ -66,7 +66,10 @@ class PagedLayer(cache_utils.DynamicLayer):
         self._check_turn()
         group, context_len, query_len = self.group, self.num_seen, key_shape[2]
         with group.memory.lock:
-            group.blocks.layer(group, self.index, key_states, value_states, is_empty=context_len == 0)
+            num_begun = len(group.tables) if group.borrows else 0
+            group.blocks.layer(
+                group, self.index, key_states, value_states, is_empty=context_len == 0, num_begun=num_begun
+            )
             step, slots = group.advance(key_states.shape[0], context_len, query_len, key_states.device)
             blocks = group.blocks.storage.layers[self.index]  # may have grown
             storage.store(key_states.detach(), value_states.detach(), blocks.keys, blocks.values, slots)

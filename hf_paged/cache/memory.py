@@ -16,6 +16,7 @@ from ..interrupts import held
 from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed
+from .states import UNBOUNDED, StateStorage
 from .storage import KVBlocks, Storage, free_bytes
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
@@ -57,7 +58,7 @@ class GroupMemory:
         self._memory = weakref.ref(memory)  # no cycle: a pool goes with its last user, not with the next collection
         self.block_size = block_size
         self.pool = BlockPool()
-        self.storage = Storage(block_size)
+        self.storage: Any = StateStorage(self.pool) if block_size == UNBOUNDED else Storage(block_size)
         self.block_bytes = 0  # of all layers, as far as the first that wrote tells
         self.table_sets: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -208,11 +209,11 @@ class PagedMemory:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["config"])  # type: ignore[misc]
 
-    def group(self, key: Hashable) -> GroupMemory:
-        """The pool and storage of the layer group `key`."""
+    def group(self, key: Hashable, block_size: int | None = None) -> GroupMemory:
+        """The pool and storage of the layer group `key`; `block_size` in tokens, where it is not the config's."""
         with self.lock:
             if key not in self.groups:
-                self.groups[key] = GroupMemory(self, self.config.block_size)
+                self.groups[key] = GroupMemory(self, block_size or self.config.block_size)
             return self.groups[key]
 
     @property
@@ -268,7 +269,8 @@ class PagedMemory:
             return sys.maxsize
         held = self._held_bytes()
         if self._limit_bytes is None:
-            device = next(iter(group.storage.layers.values())).keys.device
+            layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
+            device = next((layer.keys.device for layer in layers), torch.device("cpu"))
             self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + held))
         return (self._limit_bytes - held) // block_bytes
 
@@ -300,10 +302,12 @@ class PagedMemory:
         self._peak_used = {key: group.pool.num_used for key, group in self.groups.items()}
         slots = unused = 0
         for group in self.groups.values():
+            if group.block_size == UNBOUNDED:
+                continue
             tails = {t.block_ids[-1]: t.num_unused_slots for t in group.live_tables() if t.block_ids}
             slots += group.pool.num_used * group.block_size
             unused += sum(tails.values())
-        self._waste = unused / slots
+        self._waste = unused / slots if slots else 0.0
 
     def reset_peak(self) -> None:
         """Starts counting the peak again."""

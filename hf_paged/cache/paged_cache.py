@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,16 +78,21 @@ class PagedCache(DynamicCache):
         self._adopt(DynamicCache(config=config) if config is not None else DynamicCache())
 
     @classmethod
-    def from_empty(cls, cache: DynamicCache, memory: PagedMemory, kind: str = "self") -> PagedCache:
-        """The paged cache that stands for a `DynamicCache` which holds nothing yet, layer by layer."""
+    def from_empty(
+        cls, cache: DynamicCache, memory: PagedMemory, kind: str = "self", borrows: ReadCounters | None = None
+    ) -> PagedCache:
+        """
+        The paged cache that stands for a `DynamicCache` which holds nothing yet, layer by layer. With `borrows`, where
+        reads are counted, its tables are those that `borrow` is given.
+        """
         paged = cls.__new__(cls)
-        paged._setup(memory, kind)
+        paged._setup(memory, kind, borrows)
         paged._adopt(cache)
         return paged
 
-    def _setup(self, memory: PagedMemory, kind: str) -> None:
-        self.memory, self.kind = memory, kind
-        self.counters = ReadCounters()
+    def _setup(self, memory: PagedMemory, kind: str, borrows: ReadCounters | None = None) -> None:
+        self.memory, self.kind, self._borrows = memory, kind, borrows is not None
+        self.counters = ReadCounters() if borrows is None else borrows
         self.groups: dict[int | None, LayerGroup] = {}
 
     def _adopt(self, cache: DynamicCache) -> None:
@@ -101,7 +106,8 @@ class PagedCache(DynamicCache):
 
     def _group(self, window: int | None) -> LayerGroup:
         if window not in self.groups:
-            self.groups[window] = LayerGroup(self.memory, (self.kind, window), window, self.counters)
+            key = (self.kind, window)
+            self.groups[window] = LayerGroup(self.memory, key, window, self.counters, self._borrows)
         return self.groups[window]
 
     @property
@@ -145,6 +151,22 @@ class PagedCache(DynamicCache):
                 blocks = layer.group.blocks.storage.layers[index]
                 layer.num_seen = length
                 layer.lazy_initialization(blocks.keys, blocks.values)
+
+    def borrow(self, tables: Sequence[list[BlockTable]], paddings: tuple[int, ...], length: int | None) -> None:
+        """
+        The rows of the next step: sequences of others, whose tables have room for it.
+
+        Args:
+            tables (`Sequence[list[BlockTable]]`): For each of `groups` a table a row.
+            paddings (`tuple[int, ...]`): Leading positions of each row that are padding and not in its table.
+            length (`int`, *optional*): Logical positions of every row before the step, padding included; as many as
+                it holds if left out, which may be more than the tokens of a model that adds some of its own.
+        """
+        for group, borrowed in zip(self.groups.values(), tables):
+            group.borrow(borrowed, paddings, group.length if length is None else length)
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer) and length is not None:
+                layer.num_seen = length
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..batching.assembly import packed_core
+from ..batching.assembly import choose_layout, make_loop
 from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.executor import Window
 from ..batching.generation import Generation, KeptBlocks
+from ..batching.layout import PACKED, Layout
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
-from ..batching.runner import PackedRunner
 from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.capability import packable
 from .call import Call
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
 # What transformers passes beside the inputs and the engine has no use for.
-_PASSIVE = {"past_key_values", "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
+_PASSIVE = {"past_key_values", "cache_params", "use_cache", "logits_to_keep", "tokenizer"}
+_PASSIVE |= {"attention_mask", "position_ids"}
 
 
 @dataclass
@@ -56,6 +56,7 @@ class BatchCall:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     synced_gpus: bool = False
+    layout: Layout = PACKED
 
     def unsupported_reason(self) -> str | None:
         """Why the engine cannot serve the call, or `None` if it can."""
@@ -74,9 +75,19 @@ class BatchCall:
         keep = self.model_kwargs.get("logits_to_keep")
         if keep is not None and not (isinstance(keep, int) and keep == 1):
             return "logits_to_keep is set"
-        return self._unsupported_layout() or packable(self.model, self.cache, PackedRunner)
+        if reason := self._unsupported_rows():
+            return reason
+        self.layout = choose_layout(self.model, self.cache)
+        reason, sides = self.layout.unsupported_reason, self.layout.sides
+        if reason is None or not sides.rows:
+            return reason
+        if config.return_dict_in_generate:
+            return f"the cache is returned, and {reason}"
+        if not sides.prompts and any(self._paddings()):
+            return f"padding changes what its rows give, and {reason}"
+        return None
 
-    def _unsupported_layout(self) -> str | None:
+    def _unsupported_rows(self) -> str | None:
         ids, mask = self.input_ids, self.model_kwargs.get("attention_mask")
         if ids.dim() != 2 or not ids.shape[1]:
             return "there are no token ids"
@@ -108,7 +119,7 @@ class BatchCall:
         What `_sample` or `_beam_search` would have returned; `call` learns how it went. Raises what they would have
         raised. To be called within `interrupts.held`.
         """
-        loop = packed_core(self.model, self.cache, max_num_seqs=len(self.input_ids))
+        loop = make_loop(self.model, self.cache, self.layout, max_num_seqs=len(self.input_ids))
         generation, window = self._generation(), Window(is_call=True)
         try:
             loop.executor.begin(check_weights=self._is_worth_keeping, switch_attention=False)

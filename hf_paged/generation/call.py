@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from transformers import PreTrainedModel
 
 from ..attention.backends import obstacles
-from ..attention.latent import wrap_expansion
+from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import foreign_attention, switchable_configs, use_configs
 from ..cache.paged_cache import PagedCache
@@ -31,7 +31,7 @@ class Call:
         self.repeats = 1
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = self.is_switched = False
-        self.prefills_shared = False
+        self.prefills_shared = self.is_packed = False
         self.num_captured_steps = 0
         self.obstacles: set[str] = set()  # that kernels met
 
@@ -71,9 +71,7 @@ class Call:
     def _switch(self) -> None:
         self.is_switched = True
         modules = list(self.model.modules())
-        for module in modules:
-            if "expand_kv" in vars(type(module)):
-                wrap_expansion(type(module))
+        wrap_expansions(modules)
         self.stack.enter_context(use_configs(switchable_configs(modules)))
         foreign = foreign_attention(modules)
         if foreign is not None:
@@ -105,7 +103,7 @@ class Call:
         return Route(
             self.road,
             self.reason,
-            in_place=self.road == "engine" or (in_place > 0 and not any(c.gathered for c in counters)),
+            in_place=self.is_packed or (in_place > 0 and not any(c.gathered for c in counters)),
             latent=any(c.latent for c in counters),
             prefills_shared=self.prefills_shared,
             num_captured_steps=self.num_captured_steps,

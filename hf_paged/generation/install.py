@@ -107,7 +107,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
 def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     """The call as the engine takes it, or `None`, with the reason noted, if it does not."""
     model_kwargs = arguments.get("model_kwargs", {})
-    cache = model_kwargs.get("past_key_values")
+    cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
     if method not in ("_sample", "_beam_search") or len(call.built) != 1 or cache is not call.built[0]:
         return None
     if not call.reads_in_place:
@@ -129,7 +129,7 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall 
     if unsupported is not None:
         call.reason += f"; not on the engine: {unsupported}"
         return None
-    call.road, call.reason = "engine", "packed forwards under the engine's scheduler"
+    call.road, call.reason, call.is_packed = "engine", request.layout.reason, not request.layout.unsupported_reason
     call.prefills_shared = call.repeats > 1
     return request
 

@@ -1,4 +1,4 @@
-"""Whether a model can run packed: found out from what it is made of, then from what it computes; no list of names."""
+"""How a model may be run: found out from what it is made of, then from what it computes; no list of names."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
 from .. import forks
 from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
-from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
+from ..cache.layers import PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..interrupts import let_in
 from ..locks import step_lock
-from .self_check import PREPARE, ForwardFailedError, MakeRunner, input_check, self_check
+from .self_check import (
+    PREPARE,
+    ForwardFailedError,
+    MakeRectangles,
+    MakeRunner,
+    Sides,
+    input_check,
+    self_check,
+    side_check,
+)
 
 LOOP_CONDITION = "_has_unfinished_sequences"
 # Where these are not transformers' own, a forward may get inputs that the engine does not know of, or the loop end at
@@ -30,6 +40,7 @@ STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill", LOOP_CONDITI
 
 _lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
+_sides: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Sides]] = weakref.WeakKeyDictionary()
 
 
 class Parts(NamedTuple):
@@ -69,6 +80,32 @@ def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner)
             return str(error)
         with _lock:
             _verdicts[model] = found
+    return found[1]
+
+
+def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
+    """
+    Which rows of `model` give side by side what each gives alone.
+
+    Args:
+        cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
+        make_runner (`Callable`): Makes what runs them, `batching.assembly.make_rectangles`.
+    """
+    parts = _parts(model)
+    checks = (_wrong_layers, _own_methods, _watched, _spread_out, _mixes_tokens)
+    if any(check(model, cache, parts) for check in checks):
+        return Sides(prompts=False, rows=False)
+    key = (_fingerprint(model, parts), tuple(map(type, cache.layers)))
+    with _lock:
+        found = _sides.get(model)
+    if found is None or found[0] != key:
+        try:
+            with step_lock(model), let_in():
+                found = (key, side_check(model, cache, make_runner))
+        except ForwardFailedError:  # it may have been something passing: the next call checks again
+            return Sides(prompts=False, rows=False)
+        with _lock:
+            _sides[model] = found
     return found[1]
 
 
@@ -126,12 +163,25 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
     return getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
 
 
-def _wrong_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _wrong_layers(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+    """Rows join and leave: each layer must be one whose rows can be told apart."""
+    if cache.layer_class_to_replicate is not None or not model._supports_default_dynamic_cache():
+        return "its cache does not know its layers before the first forward"
+    known = (*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer, PagedHybridLayer, LinearAttentionLayer)
+    foreign = {type(layer).__name__ for layer in cache.layers if type(layer) not in known}
+    return f"its cache has layers of its own: {', '.join(sorted(foreign))}" if foreign or not cache.layers else None
+
+
+def _own_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
     for name in STOCK_METHODS:
         if not is_stock(model, name):
             return f"it has a `{name}` of its own"
-    if PREPARE in vars(model):
-        return f"its `{PREPARE}` was replaced"
+    return f"its `{PREPARE}` was replaced" if PREPARE in vars(model) else None
+
+
+def _wrong_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+    if reason := _own_methods(model, cache, parts):
+        return reason
     loaded_with_ours = model.config.get_text_config(decoder=True)._attn_implementation_internal == NAME
     if not parts.configs and not loaded_with_ours:
         return "its attention does not go through the attention interface"

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 
+from ..attention.latent import wrap_expansions
 from ..attention.switch import use_paged_attention
+from ..cache.block_manager import BlockManager
 from ..cache.block_table import BlockTable
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import PagedMemory, autocast_dtype
@@ -41,6 +43,23 @@ class Runner(Protocol):
 
 
 MakeRunner = Callable[[PreTrainedModel, PagedCache], Runner]
+
+
+class Sides(NamedTuple):
+    """
+    Which rows may run side by side.
+
+    Args:
+        prompts (`bool`): Prompts of different lengths; else only those of one length.
+        rows (`bool`): Rows at all; else each runs by itself, in a cache of its own that keeps all that the model puts
+            into it.
+    """
+
+    prompts: bool = True
+    rows: bool = True
+
+
+MakeRectangles = Callable[[PreTrainedModel, PagedCache, Sides], tuple[BlockManager, Runner]]
 
 
 class ForwardFailedError(Exception):
@@ -121,12 +140,9 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
         ForwardFailedError: if a plain forward fails, which says nothing about packed ones.
         MemoryError, RuntimeError: if memory ran out, which says nothing about the model.
     """
-    devices = [] if model.device.type in ("cpu", "meta") else [model.device]
-    kind = model.device.type if devices else "cuda"
     decoded = None
     try:
-        rng = torch.random.fork_rng(devices, device_type=kind)
-        with held(), rng, _unchanged(model), torch.no_grad(), let_in():
+        with _undisturbed(model):
             rows = _test_tokens(model)
             whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
             decoded = _decoded_logits(model, _stock_twin(cache), rows[:2])
@@ -143,6 +159,89 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
     in_steps = torch.stack([decoded[0, 0], decoded[1, 1], decoded[0, 1]])
     in_any_step = _difference(model, alone, found, "logits")
     return in_any_step or _difference(model, in_steps, found[2:5], "logits of decode steps")
+
+
+def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
+    """
+    Compares rows side by side, joining and leaving, with plain forwards over a `DynamicCache`. Leaves the model and the
+    random state as `self_check` does, and raises what it raises.
+    """
+    alone: torch.Tensor | None = None
+    for sides in (Sides(), Sides(prompts=False)):
+        try:
+            with _undisturbed(model):
+                rows = _test_tokens(model)
+                if alone is None:
+                    short, middle, long = (
+                        _plain_logits(model, rows[row : row + 1, :length], prompt)
+                        for row, (prompt, length) in enumerate(((_FIRST, 11), (_SECOND, 10), (_CHUNK, 15)))
+                    )
+                    order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
+                    alone = torch.stack(order)
+                found = _side_logits(model, cache, rows, sides, make_runner)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if alone is None:
+                raise ForwardFailedError(f"its forward fails: {_first_line(error)}") from error
+            continue
+        if _difference(model, alone, found, "logits") is None:
+            return sides
+    return Sides(prompts=False, rows=False)
+
+
+def _plain_logits(model: Any, row: torch.Tensor, prompt: int) -> torch.Tensor:
+    """`(n, vocab_size)`: after the first `prompt` tokens of a row, and after each later one, as by `generate`."""
+    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(row[:, :prompt])}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:
+        inputs["position_ids"] = model._prepare_position_ids_for_generation(row[:, :prompt], inputs)
+    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    inputs[name] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    logits = []
+    for length in range(prompt, row.shape[1] + 1):
+        begins = length == prompt
+        count = length if begins else 1
+        prepared = getattr(model, PREPARE)(
+            row[:, :length], next_sequence_length=count, is_first_iteration=begins, **inputs
+        )
+        outputs = model(**prepared, return_dict=True)
+        inputs = model._update_model_kwargs_for_generation(outputs, inputs)
+        logits.append(outputs.logits[0, -1])
+    return torch.stack(logits)
+
+
+def _side_logits(
+    model: PreTrainedModel,
+    cache: PagedCache,
+    rows: torch.Tensor,
+    sides: Sides,
+    make_runner: MakeRectangles,
+) -> torch.Tensor:
+    """
+    `(9, vocab_size)`: after the prompts of a short and a long row, after one more token each, after another prompt
+    beside the next of these two, and after the next of that one and the short one.
+    """
+    memory = PagedMemory(PagedConfig(block_size=8))
+    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+    manager, runner = make_runner(model, PagedCache.from_empty(stock, memory), sides)
+    tokens = rows.tolist()
+    sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
+
+    def item(row: int) -> tuple[Any, int]:
+        sequence = sequences[row]
+        count = 1 if sequence.num_computed_tokens else (_FIRST, _SECOND, _CHUNK)[row]
+        manager.append(sequence.blocks, count, skips=True)
+        sequence.num_computed_tokens += count
+        sequence.token_ids = tokens[row][: sequence.num_computed_tokens]
+        return sequence, count
+
+    wrap_expansions(model.modules())
+    with held(), use_paged_attention(model), let_in():
+        logits = [runner.run(list(map(item, step))) for step in ((0, 2), (0, 2), (1, 0, 2), (1, 0))]
+    for sequence in sequences:
+        manager.free(sequence.blocks)
+    return torch.cat(logits)
 
 
 def _difference(model: PreTrainedModel, plain: torch.Tensor, packed: torch.Tensor, what: str) -> str | None:
@@ -227,6 +326,15 @@ def _packed_logits(
         logits.append(runner.run([decode(first, tokens[0]), decode(second, tokens[1]), item(third, _CHUNK)]))
         logits.append(runner.run([decode(first, tokens[0]), item(third, _LENGTH - _CHUNK)]))
     return torch.cat(logits)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Model and random state are left as they were; interrupts are let in."""
+    devices = [] if model.device.type in ("cpu", "meta") else [model.device]
+    rng = torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda")
+    with held(), rng, _unchanged(model), torch.no_grad(), let_in():
+        yield
 
 
 @contextlib.contextmanager

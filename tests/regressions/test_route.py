@@ -85,7 +85,7 @@ def test_item_15_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> N
         model.generate(ids, **OPTIONS, **models.PAGED)
         route = last_route(model)
         assert route is not None and not route.in_place and len(route.slowed_by) == 1
-    assert "keys and values are gathered in decode steps (paged cache under" in route.slowed_by[0]
+    assert "keys and values are gathered in decode steps (rows side by side under" in route.slowed_by[0]
     assert "its attention does not go through the attention interface" in route.slowed_by[0]
     assert warnings(caplog) == [f"GPTJForCausalLM runs slower than it could: {route.slowed_by[0]}"]
 

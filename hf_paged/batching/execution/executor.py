@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...attention.backends import obstacles
+from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
 from ...attention.switch import switchable_configs, use_configs
 from ...cache.memory import PagedMemory, autocast_dtype
@@ -44,6 +45,7 @@ class Runner(Protocol):
     """Computes scheduled tokens."""
 
     can_capture: bool  # whether it wants to know the model's state
+    has_states: bool  # whether a step that failed cannot be taken again
     num_captured_steps: int
 
     def begin(self, state: ModelState | None) -> None:
@@ -54,6 +56,9 @@ class Runner(Protocol):
         Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order. The model runs with
         `adapter` now.
         """
+
+    def rest(self) -> None:
+        """Nothing is in flight any more."""
 
     def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
         """
@@ -144,6 +149,7 @@ class Executor:
     def rest(self) -> None:
         """Nothing is in flight any more."""
         self.forget_ahead()
+        self.runner.rest()
         if self.guard is not None:
             self.guard.rest()
 
@@ -182,7 +188,9 @@ class Executor:
     def attention(self) -> Iterator[None]:
         """Around each step: the model's attention is `"hf_paged"`, and masks are observed by no call."""
         if self._configs is None:
-            self._configs = switchable_configs(self.model.modules()) if self._switches_attention else []
+            modules = list(self.model.modules()) if self._switches_attention else []
+            wrap_expansions(modules)
+            self._configs = switchable_configs(modules)
         tokens = mask_observer.set(None), obstacles.set(self.obstacles)
         try:
             with torch.no_grad(), use_configs(self._configs):

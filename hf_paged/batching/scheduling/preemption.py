@@ -39,6 +39,7 @@ class Preemption:
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
         vouch (`Callable[[], bool]`, *optional*): Whether blocks may be served whose sequences began before this window
             (`BlockManager.needs_vouching`); if not, it has dropped them.
+        chunks (`bool`): Whether a sequence may be computed in chunks, and so begin with what another one computed.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Preemption:
         preempt: str | Callable[[Request], str] = "recompute",
         swapper: Swapper | None = None,
         vouch: Callable[[], bool] | None = None,
+        chunks: bool = True,
     ) -> None:
+        self._chunks = chunks
         self.blocks, self._preempt, self._swapper, self._vouch = blocks, preempt, swapper, vouch
 
     # -- in and out -----------------------------------------------------------------------------------------------
@@ -56,7 +59,7 @@ class Preemption:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
         size, rows = self.blocks.block_size, request.num_rows
         # rows that are recomputed share all full blocks short of a prompt's last token
-        shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 else 0
+        shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 and self._chunks else 0
         # the last token of all is never computed
         longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
         common = self.blocks.num_spanned(0, shared, 1)
@@ -144,7 +147,8 @@ class Preemption:
             sequence.blocks = manager.new()
             hit = manager.match(sequence.blocks, sequence.token_ids, request.namespace)
             sequence.num_computed_tokens = hit
-        shared = _num_common([sequence.token_ids for sequence in rows]) // size * size if len(rows) > 1 else 0
+        can_share = len(rows) > 1 and self._chunks
+        shared = _num_common([sequence.token_ids for sequence in rows]) // size * size if can_share else 0
         if all(sequence.num_computed_tokens >= shared for sequence in rows):
             return [(sequence, sequence.num_computed_tokens) for sequence in rows]
         self.forget(request)

@@ -40,6 +40,7 @@ class Scheduler:
         preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
         vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Preemption`).
+        chunks (`bool`): Whether a sequence may be computed in chunks; else as a whole, then token by token.
 
     Attributes:
         timeline ([`Timeline`]): Is told which requests come and go; to use another, set it before the first request.
@@ -56,6 +57,7 @@ class Scheduler:
         preempt: str | Callable[[Request], str] = "recompute",
         swapper: Swapper | None = None,
         vouch: Callable[[], bool] | None = None,
+        chunks: bool = True,
     ) -> None:
         if max_num_batched_tokens < 1 or max_num_seqs < 1:
             raise ValueError(
@@ -67,7 +69,8 @@ class Scheduler:
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._watermark, self._aging = watermark, aging
-        self._preemption = Preemption(blocks, preempt, swapper, vouch)
+        self._preemption = Preemption(blocks, preempt, swapper, vouch, chunks)
+        self._chunks = chunks
         self._running: list[Request] = []  # by key
         self._num_rows = 0  # open rows of running requests
         self._waiting = WaitingQueue()
@@ -208,10 +211,12 @@ class Scheduler:
         blocks = sequence.blocks
         computed = sequence.num_computed_tokens
         self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
-        while not self.blocks.append(blocks, query_len):
+        while not self.blocks.append(blocks, query_len, skips=not self._chunks):
             if may_preempt and self._running[-1] is not request:
                 self._preempt(self._running[-1])
-            elif query_len > 1 and self.blocks.has_windows:  # fewer tokens need fewer blocks only there
+            elif (
+                query_len > 1 and self.blocks.has_windows and self._chunks
+            ):  # fewer tokens need fewer blocks only there
                 query_len //= 2
             else:
                 plan = self._plan
@@ -257,7 +262,8 @@ class Scheduler:
                 return
             is_alone = not self._running
             reserve = 0 if is_alone else int(self._watermark * self.blocks.num_total)
-            chunk = 1 if is_alone else self.max_num_batched_tokens  # alone, a chunk may shrink as far as that
+            # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
+            chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             if not self._preemption.bring_in(request, chunk, reserve, is_alone):
                 return
             self._waiting.pop()

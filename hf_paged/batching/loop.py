@@ -82,14 +82,10 @@ class StepLoop:
 
     def add(self, generation: Generation) -> None:
         """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
-        requests = generation.requests
         with self.memory.lock:
-            for request in requests:
-                self.scheduler.check_fits(request)
+            self.scheduler.add(*generation.requests)
             for row, (request, _) in enumerate(generation.rows):
                 self._rows.setdefault(request, []).append((generation, row))
-            for request in requests:
-                self.scheduler.add(request)
 
     def drop(self, generation: Generation) -> None:
         """Ends it at any point; its blocks go back."""
@@ -259,7 +255,7 @@ class StepLoop:
             rows = self._rows[request]
             if len(request.sequences) < len(rows):  # the prompt, computed once for all its rows
                 with self.memory.lock:
-                    self.scheduler.fork(request, len(rows))
+                    request.fork(self.blocks, len(rows))
             else:
                 rows = rows[sequence.index : sequence.index + 1]
             for generation, row in rows:
@@ -312,7 +308,7 @@ class StepLoop:
             first = self._rows[request][0][1]
             rows = range(first, first + len(self._rows[request]))
             own = [parents[row] - first for row in rows]
-            self.scheduler.permute(request, own, [tokens[row] for row in rows])
+            request.permute(self.blocks, own, [tokens[row] for row in rows])
             self.num_generated_tokens += len(rows)
             if not generation.decoding.is_done and all(row in finished for row in rows):
                 self._finish(request)

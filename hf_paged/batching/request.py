@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable
 from enum import Enum
 from typing import Any
 
-from ..cache.block_manager import NO_BLOCKS, SequenceBlocks
+from ..cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
 
 
 class Status(Enum):
@@ -64,6 +65,11 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Tokens that lack K and V."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    def become(self, other: Sequence, blocks: SequenceBlocks) -> None:
+        """Takes over what another sequence is, with these blocks."""
+        self.token_ids, self.blocks, self.swapped = list(other.token_ids), blocks, other.swapped
+        self.num_computed_tokens, self.num_answered_tokens = other.num_computed_tokens, other.num_answered_tokens
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -155,5 +161,39 @@ class Request:
         """Whether, being preempted, it has nothing to compute until a sequence gets a token."""
         return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)
 
+    # -- what decodings do ----------------------------------------------------------------------------------------
+
+    def fork(self, blocks: BlockManager, count: int) -> None:
+        """Its one sequence becomes `count` sequences that share its blocks."""
+        first = self.sequences[0]
+        twins = [Sequence([]) for _ in range(count - len(self.sequences))]
+        for twin in twins:
+            twin.become(first, _forked(blocks, first))
+        self.adopt(twins)
+
+    def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
+        """
+        Sequence `i` becomes what sequence `parents[i]` was, followed by `tokens[i]`: tables change hands or are forked,
+        no K or V moves. Finished sequences stay as they are.
+        """
+        old = [copy.copy(sequence) for sequence in self.sequences]
+        moved = [row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished]
+        taken = set(range(len(old))) - set(moved)  # whose tables are taken already
+        for row in moved:
+            parent = old[parents[row]]
+            held = _forked(blocks, parent) if parents[row] in taken else parent.blocks
+            self.sequences[row].become(parent, held)
+            taken.add(parents[row])
+        for row, sequence in enumerate(old):
+            if row not in taken:
+                blocks.free(sequence.blocks)
+        for sequence, token in zip(self.sequences, tokens):
+            if not sequence.is_finished:
+                sequence.token_ids.append(token)
+
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.sequences})"
+
+
+def _forked(blocks: BlockManager, sequence: Sequence) -> SequenceBlocks:
+    return sequence.blocks if sequence.blocks is NO_BLOCKS else blocks.fork(sequence.blocks)

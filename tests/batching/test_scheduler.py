@@ -197,7 +197,7 @@ def test_rows_computed_anew_share_their_prompt_again() -> None:
     other = add(scheduler, "other", 12, new_tokens=20, priority=-1)
     request = add(scheduler, "rows", 17, new_tokens=8, num_rows=3)
     scheduler.schedule()
-    scheduler.fork(request, 3)
+    request.fork(scheduler.blocks, 3)
     used = scheduler.blocks.num_free
     for number, sequence in enumerate(request.sequences):
         sequence.token_ids.append(number)
@@ -222,13 +222,13 @@ def test_permute_changes_hands_and_forks() -> None:
     scheduler = make()
     request = add(scheduler, "a", 6, num_rows=3)
     scheduler.schedule()
-    scheduler.fork(request, 3)
+    request.fork(scheduler.blocks, 3)
     for number, sequence in enumerate(request.sequences):
         sequence.token_ids.append(number)
     scheduler.schedule()
     used = scheduler.blocks.num_free
     tails = [sequence.blocks.tables[0].block_ids[-1] for sequence in request.sequences]
-    scheduler.permute(request, [1, 1, 0], [7, 8, 9])
+    request.permute(scheduler.blocks, [1, 1, 0], [7, 8, 9])
     assert [sequence.token_ids[-2:] for sequence in request.sequences] == [[1, 7], [1, 8], [0, 9]]
     held = [sequence.blocks.tables[0].block_ids[-1] for sequence in request.sequences]
     assert held == [tails[1], tails[1], tails[0]] and scheduler.blocks.num_free == used + 1

@@ -137,7 +137,7 @@ class BatchableProcessors:
     def __init__(self, processors: LogitsProcessorList, input_ids: torch.Tensor):
         self.processors = [p for p in processors if type(p) not in _LENGTH_BOUND]
         penalties = [p for p in processors if type(p) is known.RepetitionPenaltyLogitsProcessor]
-        self.needs_seen = bool(penalties)
+        self._penalises = bool(penalties)
         self._seen: torch.Tensor | None = None  # [vocab] bool
         self._unseen: list[int] = []  # tokens that are not in `_seen` yet
         if penalties:
@@ -158,7 +158,8 @@ class BatchableProcessors:
 
     def note(self, token: int) -> None:
         """The row goes on with `token`."""
-        self._unseen.append(token)
+        if self._penalises:
+            self._unseen.append(token)
 
     def seen(self, vocab: int, device: torch.device) -> torch.Tensor:
         """`(vocab,)` bool: the tokens that are penalised for having been there."""

@@ -156,7 +156,7 @@ class SampleDecoding(Decoding):
 
     def tail(self, row: int, count: int) -> list[int]:
         """The last `count` tokens of a row, or as many as it has."""
-        new = [tokens[row] for tokens in self._new[-count:]]
+        new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]
         return new if len(new) == count else self._ids[row, len(new) - count :].tolist() + new
 
     def accept(self, choice: Choice) -> SampledTokens:

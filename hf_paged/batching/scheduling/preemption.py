@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
+from ...cache.block_manager import NO_BLOCKS, BlockManager
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence
 
@@ -223,46 +223,6 @@ class Preemption:
             for sequence in request.sequences:
                 sequence.swapped = None
             self.forget(request)
-
-    # -- what decodings do ----------------------------------------------------------------------------------------
-
-    def fork(self, request: Request, count: int) -> None:
-        """The request's one sequence becomes `count` sequences that share its blocks."""
-        first = request.sequences[0]
-        twins = []
-        for _ in range(count - len(request.sequences)):
-            twin = Sequence(list(first.token_ids))
-            twin.num_computed_tokens, twin.num_answered_tokens = first.num_computed_tokens, first.num_answered_tokens
-            twin.blocks, twin.swapped = self._forked(first.blocks), first.swapped
-            twins.append(twin)
-        request.adopt(twins)
-
-    def permute(self, request: Request, parents: list[int], tokens: list[int]) -> None:
-        """
-        Sequence `i` becomes what sequence `parents[i]` was, followed by `tokens[i]`: tables change hands or are forked,
-        nothing is copied. Finished sequences stay as they are.
-        """
-        rows = request.sequences
-        old = [(s.token_ids, s.blocks, s.swapped, s.num_computed_tokens, s.num_answered_tokens) for s in rows]
-        moved = [row for row, parent in enumerate(parents) if row != parent and not rows[row].is_finished]
-        taken = set(range(len(rows))) - set(moved)  # whose tables are taken already
-        for row in moved:
-            parent, sequence = parents[row], rows[row]
-            token_ids, blocks, sequence.swapped, sequence.num_computed_tokens, sequence.num_answered_tokens = old[
-                parent
-            ]
-            sequence.token_ids = list(token_ids)
-            sequence.blocks = self._forked(blocks) if parent in taken else blocks
-            taken.add(parent)
-        for row, (_, blocks, *_) in enumerate(old):
-            if row not in taken:
-                self.blocks.free(blocks)
-        for sequence, token in zip(rows, tokens):
-            if not sequence.is_finished:
-                sequence.token_ids.append(token)
-
-    def _forked(self, blocks: SequenceBlocks) -> SequenceBlocks:
-        return blocks if blocks is NO_BLOCKS else self.blocks.fork(blocks)
 
 
 def _num_common(rows: list[list[int]]) -> int:

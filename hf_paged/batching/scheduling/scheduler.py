@@ -95,18 +95,16 @@ class Scheduler:
 
     # -- requests come --------------------------------------------------------------------------------------------
 
-    def check_fits(self, request: Request) -> None:
-        """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
-        self._preemption.check_fits(request)
-
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises `OutOfBlocksError` if it can never fit."""
-        self.check_fits(request)
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        request.key = (request.arrival + request.priority * self._aging, request.arrival)
-        request.status = Status.WAITING
-        self._wait(request)
+    def add(self, *requests: Request) -> None:
+        """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
+        for request in requests:
+            self._preemption.check_fits(request)
+        for request in requests:
+            request.arrival = self._arrivals
+            self._arrivals += 1
+            request.key = (request.arrival + request.priority * self._aging, request.arrival)
+            request.status = Status.WAITING
+            self._wait(request)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -393,16 +391,6 @@ class Scheduler:
         for sequence in request.open_sequences:
             self._preemption.end_sequence(sequence)
             sequence.is_finished = True
-
-    # -- what decodings do ----------------------------------------------------------------------------------------
-
-    def fork(self, request: Request, count: int) -> None:
-        """The request's one sequence becomes `count` sequences that share its blocks."""
-        self._preemption.fork(request, count)
-
-    def permute(self, request: Request, parents: list[int], tokens: list[int]) -> None:
-        """Sequence `i` becomes what sequence `parents[i]` was, followed by `tokens[i]`; no K or V moves."""
-        self._preemption.permute(request, parents, tokens)
 
     def forget_swapped(self, request: Request) -> None:
         """Gives up what the host holds of a request: it is recomputed."""

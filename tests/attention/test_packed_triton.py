@@ -56,7 +56,7 @@ def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(case: Case, laun
     assert launches == wanted
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[str]) -> None:
     model = models.get(name)
     inputs = models.padded_prompt(name, (13, 4, 9))

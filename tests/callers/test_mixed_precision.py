@@ -90,7 +90,7 @@ def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
     return Seq2SeqTrainer(model=model, args=settings, train_dataset=learned, eval_dataset=asked)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_item_02_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
     """Predict, train until the answers are known, predict and evaluate, as plain does."""
     results: dict[bool, list[Any]] = {}

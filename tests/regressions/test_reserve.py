@@ -54,6 +54,7 @@ serve()  # as without overcommitting: nothing tells how much there is before it 
     run(code, megabytes=192)
 
 
+@pytest.mark.slow
 def test_item_09_an_error_that_remains_names_the_knobs() -> None:
     code = """
 engine = PagedEngine(model, PagedConfig(block_size=256, num_blocks=8))

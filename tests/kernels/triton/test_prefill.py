@@ -279,6 +279,7 @@ def any_cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(case=any_cases(), seed=st.integers(0, 3))
 def test_any_combination_gives_what_the_reference_gives(case: Case, seed: int) -> None:

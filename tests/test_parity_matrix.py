@@ -131,6 +131,7 @@ FREQUENT_ENDS = list(range(20, 36))
 
 # ----------------------------------------------------------------------------------------------------- options
 
+ALL = (*models.NAMES, *models.HYBRID)
 Option = Callable[[Run], Any]
 OPTIONS: dict[str, Option] = {}
 MODELS_OF: dict[str, Sequence[str]] = {}
@@ -140,9 +141,7 @@ NO_POOL: set[str] = set()
 EAGER: set[str] = set()
 
 
-def option(
-    models_of: Sequence[str] = models.NAMES, pool: bool = True, eager: bool = False
-) -> Callable[[Option], Option]:
+def option(models_of: Sequence[str] = ALL, pool: bool = True, eager: bool = False) -> Callable[[Option], Option]:
     def register(function: Option) -> Option:
         name = function.__name__
         OPTIONS[name] = function
@@ -642,7 +641,8 @@ def returned_cache_continues(run: Run) -> Any:
     cache = first.past_key_values
     held = cache.get_seq_length()
     own = cache.self_attention_cache if run.encoder_decoder else cache
-    contents = [(layer.keys + 0, layer.values + 0) for layer in own.layers if not getattr(layer, "is_sliding", False)]
+    layers = [layer for layer in own.layers if hasattr(layer, "keys") and not getattr(layer, "is_sliding", False)]
+    contents = [(layer.keys + 0, layer.values + 0) for layer in layers]
     ids = torch.cat([first.sequences, models.token_ids(3, 4, seed=9)], dim=1)
     if run.encoder_decoder:
         rest = {**inputs, "decoder_input_ids": ids}
@@ -706,7 +706,7 @@ def token_by_token(run: Run) -> Any:
     return logits, cache.get_seq_length()
 
 
-@option(pool=False)
+@option(models.NAMES, pool=False)  # plain's states cannot be repeated
 @torch.no_grad()
 def cache_operations(run: Run) -> Any:
     """What beam search, assisted decoding and users do to a cache between two steps."""
@@ -800,7 +800,7 @@ def processor_option(arguments: dict[str, Any]) -> Option:
 
 for _name, _arguments in PROCESSORS.items():
     OPTIONS[_name] = processor_option(_arguments)
-    MODELS_OF[_name] = models.NAMES
+    MODELS_OF[_name] = ALL
 
 # What plain `generate` refuses, seen by running it.
 REFUSED = {
@@ -815,6 +815,13 @@ REFUSED = {
     ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder comes twice
     ("whisper", "prefill_chunk_size_beams"),
     ("whisper", "passed_cache_continues"),  # RuntimeError: Whisper counts a prompt shorter than its cache
+    ("qwen3_next", "prompt_lookup"),  # ValueError: no assisted generation with states
+    ("qwen3_next", "prompt_lookup_sample"),
+    ("qwen3_next", "assistant_model"),
+    ("qwen3_next", "assistant_model_sample"),
+    ("qwen3_next", "assistant_model_padded"),
+    ("qwen3_next", "streamer_assistant"),
+    ("qwen3_next", "dict_assistant"),
 }
 
 
@@ -928,10 +935,10 @@ def assert_pool_empty(model: PreTrainedModel) -> None:
 
 
 CELLS = [(name, cell) for cell in OPTIONS for name in MODELS_OF[cell]]
-WHOLE = ("llama", "gpt_oss", "t5")
+WHOLE = ("llama", "gpt_oss", "qwen3_next", "t5")
 """
-Models whose every cell is in a plain run: packed steps; experts, windows and sinks; cross attention, position biases.
-Of the others each option runs on one, in turn; all other cells are slow.
+Models whose every cell is in a plain run: packed steps; experts, windows and sinks; states beside keys and values;
+cross attention and position biases. Of the others each option runs on one, in turn; all other cells are slow.
 """
 
 
@@ -942,7 +949,7 @@ def is_fast(name: str, cell: str) -> bool:
 
 def test_a_plain_run_has_every_model_and_option() -> None:
     fast = [(name, cell) for name, cell in CELLS if is_fast(name, cell)]
-    assert {name for name, _ in fast} == set(models.NAMES)
+    assert {name for name, _ in fast} == set(ALL)
     assert {cell for _, cell in fast} == set(OPTIONS)
     assert {cell for name, cell in fast if name not in WHOLE} == {c for n, c in CELLS if n not in WHOLE}
 
@@ -972,7 +979,7 @@ def test_parity(name: str, cell: str) -> None:
     assert_pool_empty(model)
 
 
-@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_attention_reads_the_blocks_in_place(name: str) -> None:
     # Before 5.23, Gemma 2 comes with an sdpa that drops its softcap; that one is called, not imitated.
     model = models.get_eager(name) if name == "gemma2" else models.get(name)

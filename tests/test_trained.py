@@ -36,7 +36,7 @@ def assert_varied(rows: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", trained.CONFIGS)
+@pytest.mark.parametrize("name", trained.NAMES)
 def test_generate(name: str, mode: str, folder: Path) -> None:
     model = trained.load(name, folder)
     inputs = models.tokenizer()(PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False)
@@ -50,7 +50,7 @@ def test_generate(name: str, mode: str, folder: Path) -> None:
     hf_paged.check_integrity(model)
 
 
-@pytest.mark.parametrize("name", trained.CONFIGS)
+@pytest.mark.parametrize("name", trained.NAMES)
 def test_engine(name: str, folder: Path) -> None:
     model = trained.load(name, folder)
     engine = PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=32))

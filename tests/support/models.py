@@ -113,6 +113,20 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         {**_DECODER, **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_DECODER,
+            **_HEADS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "mlp_only_layers": [0, 1],
+        },
+    ),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
@@ -149,7 +163,8 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-NAMES = tuple(CONFIGS)
+HYBRID = ("qwen3_next",)  # linear and full attention
+NAMES = tuple(name for name in CONFIGS if name not in HYBRID)
 ENCODER_DECODER = ("t5", "bart", "whisper")
 DECODER_ONLY = tuple(name for name in NAMES if name not in ENCODER_DECODER)
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
@@ -199,7 +214,10 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         leaf = name.rsplit(".", 2)[-2] if "." in name else name
         if "norm" in name or name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight", "layer_norm.weight")):
-            zero_centred = "gemma" in model.config.model_type  # Gemma multiplies by (1 + weight)
+            # Gemma multiplies by (1 + weight), and so does Qwen3-Next outside of its linear layers.
+            zero_centred = "gemma" in model.config.model_type or (
+                model.config.model_type == "qwen3_next" and "linear_attn" not in name
+            )
             draw(parameter, 0.1, 0.0 if name.endswith("bias") or zero_centred else 1.0)
         elif parameter.ndim < 2:
             draw(parameter, 1.0 if name.endswith("sinks") else 0.1)

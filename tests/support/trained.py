@@ -14,32 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from tests.support import models
 
+NAMES = ("llama", "qwen3_next")
 NUM_STEPS = 150
 BATCH_SIZE, LENGTH = 16, 48  # rows; tokens, fewer than three sentences have
 LEARNING_RATE = 6e-3
-
-# Weights are drawn by transformers itself: training starts where that leaves them.
-CONFIGS: dict[str, transformers.PreTrainedConfig] = {
-    "llama": models.config("llama"),
-    "qwen3_next": transformers.Qwen3NextConfig(
-        vocab_size=models.VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        mlp_only_layers=[0, 1],
-        pad_token_id=models.PAD,
-        bos_token_id=models.BOS,
-        eos_token_id=None,
-    ),
-}
 
 
 def train(name: str) -> PreTrainedModel:
@@ -47,7 +25,7 @@ def train(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     draw = random.Random(0)
     sentences = [models.tokenizer()(sentence).input_ids for sentence in models.corpus()]
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).train()
+    model = transformers.AutoModelForCausalLM.from_config(models.config(name), dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=NUM_STEPS)
     for _ in range(NUM_STEPS):

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
 from .. import forks
-from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
+from ..attention.switch import NAME, foreign_attention
 from ..cache.layers import PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
-from ..cache.memory import autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..interrupts import let_in
 from ..locks import step_lock
 from .self_check import (
+    NO_SIDES,
     PREPARE,
     ForwardFailedError,
     MakeRectangles,
@@ -32,6 +31,11 @@ from .self_check import (
     self_check,
     side_check,
 )
+from .state import ModelState
+from .walk import only_looks
+
+Check = Callable[[PreTrainedModel, PagedCache, ModelState], str | None]
+Verdict = TypeVar("Verdict")
 
 LOOP_CONDITION = "_has_unfinished_sequences"
 # Where these are not transformers' own, a forward may get inputs that the engine does not know of, or the loop end at
@@ -39,20 +43,7 @@ LOOP_CONDITION = "_has_unfinished_sequences"
 STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill", LOOP_CONDITION)
 
 _lock = forks.lock()
-_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
-_sides: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Sides]] = weakref.WeakKeyDictionary()
-
-
-class Parts(NamedTuple):
-    """What a model is made of at this moment. Modules may change at any time, so every call reads it again."""
-
-    modules: list[tuple[str, nn.Module]]
-    configs: list[PreTrainedConfig]  # that a call switches to our attention
-
-
-def _parts(model: PreTrainedModel) -> Parts:
-    modules = list(model.named_modules())
-    return Parts(modules, switchable_configs(module for _, module in modules))
+_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
 
 
 def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner) -> str | None:
@@ -64,23 +55,16 @@ def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner)
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
         make_runner (`Callable`): What runs packed steps, `batching.runner.PackedRunner`.
     """
-    parts = _parts(model)
-    if reason := _visible_obstacle(model, cache, parts):
+    state = ModelState(model)
+    if reason := _visible_reason(_PACKED, model, cache, state):
         return reason
-    # what is above is cheap and may change at any time; what follows costs seven short forwards, so it is done once
-    layers = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
-    key = (_fingerprint(model, parts), layers)
-    with _lock:
-        found = _verdicts.get(model)
-    if found is None or found[0] != key:
-        try:
-            with step_lock(model), let_in():
-                found = (key, input_check(model, cache) or self_check(model, cache, make_runner))
-        except ForwardFailedError as error:  # it may have been something passing: the next call checks again
-            return str(error)
-        with _lock:
-            _verdicts[model] = found
-    return found[1]
+    key = state.code(), tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
+    try:
+        return _computed(
+            "packed", model, key, lambda: input_check(model, cache) or self_check(model, cache, make_runner)
+        )
+    except ForwardFailedError as error:
+        return str(error)
 
 
 def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
@@ -91,55 +75,46 @@ def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRec
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
         make_runner (`Callable`): Makes what runs them, `batching.assembly.make_rectangles`.
     """
-    parts = _parts(model)
-    checks = (_wrong_layers, _own_methods, _watched, _spread_out, _mixes_tokens)
-    if any(check(model, cache, parts) for check in checks):
-        return Sides(prompts=False, rows=False)
-    key = (_fingerprint(model, parts), tuple(map(type, cache.layers)))
-    with _lock:
-        found = _sides.get(model)
-    if found is None or found[0] != key:
-        try:
-            with step_lock(model), let_in():
-                found = (key, side_check(model, cache, make_runner))
-        except ForwardFailedError:  # it may have been something passing: the next call checks again
-            return Sides(prompts=False, rows=False)
-        with _lock:
-            _sides[model] = found
-    return found[1]
+    state = ModelState(model)
+    if _visible_reason(_SIDE_BY_SIDE, model, cache, state):
+        return NO_SIDES
+    key = state.code(), tuple(map(type, cache.layers))
+    try:
+        return _computed("side by side", model, key, lambda: side_check(model, cache, make_runner))
+    except ForwardFailedError:
+        return NO_SIDES
 
 
 def visible_obstacle(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """The part of `packable` that only looks at what the model is made of, on whatever device."""
-    return _visible_obstacle(model, cache, _parts(model))
+    return _visible_reason(_PACKED, model, cache, ModelState(model))
 
 
-def _visible_obstacle(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
-    for check in (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens):
-        if reason := check(model, cache, parts):
-            return reason
-    return None
+def _visible_reason(
+    checks: tuple[Check, ...], model: PreTrainedModel, cache: PagedCache, state: ModelState
+) -> str | None:
+    return next(filter(None, (check(model, cache, state) for check in checks)), None)
 
 
-def _fingerprint(model: PreTrainedModel, parts: Parts) -> tuple[Any, ...]:
+def _computed(name: str, model: PreTrainedModel, key: Hashable, check: Callable[[], Verdict]) -> Verdict:
     """
-    Changes when a module is replaced or added (an adapter), a function of a module's class is replaced, a module's
-    attribute that is a bool or a string is another, or attention, dtype, device or mode is.
+    What several short forwards tell, once for a model that is what `key` says. Raises `ForwardFailedError` for what
+    may be something passing: the next call checks again.
     """
-    modules = tuple((type(module), module.training) for _, module in parts.modules)
-    switches = tuple(each for _, module in parts.modules for each in vars(module).values() if type(each) in (bool, str))
-    classes = dict.fromkeys(base for kind, _ in modules for base in kind.__mro__)
-    functions = tuple(each for base in classes for each in vars(base).values() if isinstance(each, FunctionType))
-    implementations = tuple(model_attention(config) for config in parts.configs)
-    autocast = autocast_dtype(model.device)
-    prepare = getattr(type(model), PREPARE)
-    return modules, switches, functions, implementations, model.dtype, autocast, model.device, prepare
+    with _lock:
+        known, verdict = _verdicts.setdefault(model, {}).get(name, (None, None))
+    if known != key:
+        with step_lock(model), let_in():
+            verdict = check()
+        with _lock:
+            _verdicts[model][name] = key, verdict
+    return cast(Verdict, verdict)
 
 
 # -- what the model is made of ------------------------------------------------------------------------------------
 
 
-def _wrong_kind(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _wrong_kind(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return "the model has an encoder"
     parameters = inspect.signature(model.forward).parameters
@@ -147,7 +122,7 @@ def _wrong_kind(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str 
     return f"its forward takes no {' and no '.join(missing)}" if missing else None
 
 
-def _wrong_cache(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _wrong_cache(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     if cache.layer_class_to_replicate is not None or not cache.layers:
         return "its cache does not know its layers before the first forward"
     foreign = {type(layer) for layer in cache.layers if not isinstance(layer, EMPTY_LAYERS)}
@@ -163,7 +138,7 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
     return getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
 
 
-def _wrong_layers(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _wrong_layers(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     """Rows join and leave: each layer must be one whose rows can be told apart."""
     if cache.layer_class_to_replicate is not None or not model._supports_default_dynamic_cache():
         return "its cache does not know its layers before the first forward"
@@ -172,58 +147,53 @@ def _wrong_layers(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> st
     return f"its cache has layers of its own: {', '.join(sorted(foreign))}" if foreign or not cache.layers else None
 
 
-def _own_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _own_methods(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     for name in STOCK_METHODS:
         if not is_stock(model, name):
             return f"it has a `{name}` of its own"
     return f"its `{PREPARE}` was replaced" if PREPARE in vars(model) else None
 
 
-def _wrong_methods(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
-    if reason := _own_methods(model, cache, parts):
+def _wrong_methods(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
+    if reason := _own_methods(model, cache, state):
         return reason
     loaded_with_ours = model.config.get_text_config(decoder=True)._attn_implementation_internal == NAME
-    if not parts.configs and not loaded_with_ours:
+    if not state.configs and not loaded_with_ours:
         return "its attention does not go through the attention interface"
-    return foreign_attention(module for _, module in parts.modules)
+    return foreign_attention(module for _, module in state.modules)
 
 
-def _watched(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _watched(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     """Hooks would see packed tokens where they expect rows."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global forward hooks"
-    for name, module in parts.modules:
+    for name, module in state.modules:
         if module._compiled_call_impl is not None or "forward" in vars(module):
             return f"the forward of {name or 'the model'} is compiled or replaced"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if hasattr(module, "_hf_hook") or not all(map(_is_capturing_hook, hooks)):
+        if hasattr(module, "_hf_hook") or not all(map(only_looks, hooks)):
             return f"there are forward hooks on {name or 'the model'}"
     return None
 
 
-def _is_capturing_hook(hook: Callable[..., Any]) -> bool:
-    """transformers' own, left on the modules after a call with `output_hidden_states`; idle in calls without."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
-
-
-def _spread_out(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _spread_out(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     devices = {
         tensor.device
-        for _, module in parts.modules
+        for _, module in state.modules
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     }
     return f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}" if len(devices) > 1 else None
 
 
-def _mixes_tokens(model: PreTrainedModel, cache: PagedCache, parts: Parts) -> str | None:
+def _mixes_tokens(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     """What one token gets must not depend on which others are in the batch, nor on chance."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):
         return "its experts have a capacity for the whole batch"
     if getattr(config, "output_router_logits", False):
         return "`output_router_logits` computes a loss over the whole batch"
-    for _, module in parts.modules:
+    for _, module in state.modules:
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind == "longrope" or "dynamic" in str(kind):
@@ -242,3 +212,7 @@ def _chance(module: nn.Module) -> str | None:
         if random and isinstance(value, (int, float)) and value > 0:
             return name
     return None
+
+
+_PACKED: tuple[Check, ...] = (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens)
+_SIDE_BY_SIDE: tuple[Check, ...] = (_wrong_layers, _own_methods, _watched, _spread_out, _mixes_tokens)

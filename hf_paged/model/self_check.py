@@ -59,6 +59,7 @@ class Sides(NamedTuple):
     rows: bool = True
 
 
+NO_SIDES = Sides(prompts=False, rows=False)
 MakeRectangles = Callable[[PreTrainedModel, PagedCache, Sides], tuple[BlockManager, Runner]]
 
 
@@ -145,7 +146,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
         with _undisturbed(model):
             rows = _test_tokens(model)
             whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
-            decoded = _decoded_logits(model, _stock_twin(cache), rows[:2])
+            decoded = _plain_logits(model, rows[:2, : _FIRST + 2], _FIRST)
             memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
             found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows, make_runner)
     except Exception as error:
@@ -156,7 +157,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
         return f"packed, its forward fails: {_first_line(error)}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])
-    in_steps = torch.stack([decoded[0, 0], decoded[1, 1], decoded[0, 1]])
+    in_steps = torch.stack([decoded[0, 1], decoded[1, 2], decoded[0, 2]])
     in_any_step = _difference(model, alone, found, "logits")
     return in_any_step or _difference(model, in_steps, found[2:5], "logits of decode steps")
 
@@ -173,7 +174,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
                 rows = _test_tokens(model)
                 if alone is None:
                     short, middle, long = (
-                        _plain_logits(model, rows[row : row + 1, :length], prompt)
+                        _plain_logits(model, rows[row : row + 1, :length], prompt)[0]
                         for row, (prompt, length) in enumerate(((_FIRST, 11), (_SECOND, 10), (_CHUNK, 15)))
                     )
                     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
@@ -187,28 +188,28 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
             continue
         if _difference(model, alone, found, "logits") is None:
             return sides
-    return Sides(prompts=False, rows=False)
+    return NO_SIDES
 
 
-def _plain_logits(model: Any, row: torch.Tensor, prompt: int) -> torch.Tensor:
-    """`(n, vocab_size)`: after the first `prompt` tokens of a row, and after each later one, as by `generate`."""
-    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(row[:, :prompt])}
+def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
+    """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`."""
+    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(rows[:, :prompt])}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
-        inputs["position_ids"] = model._prepare_position_ids_for_generation(row[:, :prompt], inputs)
+        inputs["position_ids"] = model._prepare_position_ids_for_generation(rows[:, :prompt], inputs)
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
     inputs[name] = DynamicCache(config=model.config.get_text_config(decoder=True))
     logits = []
-    for length in range(prompt, row.shape[1] + 1):
+    for length in range(prompt, rows.shape[1] + 1):
         begins = length == prompt
         count = length if begins else 1
         prepared = getattr(model, PREPARE)(
-            row[:, :length], next_sequence_length=count, is_first_iteration=begins, **inputs
+            rows[:, :length], next_sequence_length=count, is_first_iteration=begins, **inputs
         )
         outputs = model(**prepared, return_dict=True)
         inputs = model._update_model_kwargs_for_generation(outputs, inputs)
-        logits.append(outputs.logits[0, -1])
-    return torch.stack(logits)
+        logits.append(outputs.logits[:, -1])
+    return torch.stack(logits, dim=1)
 
 
 def _side_logits(
@@ -285,16 +286,6 @@ def _stock_twin(cache: PagedCache) -> DynamicCache:
         else:
             stock.layers.append(DynamicLayer() if isinstance(layer, PagedLayer) else type(layer)())
     return stock
-
-
-def _decoded_logits(model: PreTrainedModel, held: DynamicCache, rows: torch.Tensor) -> torch.Tensor:
-    """`(rows, 2, vocab_size)`: after each of two tokens that follow the first `_FIRST`, computed as by `generate`."""
-    logits, past = [], 0
-    for length in (_FIRST, _FIRST + 1, _FIRST + 2):
-        inputs = getattr(model, PREPARE)(**_arguments(rows[:, :length], past, held))
-        logits.append(model(**inputs, return_dict=True).logits[:, -1])
-        past = length
-    return torch.stack(logits[1:], dim=1)
 
 
 def _packed_logits(

@@ -9,7 +9,7 @@ import hashlib
 import marshal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ _IGNORED = frozenset(vars(nn.Module())) | {
     "_output_capturing_hooks_installed",
     "warnings_issued",
 }
-_OBSERVERS = frozenset({"transformers.utils.output_capturing"})  # modules whose hooks only look
 # Classes of these modules hold what no forward computes: loading, saving, generation.
 _PLUMBING = (
     *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),
@@ -117,7 +116,7 @@ class ModelWalk:
             found.append((name, None if child is None else self._number(child)))
         for hooks in filter(None, (module._forward_pre_hooks, module._forward_hooks)):
             for hook in hooks.values():
-                if getattr(hook, "__module__", None) not in _OBSERVERS:
+                if not only_looks(hook):
                     found.append(("hook", self._value(hook)))
         return found
 
@@ -198,6 +197,11 @@ class ModelWalk:
         names, context = tensor.__tensor_flatten__()
         parts = [(name, self._value(getattr(tensor, name))) for name in names]
         return kind.__qualname__, _name(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
+
+
+def only_looks(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is transformers' own, left after a call with `output_hidden_states`; idle in calls without."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _attributes(item: Any) -> Iterator[tuple[str, Any]]:

@@ -171,7 +171,7 @@ class BatchableProcessors:
 
     def suffices(self, length: int) -> bool:
         """Whether only `processors` act on a row of `length` tokens."""
-        return not any(acts(processor, length) for acts, processor in self._bound)
+        return not self._bound or not any(acts(processor, length) for acts, processor in self._bound)
 
 
 def together(scores: torch.Tensor, members: Sequence[BatchableProcessors]) -> torch.Tensor:

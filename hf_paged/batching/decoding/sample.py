@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +15,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...interrupts import let_in
 from ...kernels import cpp
-from .base import Decoding, Logprobs, SampledTokens
+from .base import Decoding, SampledTokens
 from .processors import BatchableProcessors, are_row_wise, for_rows
 from .scores import pick
 from .stopping import hits
 from .streamers import RowStreamers
-
-
-class Choice(NamedTuple):
-    """The next token of each open row, and what is known of it."""
-
-    tokens: list[int]
-    logprobs: Logprobs | None  # where they are recorded
-    hits_stop_string: list[bool]
 
 
 class SampleDecoding(Decoding):
@@ -145,49 +137,62 @@ class SampleDecoding(Decoding):
         A token for each row of `(open rows, vocab)` probabilities, drawn over all rows as transformers does; rows that
         ended take part with any probabilities at all.
         """
-        device = probs.device
-        if len(probs) < self.num_rows:
+        device, rows = probs.device, self.open_rows
+        if len(rows) < self.num_rows:
             every = torch.full((self.num_rows, probs.shape[-1]), 1.0, device=device)
-            every[self.open_rows] = probs
+            every[rows] = probs
             probs = every
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        return pick(cpp.multinomial(probs, self.generator), self.open_rows).to(device)
+        drawn = cpp.multinomial(probs, self.generator)
+        return (drawn if len(rows) == self.num_rows else drawn[rows]).to(device)
 
     def tail(self, row: int, count: int) -> list[int]:
         """The last `count` tokens of a row, or as many as it has."""
         new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]
         return new if len(new) == count else self._ids[row, len(new) - count :].tolist() + new
 
-    def accept(self, choice: Choice) -> SampledTokens:
-        """Appends a token to every open row, asks the criteria and feeds the streamer."""
-        rows, tokens, checker = self.open_rows, choice.tokens, self.stop_checker
-        if choice.logprobs is not None:
-            for row, pair in zip(rows, choice.logprobs):
-                if not self._ends[row]:
-                    self.logprobs[row].append(pair)
+    def accept(
+        self, chosen: list[int], logprobs: Sequence[tuple[float, float]] = (), stopped: Sequence[bool] = ()
+    ) -> SampledTokens:
+        """
+        Appends a token to every open row, asks the criteria and feeds the streamer.
+
+        Args:
+            chosen (`list[int]`): One token for each of `open_rows`.
+            logprobs (`list[tuple[float, float]]`): Of these tokens, where they are recorded.
+            stopped (`list[bool]`): Which rows complete a stop string, if any does.
+        """
+        rows, tokens, checker = self.open_rows, chosen, self.stop_checker
+        for row, pair in zip(rows, logprobs):
+            if not self._ends[row]:
+                self.logprobs[row].append(pair)
         if checker.has_eos and any(self._ends):
             assert self.pad_token_id is not None
             tokens = [self.pad_token_id] * self.num_rows
-            for row, token in zip(rows, choice.tokens):
+            for row, token in zip(rows, chosen):
                 if not self._ends[row]:
                     tokens[row] = token
         self._new.append(tokens)
         self.length += 1
         if self.batchable is not None:
             self.batchable.note(tokens[0])
-        reasons = [checker.reason(tokens[row], self.length, hit) for row, hit in zip(rows, choice.hits_stop_string)]
+        ended: list[list[bool]] = []
+        given = tokens
         if checker.others:
             with let_in(waiting=False):
                 ended = [hits(criterion, self.input_ids, self.scores) for criterion in checker.others]
             tokens = self.input_ids[:, -1].tolist()  # some criteria force a token by writing to the ids
-            for at, row in enumerate(rows):
-                if reasons[at] in (None, "length") and any(of_rows[row] for of_rows in ended):
-                    reasons[at] = "criteria"
-        newly = [row for row, reason in zip(rows, reasons) if reason is not None and not self._ends[row]]
-        for row, reason in zip(rows, reasons):
-            if not self._ends[row]:
+        newly: list[int] = []
+        for at, row in enumerate(rows):
+            if self._ends[row]:
+                continue
+            reason = checker.reason(given[row], self.length, bool(stopped) and stopped[at])
+            if ended and reason in (None, "length") and any(of_rows[row] for of_rows in ended):
+                reason = "criteria"
+            if reason is not None:
                 self.finish_reasons[row] = reason
+                newly.append(row)
         return self._close(rows, tokens, newly)
 
     def _close(self, rows: list[int], tokens: list[int], newly: list[int]) -> SampledTokens:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from .base import Decoding, Fetch, Logprobs, SampledTokens
+from .base import Decoding, Fetch, SampledTokens
 from .beam import BeamDecoding
 from .processors import together
-from .sample import Choice, SampleDecoding
+from .sample import SampleDecoding
 from .scores import argmax, invert, logprobs_of, pick
 from .stopping import stop_string_hits
 
@@ -52,7 +53,7 @@ def _step(members: list[Decoding], parts: list[Tensor], fetch: Fetch) -> list[Re
         if isinstance(first, BeamDecoding):
             return [first.step(parts[0])]
         batch = [member for member in members if isinstance(member, SampleDecoding)]
-        choices = _choose(batch, _stack(parts), fetch)
+        chosen = _choose(batch, _stack(parts), fetch)
     except BaseException as error:
         if len(members) == 1:
             return [error]
@@ -60,12 +61,22 @@ def _step(members: list[Decoding], parts: list[Tensor], fetch: Fetch) -> list[Re
             raise
         # one of them must not take the others with it
         return [_step([member], [part], Tensor.tolist)[0] for member, part in zip(members, parts)]
-    return [_accept(decoding, choice) for decoding, choice in zip(batch, choices)]
+    results: list[Result] = []
+    start = 0
+    for decoding in batch:
+        end = start + len(decoding.open_rows)
+        results.append(_accept(decoding, chosen, start, end))
+        start = end
+    return results
 
 
-def _accept(decoding: SampleDecoding, choice: Choice | Exception) -> Result:
+def _accept(decoding: SampleDecoding, chosen: Chosen, start: int, end: int) -> Result:
+    if start in chosen.failed:
+        return RuntimeError("the scores of the next token contain nan, or no token has a finite one")
     try:
-        return choice if isinstance(choice, Exception) else decoding.accept(choice)
+        pairs = [chosen.logprobs[i] for i in range(start, end)] if decoding.record_logprobs else ()
+        stopped = [i in chosen.stopped for i in range(start, end)] if chosen.stopped else ()
+        return decoding.accept(chosen.tokens[start:end], pairs, stopped)
     except BaseException as error:
         return error
 
@@ -73,11 +84,11 @@ def _accept(decoding: SampleDecoding, choice: Choice | Exception) -> Result:
 def _stack(parts: list[Tensor]) -> Tensor:
     """`(1, vocab)` each, to `(n, vocab)`: a view where they lie one after the other in one tensor."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     size = first.nbytes
     start = first.data_ptr()
     room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
-    if len(parts) == 1:
-        return first
     if room >= len(parts) * size and first.is_contiguous():
         if all(part.data_ptr() == start + i * size for i, part in enumerate(parts)):
             return first.as_strided((len(parts), first.shape[1]), (first.shape[1], 1))
@@ -87,12 +98,21 @@ def _stack(parts: list[Tensor]) -> Tensor:
 # -- a batch: one decoding, or several of one row ---------------------------------------------------------------------
 
 
-def _choose(batch: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> list[Choice | Exception]:
-    """What each member goes on with, by `(n, vocab)` logits of the open rows of all, in order. Nothing is noted yet."""
+class Chosen(NamedTuple):
+    """The next tokens `(n,)` of a batch's open rows, and what is known of them; rows count through all members."""
+
+    tokens: list[int]
+    logprobs: dict[int, tuple[float, float]]  # by row, where they are recorded
+    failed: list[int]  # rows of several decodings that have no token
+    stopped: set[int]  # rows that complete a stop string
+
+
+def _choose(batch: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> Chosen:
+    """By `(n, vocab)` logits of the open rows of all members, in order. Nothing is noted yet."""
     first = batch[0]
-    rows = [(decoding, row) for decoding in batch for row in decoding.open_rows]
-    if len(logits) != len(rows) or not rows:
-        raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
+    num_rows = sum(len(decoding.open_rows) for decoding in batch)
+    if len(logits) != num_rows or not num_rows:
+        raise ValueError(f"logits of {num_rows} open rows are needed, got {len(logits)}")
     failed: list[int] = []
     logprobs: dict[int, tuple[float, float]] = {}
     if all(decoding.takes_maximum for decoding in batch):
@@ -103,23 +123,17 @@ def _choose(batch: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> list[C
             chosen, failed = _draw(batch, scores)
         else:
             chosen = argmax(scores)
-        recorded = [i for i, (decoding, _) in enumerate(rows) if decoding.record_logprobs]
+        recorded = [i for i, (decoding, _) in enumerate(_rows(batch)) if decoding.record_logprobs]
         if recorded:
             of_rows = (logprobs_of(pick(values, recorded), pick(chosen, recorded)) for values in (raw, scores))
             logprobs = dict(zip(recorded, zip(*of_rows)))
         tokens = fetch(chosen)
-    stopped = _stopped(rows, tokens)
-    choices: list[Choice | Exception] = []
-    start = 0
-    for decoding in batch:
-        places = range(start, start + len(decoding.open_rows))
-        start = places.stop
-        if places.start in failed:
-            choices.append(RuntimeError("the scores of the next token contain nan, or no token has a finite one"))
-            continue
-        pairs: Logprobs | None = [logprobs[i] for i in places] if decoding.record_logprobs else None
-        choices.append(Choice(tokens[places.start : places.stop], pairs, [i in stopped for i in places]))
-    return choices
+    has_stop_strings = any(decoding.stop_checker.stop_strings for decoding in batch)
+    return Chosen(tokens, logprobs, failed, _stopped(_rows(batch), tokens) if has_stop_strings else set())
+
+
+def _rows(batch: list[SampleDecoding]) -> list[tuple[SampleDecoding, int]]:
+    return [(decoding, row) for decoding in batch for row in decoding.open_rows]
 
 
 def _process(batch: list[SampleDecoding], logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,14 +150,13 @@ def _draw(batch: list[SampleDecoding], scores: Tensor) -> tuple[Tensor, list[int
     failed = [i for i, total in enumerate(probs.sum(dim=-1).tolist()) if not total > 0]
     if failed:
         probs[failed] = 1.0  # the others draw what they would draw anyway
-    shared = [i for i, decoding in enumerate(batch) if decoding.generator is None]
-    if len(shared) == len(batch):
+    own = [i for i, decoding in enumerate(batch) if decoding.generator is not None]
+    if not own:
         return invert(probs), failed
     drawn = torch.empty(len(batch), dtype=torch.long, device=probs.device)
-    for i, decoding in enumerate(batch):
-        if decoding.generator is not None:
-            drawn[i : i + 1] = decoding.draw(probs[i : i + 1])
-    if shared:
+    drawn[own] = torch.cat([batch[i].draw(row) for i, row in zip(own, pick(probs, own).split(1))])
+    if len(own) < len(batch):
+        shared = [i for i, decoding in enumerate(batch) if decoding.generator is None]
         drawn[shared] = invert(probs[shared])
     return drawn, failed
 

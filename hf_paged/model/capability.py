@@ -85,11 +85,6 @@ def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRec
         return NO_SIDES
 
 
-def visible_obstacle(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    """The part of `packable` that only looks at what the model is made of, on whatever device."""
-    return _visible_reason(_PACKED, model, cache, ModelState(model))
-
-
 def _visible_reason(
     checks: tuple[Check, ...], model: PreTrainedModel, cache: PagedCache, state: ModelState
 ) -> str | None:

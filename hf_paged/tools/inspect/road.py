@@ -12,15 +12,14 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ...attention import backends
 from ...attention.switch import NAME, foreign_attention, model_attention, switchable_configs
-from ...batching.assembly import empty_cache
-from ...batching.runner import PackedRunner
+from ...batching.assembly import choose_layout, empty_cache
+from ...batching.layout import Layout
 from ...cache.layers import PagedLayer
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
 from ...config import PagedConfig
 from ...generation.call import prepared
-from ...model.capability import packable, visible_obstacle
 from ...step import StepMetadata
 from .footprint import GroupFootprint
 from .models import build, first_line
@@ -58,20 +57,18 @@ def find_road(model: PreTrainedModel, groups: list[GroupFootprint], device: torc
     if not built:
         return Road("plain", reason, False, {})
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
-    kernels = {}
-    if in_place:
-        kernels = {group.name: _kernels(group, device) for group in groups}
-    obstacle = visible_obstacle(model, built[0]) if len(built) == 1 else "the model has an encoder"
-    if obstacle is None:
+    kernels = {group.name: _kernels(group, device) for group in groups} if in_place else {}
+    unsupported = "the model has an encoder"
+    if len(built) == 1:
         checked = _check_forwards(model, built[0])
         if checked is None:
-            reason = (
-                "all that can be seen allows the engine; its first call compares a few forwards and decides, which "
-            )
-            return Road("undecided", reason + "was not done here, as the model is large", in_place, kernels)
-        obstacle, what = checked
-        if obstacle is None:
-            return Road("engine", f"a packed forward gives each sequence what it gets alone ({what})", True, kernels)
+            reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
+            return Road("undecided", reason, in_place, kernels)
+        layout, what = checked
+        if layout.unsupported_reason is None or layout.sides.rows:
+            padded = "" if layout.sides.prompts else "; padded prompts under transformers' own loop"
+            return Road("engine", f"{layout.reason} ({what}){padded}", in_place, kernels)
+        unsupported = layout.unsupported_reason
     if not groups:
         how = "nothing of its cache is in blocks"
     elif in_place:
@@ -79,7 +76,7 @@ def find_road(model: PreTrainedModel, groups: list[GroupFootprint], device: torc
     else:
         own = model_attention(model.config.get_text_config(decoder=True))
         how = f"its own {own} attention gets gathered keys and values"
-    return Road("hf_loop", f"{how}; not on the engine: {obstacle}", in_place, kernels)
+    return Road("hf_loop", f"{how}; not on the engine: {unsupported}", in_place, kernels)
 
 
 def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
@@ -100,8 +97,8 @@ def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
 # -- what it computes -----------------------------------------------------------------------------------------------
 
 
-def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[str | None, str] | None:
-    """What the engine's check found, which compares forwards, and of what; `None` if the model is too large for it."""
+def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, str] | None:
+    """The layout that the engine's checks choose, which compare forwards, and of what; `None` if it is too large."""
     config: PreTrainedConfig
     for config, what in (
         (model.config, "checked on random weights"),
@@ -116,7 +113,7 @@ def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[str | No
                 small = build(config, type(model), torch.float32, "cpu")
         except (ValueError, AssertionError):
             continue
-        return packable(small, empty_cache(small, PagedMemory(PagedConfig())), PackedRunner), what
+        return choose_layout(small, empty_cache(small, PagedMemory(PagedConfig()))), what
     return None
 
 

@@ -86,7 +86,7 @@ def test_latents(tmp_path: Path) -> None:
     [group] = report.groups
     assert group.is_latent and group.layers == {"latent of 24, rotary key of 8": 3}
     assert group.token_bytes == 3 * (24 + 8) * 4
-    assert report.road.name == "hf_loop" and report.road.in_place
+    assert report.road.name == "engine" and report.road.in_place and "side by side" in report.road.reason
     assert list(report.road.kernels) == ["full attention"]
 
 
@@ -100,7 +100,15 @@ def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2)
     report = examine(saved(tmp_path, config))
     assert not report.groups and report.other_layers == {"LinearAttentionLayer": 2}
-    assert report.num_sequences(100) == 0 and "nothing of its cache is in blocks" in report.road.reason
+    assert report.num_sequences(100) == 0 and report.road.name == "engine"
+
+
+@pytest.mark.parametrize("name", models.HYBRID)
+def test_rows_side_by_side(name: str, tmp_path: Path) -> None:
+    report = examine(saved_test_model(tmp_path, name), block_size=models.BLOCK_SIZE, dtype=torch.float32)
+    _, route = generated(name)
+    assert (report.road.name, report.road.in_place) == (route.road, route.in_place)
+    assert route.reason in report.road.reason
 
 
 def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

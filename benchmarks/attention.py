@@ -58,7 +58,7 @@ def check(function: Attention, expected: torch.Tensor, dtype: str) -> None:
 def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention], dict[str, str]]:
     """Functions that gave the reference's numbers, and why the others did not."""
     setting = data.setting
-    expected = reference.paged_attention(data.query, *data.blocks[0], data.metadata, scale=data.scale)
+    expected = data.attend(reference, 0)
     functions, problems = {}, {}
     for peer in contenders:
         problem = peer.missing(setting)

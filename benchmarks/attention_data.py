@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.models import SHAPES, Shape
+from hf_paged.attention.call import AttentionCall
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -118,7 +121,7 @@ class Data:
     query: Tensor  # [batch, heads, query_len, head_dim]
     pools: Tensor  # [layers, num_blocks, 2 * kv_heads, block_size, head_dim]
     padded: Tensor  # [layers, 2, batch, kv_heads, longest, head_dim]
-    metadata: StepMetadata
+    step: StepMetadata
 
     @property
     def layers(self) -> int:
@@ -135,6 +138,18 @@ class Data:
         return [(pool[:, :kv_heads], pool[:, kv_heads:]) for pool in self.pools]
 
     @cached_property
+    def calls(self) -> list[AttentionCall]:
+        """What a backend takes for each layer."""
+        query = self.query.transpose(1, 2).flatten(0, 1)
+        blocks = [KVBlocks((pool,), *views) for pool, views in zip(self.pools, self.blocks)]
+        return [AttentionCall(query, each, self.step, self.scale) for each in blocks]
+
+    def attend(self, backend: Any, layer: int) -> Tensor:
+        """A layer's attention by a backend: `[batch, query_len, heads, head_dim]`."""
+        output: Tensor = backend.attend(self.calls[layer])
+        return output.unflatten(0, (-1, self.setting.case.query_len))
+
+    @cached_property
     def contiguous(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, padded, `[batch, kv_heads, longest, head_dim]`."""
         return [(both[0], both[1]) for both in self.padded]
@@ -142,7 +157,7 @@ class Data:
     def visible(self) -> Tensor:
         """`[batch, 1, query_len, longest]` bool: what each query sees of the padded keys."""
         case, device = self.setting.case, self.query.device
-        lengths = self.metadata.seq_lens.long()[:, None, None]
+        lengths = self.step.on_device.seq_lens.long()[:, None, None]
         queries = torch.arange(case.query_len, device=device)[None, :, None]
         return (torch.arange(case.longest, device=device) <= lengths - case.query_len + queries)[:, None]
 
@@ -166,15 +181,7 @@ def make(setting: Setting, quick: bool = False) -> Data:
     for pool, both in zip(pools, padded):
         rows = pool[index].transpose(1, 2).flatten(2, 3)[:, :, : case.longest]  # [batch, 2 * kv_heads, longest, dim]
         both.copy_(rows.unflatten(1, (2, -1)).transpose(0, 1))
-    metadata = StepMetadata(
-        tables.to(device),
-        torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
-        torch.zeros(batch, dtype=torch.int32, device=device),
-        case.seq_lens,
-        (0,) * batch,
-        query_len=case.query_len,
-        block_size=block_size,
-    )
+    step = StepMetadata.rectangle(tables.to(device), case.seq_lens, block_size, query_len=case.query_len)
     # token-major memory, as a projection leaves it
     query = torch.randn(batch, case.query_len, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
-    return Data(setting, query.transpose(1, 2), pools, padded, metadata)
+    return Data(setting, query.transpose(1, 2), pools, padded, step)

@@ -63,39 +63,25 @@ class Ours(Peer):
 
     def __init__(self, name: str) -> None:
         self.name = f"ours: {name}" if name else "ours"
-        self.backend = backends.BACKENDS[name] if name else None
-
-    def missing(self, setting: Setting) -> str:
-        available = getattr(self.backend, "is_available", lambda: True)
-        return "" if available() else "not available: the kernels could not be built"
-
-    def prepare(self, data: Data) -> Attention:
-        function = backends.paged_attention if self.backend is None else self.backend.paged_attention
-        supports = getattr(self.backend, "supports", None)
-        if supports is not None and not supports(data.query, *data.blocks[0], data.metadata):
-            raise Skipped("outside this backend's range")
-        return lambda layer: function(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
-
-
-class Triton(Peer):
-    """Our Triton kernels, which a model's call gets on a GPU."""
-
-    name = "ours: triton"
-    module = "triton"
+        self.backend = name
 
     def missing(self, setting: Setting) -> str:
         device = torch.device(setting.device)
-        if device.type == "cpu":
-            return "skipped: needs a GPU"
-        return super().missing(setting) or ("" if kernels.triton.is_available(device) else "not available: see the log")
+        if self.backend == "triton":
+            if device.type == "cpu":
+                return "skipped: needs a GPU"
+            return "" if kernels.triton.is_available(device) else "not available: see the log"
+        is_missing = self.backend == "cpp" and not kernels.cpp.is_available()
+        return "not available: the kernels could not be built" if is_missing else ""
 
     def prepare(self, data: Data) -> Attention:
-        from hf_paged.attention.backends import triton
-
-        obstacle = triton.supports(data.query, *data.blocks[0], data.metadata)
-        if obstacle is not None:
-            raise Skipped(obstacle)
-        return lambda layer: triton.paged_attention(data.query, *data.blocks[layer], data.metadata, scale=data.scale)
+        if not self.backend:
+            return lambda layer: data.attend(backends, layer)
+        backend = backends.BACKENDS[self.backend]
+        reason = backend.unsupported_reason(data.calls[0])
+        if reason is not None:
+            raise Skipped(reason)
+        return lambda layer: data.attend(backend, layer)
 
 
 class Contiguous(Peer):
@@ -196,7 +182,7 @@ class Flex(Peer):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         case, shape = data.setting.case, data.setting.shape
-        offsets = data.metadata.seq_lens.long() - case.query_len
+        offsets = data.step.on_device.seq_lens.long() - case.query_len
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return key <= query + offsets[batch]
@@ -227,7 +213,7 @@ class FlashAttention(Peer):
 
         def call(layer: int) -> Tensor:
             key, value = (part.transpose(1, 2) for part in data.contiguous[layer])
-            return flash_attn_with_kvcache(query, key, value, cache_seqlens=data.metadata.seq_lens, **options)
+            return flash_attn_with_kvcache(query, key, value, cache_seqlens=data.step.on_device.seq_lens, **options)
 
         return call
 
@@ -242,7 +228,7 @@ class FlashInfer(Peer):
 
         setting, case, shape = data.setting, data.setting.case, data.setting.shape
         counts = [-(-seq_len // setting.block_size) for seq_len in case.seq_lens]
-        tables = data.metadata.block_tables
+        tables = data.step.block_tables
         flat = torch.cat([row[:count] for row, count in zip(tables, counts)])
         starts = _starts(counts, tables.device)
         last = [seq_len - (count - 1) * setting.block_size for seq_len, count in zip(case.seq_lens, counts)]
@@ -276,7 +262,7 @@ class Varlen(Peer):
         case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
         starts = _starts([case.query_len] * len(case.seq_lens), query.device)
         options: dict[str, Any] = dict(scale=data.scale, window_size=(-1, 0), enable_gqa=True)
-        options |= dict(seqused_k=data.metadata.seq_lens, block_table=data.metadata.block_tables)
+        options |= dict(seqused_k=data.step.on_device.seq_lens, block_table=data.step.block_tables)
 
         def call(layer: int) -> Tensor:
             key, value = (part.transpose(1, 2) for part in data.blocks[layer])
@@ -295,7 +281,7 @@ class AtenFlash(Peer):
         case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
         batch = len(case.seq_lens)
         rows, slots = (_starts([size] * batch, query.device) for size in (case.query_len, case.longest))
-        options = dict(scale=data.scale, seqused_k=data.metadata.seq_lens)
+        options = dict(scale=data.scale, seqused_k=data.step.on_device.seq_lens)
         sizes = (rows, slots, case.query_len, case.longest, 0.0, case.query_len > 1, False)
         contiguous = data.padded.transpose(3, 4).contiguous().flatten(2, 3)  # [layers, 2, batch * longest, kv_heads, D]
 
@@ -332,6 +318,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All, the contiguous ideal first, then ours."""
-    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Triton()]
+    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS)]
     rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

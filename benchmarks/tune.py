@@ -19,7 +19,10 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.machine import facts
+from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
+from hf_paged.attention.call import AttentionCall
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels.triton import configs, prefill_configs
 from hf_paged.kernels.triton.configs import DecodeConfig
 from hf_paged.kernels.triton.prefill_configs import PrefillConfig
@@ -56,7 +59,7 @@ class Problem:
     query: torch.Tensor
     key_blocks: torch.Tensor
     value_blocks: torch.Tensor
-    metadata: StepMetadata
+    step: StepMetadata
 
     @classmethod
     def make(
@@ -78,33 +81,29 @@ class Problem:
             both = random(rows * per_row, kv_heads, BLOCK_SIZE, key_dim + value_dim)
             keys, values = both.split([key_dim, value_dim], dim=3)
         tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
-        lengths = torch.full((rows,), seq_len, dtype=torch.int32, device=device)
-        starts = torch.zeros_like(lengths)
-        hosts = (seq_len,) * rows, (0,) * rows
-        metadata = StepMetadata(tables, lengths, starts, *hosts, query_len=query_len, block_size=BLOCK_SIZE)
-        return cls(random(rows, heads, query_len, key_dim), keys, values, metadata)
+        step = StepMetadata.rectangle(tables, (seq_len,) * rows, BLOCK_SIZE, query_len=query_len)
+        return cls(random(rows * query_len, heads, key_dim), keys, values, step)
 
-    def run(self, function: Callable[..., torch.Tensor], **options: Any) -> torch.Tensor:
-        """Calls a backend's `paged_attention`: `(rows, query_len, heads, value_dim)`."""
-        return function(self.query, self.key_blocks, self.value_blocks, self.metadata, scale=self.scale, **options)
+    def run(self, backend: backends.Backend) -> torch.Tensor:
+        """By a backend: `(rows * query_len, heads, value_dim)`."""
+        blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
+        return backend.attend(AttentionCall(self.query, blocks, self.step, self.scale))
+
+    def decode(self, config: DecodeConfig) -> torch.Tensor:
+        """The same by the decode kernel."""
+        from hf_paged.kernels.triton.decode import decode_attention
+
+        inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
+        output: torch.Tensor = decode_attention(*inputs, scale=self.scale, config=config)
+        return output
 
     def prefill(self, config: PrefillConfig) -> torch.Tensor:
         """The same by the prefill kernel."""
         from hf_paged.kernels.triton.prefill import prefill_attention
 
-        metadata, rows, query_len = self.metadata, self.query.shape[0], self.query.shape[2]
-        output: torch.Tensor = prefill_attention(
-            self.query.transpose(1, 2).flatten(0, 1),
-            self.key_blocks,
-            self.value_blocks,
-            cu_query_lens=torch.arange(rows + 1, dtype=torch.int32, device=self.query.device) * query_len,
-            seq_lens=metadata.seq_lens,
-            block_tables=metadata.block_tables,
-            max_query_len=query_len,
-            scale=self.scale,
-            config=config,
-        )
-        return output.unflatten(0, (rows, query_len))
+        inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
+        output: torch.Tensor = prefill_attention(*inputs, scale=self.scale, config=config)
+        return output
 
     @property
     def scale(self) -> float:
@@ -161,7 +160,7 @@ def _tune(
 
     default = next(options)
     small = Problem.make(dim, dtype, 3, min(70, max(queries for _, queries, _ in loads.values())), 700, device)
-    expected = small.run(reference.paged_attention).float()
+    expected = small.run(reference).float()
     problems = [Problem.make(dim, dtype, *load, device) for load in loads.values()]
 
     def is_right(config: Config) -> bool:
@@ -177,12 +176,10 @@ def _tune(
 
 def tune_decode(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Entries of the table: key, the best configuration, microseconds and loads."""
-    from hf_paged.kernels.triton.decode import paged_attention
-
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
     group, loads = heads // kv_heads, LOADS["decode"]
     options = decode_candidates(configs.default_decode_config(key_dim, value_dim, dtype, group))
-    best, figures = _tune(dim, dtype, loads, options, lambda p, config: p.run(paged_attention, config=config), device)
+    best, figures = _tune(dim, dtype, loads, options, Problem.decode, device)
     yield configs.key("decode", key_dim, value_dim, dtype, group), best, {**figures, "loads": loads}
 
 

@@ -1,60 +1,184 @@
-"""What one step's attention needs to know about the block tables, built once and read by every layer.
+"""What one step's attention needs to know of the rows and their block tables: made once, read by every layer.
 
     |<------------- seq_len ------------->|
     |<-- context_len -->|<-- query_len -->|      context_len: tokens whose K/V is in the cache before this step
                                                  query_len: tokens computed in this step
 
-Positions are *table coordinates* of a row: position `t` lives in block `block_tables[row, t // block_size]` at offset
-`t % block_size`. A row whose leading blocks were given back (sliding window) counts from its first block that is left.
+Tokens of all rows lie side by side, row after row. Positions are *table coordinates* of a row: position `t` lives in
+block `block_tables[row, t // block_size]` at offset `t % block_size`. A row whose leading blocks were given back
+(sliding window) counts from its first block that is left.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import functools
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+
+Plan = TypeVar("Plan")
 
 
-@dataclass(frozen=True)
+class Lengths(NamedTuple):
+    """Lengths on the device of the block tables, int32; `query_start` is `None` where the host knows no lengths."""
+
+    seq_lens: Tensor  # (n,)
+    starts: Tensor  # (n,)
+    query_start: Tensor | None = None  # (n + 1,)
+
+
+class RowGroup(NamedTuple):
+    """Neighbouring rows of one query length: `tokens` of the step, which are a step of their own."""
+
+    tokens: slice
+    step: StepMetadata
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
     """
     Args:
-        block_tables (`torch.Tensor` of shape `(batch, max_blocks)`, int32, contiguous, on the pool's device):
-            Physical block of each logical block. Entries past a row's last block are 0 and must not be read.
-        seq_lens (`torch.Tensor` of shape `(batch,)`, int32, on the pool's device):
-            Tokens of each row, the `query_len` new ones included. Query `i` sits at position `seq_len - query_len + i`,
-            which is negative for a query that is padding.
-        starts (`torch.Tensor` of shape `(batch,)`, int32, on the pool's device):
-            First position each row may see (0 unless something in front is masked).
-        seq_lens_host, starts_host (`tuple[int, ...]`):
-            The same two on the host, so that no step waits for the device.
-        query_len (`int`): Queries of every row in this step.
+        block_tables (`torch.Tensor` of shape `(n, max_blocks)`, int32, rows contiguous, on the pool's device):
+            Physical block of each logical block. What is past a row's last block must not be read.
+        query_start (`tuple[int, ...]` of length `n + 1`): Row `i` has tokens `[query_start[i], query_start[i + 1])`.
+        seq_lens (`tuple[int, ...]` of length `n`):
+            Tokens of each row, the new ones included. Query `i` of a row sits at position `seq_len - query_len + i`,
+            which is negative for a query that is padding. Empty where only the device knows them.
+        starts (`tuple[int, ...]` of length `n`): First position each row may see. Empty with `seq_lens`.
         block_size (`int`): Tokens in a block.
         causal (`bool`): Whether the query at position `p` sees keys `<= p` only (else all of `[start, seq_len)`).
         window (`int`, *optional*): With `causal`, a query at position `p` sees keys in `(p - window, p]`.
+        slots (`torch.Tensor` of shape `(T,)`, int64, *optional*): Where the K and V of each token are stored.
+        block_ids (`Sequence[list[int]]`):
+            The tables on the host, of leading rows with one query each; nothing if no shared blocks shall be looked
+            for.
+        lengths ([`Lengths`], *optional*):
+            For a step that is recorded to be run again with other lengths: where it reads them. The queries of all
+            rows are then equally many.
     """
 
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    starts: torch.Tensor
-    seq_lens_host: tuple[int, ...]
-    starts_host: tuple[int, ...]
-    query_len: int
+    block_tables: Tensor
+    query_start: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    starts: tuple[int, ...]
     block_size: int
     causal: bool = True
     window: int | None = None
+    slots: Tensor | None = None
+    block_ids: Sequence[list[int]] = ()
+    lengths: Lengths | None = None
+    _plans: dict[Callable[..., Any], Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def rectangle(
+        cls,
+        block_tables: Tensor,
+        seq_lens: Iterable[int],
+        block_size: int,
+        *,
+        query_len: int = 1,
+        starts: Iterable[int] | None = None,
+        **fields: Any,
+    ) -> StepMetadata:
+        """A step of `query_len` tokens of each row; `starts` are 0 if not given."""
+        seq_lens = tuple(seq_lens)
+        num_rows = block_tables.shape[0]
+        return cls(
+            block_tables,
+            tuple(range(0, (num_rows + 1) * query_len, query_len)) if query_len else (0,) * (num_rows + 1),
+            seq_lens,
+            (0,) * len(seq_lens) if starts is None else tuple(starts),
+            block_size,
+            **fields,
+        )
 
     @property
-    def batch_size(self) -> int:
+    def num_rows(self) -> int:
         """Rows in the step."""
-        return len(self.seq_lens_host)
+        return len(self.query_start) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows that are new in this step."""
+        return self.query_start[-1]
+
+    @functools.cached_property
+    def query_len(self) -> int | None:
+        """New tokens of each row, where all rows have equally many; without rows 1."""
+        found = {end - start for start, end in itertools.pairwise(self.query_start)}
+        return (found.pop() if found else 1) if len(found) < 2 else None
+
+    @functools.cached_property
+    def on_device(self) -> Lengths:
+        """Lengths on the device, one copy for all."""
+        if self.lengths is not None:
+            return self.lengths
+        # an array's buffer becomes a tensor three times as fast as a list does
+        buffer = array("i", (*self.seq_lens, *self.starts, *self.query_start))
+        copied = torch.frombuffer(buffer, dtype=torch.int32).to(self.block_tables.device, non_blocking=True)
+        return Lengths(*copied.split((self.num_rows, self.num_rows, self.num_rows + 1)))
+
+    @property
+    def begins(self) -> bool:
+        """Whether every row of several tokens begins in this step, and each query sees all tokens of its row up to
+        itself: plain causal attention on the step's own states."""
+        query_len = self.query_len
+        if query_len is None or query_len < 2 or not self.causal or self.lengths is not None:
+            return False
+        return not any(self.starts) and self._sees_all(query_len) and set(self.seq_lens) <= {query_len}
+
+    def _sees_all(self, seq_len: int) -> bool:
+        return self.window is None or self.window >= seq_len
+
+    def plan(self, make: Callable[[StepMetadata], Plan]) -> Plan:
+        """What `make` derives from the step, worked out once for all layers."""
+        found: Plan | None = self._plans.get(make)
+        if found is None:
+            found = self._plans[make] = make(self)
+        return found
+
+    def rows(self, first: int, last: int) -> StepMetadata:
+        """Rows `[first, last)` as a step of their own."""
+        start = self.query_start[first]
+        return dataclasses.replace(
+            self,
+            block_tables=self.block_tables[first:last],
+            query_start=tuple(at - start for at in self.query_start[first : last + 1]),
+            seq_lens=self.seq_lens[first:last],
+            starts=self.starts[first:last],
+            slots=None if self.slots is None else self.slots[start : self.query_start[last]],
+            block_ids=self.block_ids[first:last],
+            lengths=None,
+        )
+
+    def row_groups(self) -> tuple[RowGroup, ...]:
+        """The step as groups of neighbours that have equally many queries, and either all begin in it or none."""
+        return (RowGroup(slice(None), self),) if self.query_len is not None else self.plan(_row_groups)
 
     def visible(self, row: int, query: int) -> tuple[int, int]:
         """The half-open range `[low, high)` of positions that `query` of `row` attends to; empty for a pad query."""
-        low, high = self.starts_host[row], self.seq_lens_host[row]
+        low, high = self.starts[row], self.seq_lens[row]
         if self.causal:
-            position = high - self.query_len + query
+            position = high - (self.query_start[row + 1] - self.query_start[row]) + query
             high = position + 1
             if self.window is not None:
                 low = max(low, position - self.window + 1)
         return low, max(low, high)
+
+
+def _row_groups(step: StepMetadata) -> tuple[RowGroup, ...]:
+    def kind(row: int) -> tuple[int, bool]:
+        query_len = step.query_start[row + 1] - step.query_start[row]
+        return query_len, step.seq_lens[row] == query_len > 1 and not step.starts[row]
+
+    groups = []
+    for _, members in itertools.groupby(range(step.num_rows), kind):
+        first, *others = members
+        last = (others or [first])[-1] + 1
+        groups.append(RowGroup(slice(step.query_start[first], step.query_start[last]), step.rows(first, last)))
+    return tuple(groups)

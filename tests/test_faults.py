@@ -559,7 +559,7 @@ def test_other_cache_implementations_are_left_alone() -> None:
 
 def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("llama")
-    attend, calls = backends.paged_attention, []
+    attend, calls = backends.attend, []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -570,7 +570,7 @@ def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(monkeypa
     def gather(self: Any, blocks: Any) -> Any:
         raise MemoryError("gather")
 
-    monkeypatch.setattr(backends, "paged_attention", fail)
+    monkeypatch.setattr(backends, "attend", fail)
     monkeypatch.setattr(handles.Step, "gather", gather)
     with pytest.raises(RuntimeError, match="attention ran out of memory"):
         model.generate(**models.prompt("llama"), **models.PAGED, max_new_tokens=9)

@@ -148,7 +148,7 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
         group = memory.group("full")
         group.reserve(4 * count)  # so that what comes back lies elsewhere
         for layer in range(shape.layers):
-            for tensor in group.storage.make(layer, state, state).tensors:
+            for tensor in group.storage.make(layer, state, state).data:
                 tensor.zero_()
         table = BlockTable(group.pool, block)
         table.append(size.context)

@@ -15,6 +15,8 @@ from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
+from hf_paged.attention.call import AttentionCall
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 
 ROWS = 8
@@ -22,12 +24,13 @@ BLOCKS = (8, 16, 32, 64, 128, 256)
 LAYERS = 8
 
 
-def _metadata(tables: Tensor, context: int, block: int) -> StepMetadata:
-    rows = tables.shape[0]
-    lengths = torch.full((rows,), context, dtype=torch.int32)
-    return StepMetadata(
-        tables, lengths, torch.zeros_like(lengths), (context,) * rows, (0,) * rows, query_len=1, block_size=block
-    )
+def _step(tables: Tensor, context: int, block: int) -> StepMetadata:
+    return StepMetadata.rectangle(tables, (context,) * tables.shape[0], block)
+
+
+def _call(query: Tensor, pool: Tensor, step: StepMetadata, kv_heads: int, scale: float) -> AttentionCall:
+    """For queries `[rows, heads, 1, head_dim]`."""
+    return AttentionCall(query[:, :, 0], KVBlocks((pool,), pool[:, :kv_heads], pool[:, kv_heads:]), step, scale)
 
 
 def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]:
@@ -41,13 +44,9 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
     both = [torch.randn(ROWS, 2 * shape.kv_heads, context, head_dim, generator=draw).bfloat16() for _ in range(LAYERS)]
     scale = head_dim**-0.5
 
-    def paged(pools: list[Tensor], metadata: StepMetadata) -> Callable[[int], Tensor]:
-        def call(layer: int) -> Tensor:
-            pool = pools[layer]
-            keys, values = pool[:, : shape.kv_heads], pool[:, shape.kv_heads :]
-            return backends.paged_attention(query, keys, values, metadata, scale=scale)
-
-        return call
+    def paged(pools: list[Tensor], step: StepMetadata) -> Callable[[int], Tensor]:
+        calls = [_call(query, pool, step, shape.kv_heads, scale) for pool in pools]
+        return lambda layer: backends.attend(calls[layer]).unsqueeze(1)
 
     def contiguous(layer: int) -> Tensor:
         keys, values = both[layer][:, : shape.kv_heads], both[layer][:, shape.kv_heads :]
@@ -57,7 +56,7 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
 
     whole = torch.arange(ROWS, dtype=torch.int32)[:, None]
     found: dict[str, Callable[[int], Tensor]] = {
-        "one block a row": paged(both, _metadata(whole, context, context)),
+        "one block a row": paged(both, _step(whole, context, context)),
         "sdpa": contiguous,
     }
     for block in BLOCKS:
@@ -73,8 +72,8 @@ def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]
         for target, source in zip(shuffled, cut):
             target[order] = source
         consecutive = torch.arange(ROWS * count, dtype=torch.int32).view(ROWS, count)
-        found[f"blocks of {block} in order"] = paged(cut, _metadata(consecutive, context, block))
-        found[f"blocks of {block}"] = paged(shuffled, _metadata(order.int().view(ROWS, count), context, block))
+        found[f"blocks of {block} in order"] = paged(cut, _step(consecutive, context, block))
+        found[f"blocks of {block}"] = paged(shuffled, _step(order.int().view(ROWS, count), context, block))
     _check(found, both[0], query, shape, scale, context)
     return found
 
@@ -83,9 +82,8 @@ def _check(
     found: dict[str, Callable[[int], Tensor]], both: Tensor, query: Tensor, shape: Shape, scale: float, context: int
 ) -> None:
     """Every contender gives the reference's numbers."""
-    whole = _metadata(torch.arange(ROWS, dtype=torch.int32)[:, None], context, context)
-    keys, values = both[:, : shape.kv_heads], both[:, shape.kv_heads :]
-    expected = reference.paged_attention(query, keys, values, whole, scale=scale)
+    whole = _step(torch.arange(ROWS, dtype=torch.int32)[:, None], context, context)
+    expected = reference.attend(_call(query, both, whole, shape.kv_heads, scale)).unsqueeze(1)
     for name, function in found.items():
         try:
             torch.testing.assert_close(function(0), expected, atol=2e-2, rtol=2e-2)

@@ -10,13 +10,15 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ..cache.handles import PagedTensor, Step, set_sdpa
+from ..cache.handles import PagedTensor, Step, implements
 from ..cache.packed import NotPackable, PackedStep, PackedTensor
+from ..cache.storage import KVBlocks
+from ..step import StepMetadata
 from . import backends
+from .call import AttentionCall
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
-from .packed import packed_attention
-from .plan import in_table_coordinates, plan_attention, table_shift
+from .plan import in_table_coordinates, packed_step, plan_attention, table_shift
 from .switch import (
     NAME,
     STOCK_FUNCTIONS,
@@ -37,7 +39,6 @@ def register() -> None:
     """Makes `attn_implementation="hf_paged"` known to transformers."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, paged_mask)
-    set_sdpa(sdpa_on_handles)
 
 
 @torch.compiler.disable
@@ -120,23 +121,24 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    implementation = model_attention(getattr(module, "config", None), module)
     if isinstance(key, PackedTensor) or isinstance(value, PackedTensor):
-        return _packed(module, query, key, value, attention_mask, implementation, kwargs), None
+        return _packed(module, query, key, value, attention_mask, kwargs), None
     output = None
     if isinstance(key, LatentTensor):
         absorbed = key.absorb(module, query)
         if absorbed is not None:
             absorbed_query, blocks, expand = absorbed
-            output = _in_place(module, absorbed_query, key.step, blocks, blocks, attention_mask, implementation, kwargs)
+            output = _in_place(module, absorbed_query, key.step, blocks, attention_mask, kwargs)
             if output is not None:
                 key.step.counters.latent += 1
                 return expand(output), None
     elif isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
-        output = _in_place(module, query, key.step, key.blocks, value.blocks, attention_mask, implementation, kwargs)
+        blocks = _pair(key.layer, key.blocks, value.blocks)
+        output = _in_place(module, query, key.step, blocks, attention_mask, kwargs)
         if output is not None:
             return output, None
     key, value = (x.dense() if isinstance(x, (PagedTensor, LatentTensor)) else x for x in (key, value))
+    implementation = _implementation(module)
     if isinstance(attention_mask, PagedMask):
         attention_mask = attention_mask.resolve(implementation)
     return model_attention_function(type(module), implementation)(module, query, key, value, attention_mask, **kwargs)
@@ -151,36 +153,55 @@ def _packed(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    implementation: str,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of a packed step, which nothing else can compute: raises `NotPackable` where `_in_place` gives up."""
-    function = _stock_function(key.step, module, implementation)
+    function = _stock_function(key.step, module)
     features = _features(module, function, kwargs)
     if features is None and function is sdpa_attention_forward:  # given a softcap, it raises or, until 5.17, ignores it
         features = None, None, kwargs.get("position_bias")
     if features is None or features[2] is not None or kwargs.get("dropout") or _needs_grad(query):
         raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks")
+    if not (isinstance(key, PackedTensor) and isinstance(value, PackedTensor)):
+        raise NotPackable("packed keys or values go with ordinary ones")
+    step = key.step
+    if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
+        raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     softcap, sinks, _ = features
     scaling = kwargs.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
+    metadata = packed_step(step, attention_mask, query.device)
+    fresh = None
+    if metadata.query_len != 1:
+        fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
+    call = AttentionCall(
+        query[0].transpose_(0, 1),
+        _pair(step.states[key.layer.index].blocks, key.blocks, value.blocks),
+        metadata,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap,
+        sinks,
+        fresh=fresh,
+    )
+    return backends.attend(call).unsqueeze_(0)
+
+
+def _pair(layer: KVBlocks, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
+    """The blocks of a layer, or `keys` and `values` where a model mixes those of several layers."""
+    return layer if keys is layer.keys and values is layer.values else KVBlocks((keys, values), keys, values)
 
 
 def _in_place(
     module: nn.Module,
     query: torch.Tensor,
     step: Step,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
+    blocks: KVBlocks,
     attention_mask: torch.Tensor | None,
-    implementation: str,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Attention through the block tables, or `None` where only gathering gives the numbers of `implementation`."""
+    """Attention through the block tables, or `None` where only gathering gives the numbers of the model's own."""
     if query.shape[2] > MAX_IN_PLACE_QUERIES or kwargs.get("dropout") or _needs_grad(query):
         return None
-    features = _features(module, _stock_function(step, module, implementation), kwargs)
+    features = _features(module, _stock_function(step, module), kwargs)
     if features is None:
         return None
     softcap, sinks, position_bias = features
@@ -198,29 +219,31 @@ def _in_place(
         position_bias = in_table_coordinates(position_bias[..., -(step.length - step.first) :], shift)
         bias = position_bias if bias is None else bias + position_bias
     scaling = kwargs.get("scaling")
-    output = backends.paged_attention(
-        query,
-        key_blocks,
-        value_blocks,
-        metadata,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = _attend_rectangle(query, blocks, metadata, scale, softcap, sinks, bias)
     step.counters.in_place += 1
     return output
+
+
+def _attend_rectangle(query: torch.Tensor, blocks: KVBlocks, step: StepMetadata, *features: Any) -> torch.Tensor:
+    """`(batch, query_len, heads, value_dim)` for queries `(batch, heads, query_len, head_dim)`."""
+    output = backends.attend(AttentionCall(query.transpose(1, 2).flatten(0, 1), blocks, step, *features))
+    return output.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _needs_grad(query: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and query.requires_grad
 
 
-def _stock_function(step: Step | PackedStep, module: nn.Module, implementation: str) -> Callable[..., Any] | None:
-    """`switch.stock_function`, asked once a step for all layers of a class."""
-    key = (type(module), implementation)
+def _implementation(module: nn.Module) -> str:
+    return model_attention(getattr(module, "config", None), module)
+
+
+def _stock_function(step: Step | PackedStep, module: nn.Module) -> Callable[..., Any] | None:
+    """`switch.stock_function`, asked once a step for all layers of a class with one config."""
+    key = (type(module), id(getattr(module, "config", None)))
     if key not in step.memo:
-        step.memo[key] = stock_function(*key)
+        step.memo[key] = stock_function(type(module), _implementation(module))
     found: Callable[..., Any] | None = step.memo[key]
     return found
 
@@ -252,6 +275,7 @@ def _features(
 # -- scaled_dot_product_attention called on handles ------------------------------------------------------------------
 
 
+@implements(nn.functional.scaled_dot_product_attention)
 def sdpa_on_handles(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -274,7 +298,8 @@ def sdpa_on_handles(
         if plan is not None:
             metadata, bias = plan
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            output = backends.paged_attention(query, key.blocks, value.blocks, metadata, scale=scale, bias=bias)
+            blocks = _pair(key.layer, key.blocks, value.blocks)
+            output = _attend_rectangle(query, blocks, metadata, scale, None, None, bias)
             key.step.counters.in_place += 1
             return output.transpose(1, 2)
     dense = [x.dense() if isinstance(x, (PagedTensor, PagedMask)) else x for x in (query, key, value, attn_mask)]

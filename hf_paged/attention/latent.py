@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..cache.handles import PagedTensor, Step
+from ..cache.storage import KVBlocks
 
 
 class LatentTensor(torch.Tensor):
@@ -53,7 +54,7 @@ class LatentTensor(torch.Tensor):
 
     def absorb(
         self, module: nn.Module, query: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+    ) -> tuple[torch.Tensor, KVBlocks, Callable[[torch.Tensor], torch.Tensor]] | None:
         """
         What to attend with instead of the expanded keys and values, or `None` if latents and rotary keys do not lie
         side by side.
@@ -66,9 +67,8 @@ class LatentTensor(torch.Tensor):
             values, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to `(...,
             value_dim)`.
         """
-        tensors = self.latent.layer.tensors
-        rank = self.latent.shape[3]
-        if self.latent.layer is not self.rotary.layer or tensors[0].shape[3] != rank + self.rotary.shape[3]:
+        layer, rank = self.latent.layer, self.latent.shape[3]
+        if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
             return None
         weight, nope = module.kv_b_proj.weight, module.qk_nope_head_dim
         weight = weight.view(query.shape[1], nope + module.v_head_dim, -1)  # (heads, nope + value_dim, rank)
@@ -79,7 +79,7 @@ class LatentTensor(torch.Tensor):
         def expand(output: torch.Tensor) -> torch.Tensor:
             return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], to_values)
 
-        return query, tensors[0], expand
+        return query, layer.latents, expand
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LatentTensor(shape={tuple(self.shape)}, latent={self.latent!r})"

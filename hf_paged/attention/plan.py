@@ -1,28 +1,89 @@
-"""What each row sees in a step: a mask in words or numbers becomes metadata and a bias, once for all layers."""
+"""What each row sees in a step: a cache's step and a mask, in words or numbers, become a `StepMetadata` and a bias,
+once for all layers."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..cache.handles import Step
-from ..step import StepMetadata
+from ..cache.packed import NotPackable, PackedStep
+from ..step import Lengths, StepMetadata
 from .masks import MaskPattern, PagedMask
+
+Plan = TypeVar("Plan")
+
+
+def _once(memo: dict[Any, Any], mask: torch.Tensor | None, key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
+    """What `make` gives for a mask, worked out once a step."""
+    found = memo.get((id(mask), key))
+    if found is None or found[0] is not mask:
+        found = memo[id(mask), key] = (mask, make())
+    plan: Plan = found[1]
+    return plan
+
+
+def packed_step(step: PackedStep, mask: torch.Tensor | None, device: torch.device) -> StepMetadata:
+    """A packed step under the window of its mask. Raises `NotPackable` for any other mask."""
+    return _once(step.memo, mask, (device,), lambda: _packed_step(step, _window(step, mask), device))
+
+
+def _packed_step(step: PackedStep, window: int | None, device: torch.device) -> StepMetadata:
+    chunks, num_decodes = step.chunks, step.num_decodes
+    tables = step.tables
+    if chunks:
+        width = max(tables.shape[1], *(len(chunk.block_ids) for chunk in chunks))
+        ids = array("i")
+        for chunk in chunks:
+            ids.extend(chunk.block_ids)
+            ids.extend([0] * (width - len(chunk.block_ids)))
+        tables = torch.frombuffer(ids, dtype=torch.int32).view(len(chunks), width)
+        if num_decodes:
+            tables = torch.cat([nn.functional.pad(step.tables.cpu(), (0, width - step.tables.shape[1])), tables])
+    is_known = step.lengths is None
+    return StepMetadata(
+        block_tables=tables.to(device),
+        query_start=(*range(num_decodes), *(chunk.first for chunk in chunks), step.num_tokens),
+        seq_lens=(*step.seq_lens, *(chunk.seq_len for chunk in chunks)),
+        starts=(0,) * (num_decodes + len(chunks)) if is_known else (),
+        block_size=step.block_size,
+        window=window,
+        slots=step.slots[0],
+        block_ids=step.block_ids,
+        lengths=None if step.lengths is None else Lengths(*step.lengths),
+    )
+
+
+def _window(step: PackedStep, mask: torch.Tensor | None) -> int | None:
+    """The window of a mask that is causal and nothing else; tokens that the group gave back must lie outside it."""
+    if not isinstance(mask, PagedMask):
+        raise NotPackable(f"the attention mask is {'None' if mask is None else 'a dense tensor'}")
+    arguments, pattern = mask.arguments, mask.pattern
+    sizes = [arguments.get(name, 0) for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")]
+    if pattern is None or not pattern.causal or pattern.chunk is not None:
+        raise NotPackable("the attention mask is more than causal with a window")
+    if sizes != [1, step.num_tokens, step.num_tokens, 0, 0]:
+        raise NotPackable(f"the attention mask was made for other sizes than 1 x {step.num_tokens} tokens: {sizes}")
+    if mask.visible_columns() != ((0,), (step.num_tokens,)):
+        raise NotPackable("the attention mask hides tokens")
+    if step.window is not None and (pattern.window is None or pattern.window > step.window):
+        raise NotPackable(f"the mask's window is {pattern.window}, but the cache keeps {step.window} tokens")
+    return pattern.window
 
 
 def plan_attention(
     step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
 ) -> tuple[StepMetadata, torch.Tensor | None] | None:
     """
-    Metadata and additive bias (in table coordinates) that say the same as `attention_mask`, or `None` if nothing short
-    of a dense mask does. Worked out once per step and mask, for all layers.
+    Metadata and additive bias (in table coordinates) of a step of rows of equally many queries that say the same as
+    `attention_mask`, or `None` if nothing short of a dense mask does.
     """
-    memo_key = (id(attention_mask), query_len, is_causal, device)
-    found = step.memo.get(memo_key)
-    if found is None or found[0] is not attention_mask:
-        found = (attention_mask, _plan(step, query_len, attention_mask, is_causal, device))
-        step.memo[memo_key] = found
-    return found[1]
+    key = (query_len, is_causal, device)
+    return _once(step.memo, attention_mask, key, lambda: _plan(step, query_len, attention_mask, is_causal, device))
 
 
 def _plan(
@@ -107,14 +168,12 @@ def build_metadata(
         first, behind = max(first, step.first), padding + dropped
         seq_lens.append(max(0, end - behind))
         starts.append(max(0, first - behind))
-    return StepMetadata(
-        block_tables=step.block_tables(device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens_host=tuple(seq_lens),
-        starts_host=tuple(starts),
+    return StepMetadata.rectangle(
+        step.block_tables(device),
+        seq_lens,
+        step.block_size,
         query_len=query_len,
-        block_size=step.block_size,
+        starts=starts,
         causal=pattern.causal,
         window=pattern.window,
     )

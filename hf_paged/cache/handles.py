@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from .storage import KVBlocks
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass
@@ -121,13 +123,26 @@ class Step:
         return found
 
 
+_OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def implements(torch_function: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Decorates what is called in place of `torch_function` where an argument is a `PagedTensor`."""
+
+    def register(function: Function) -> Function:
+        _OVERRIDES[torch_function] = function
+        return function
+
+    return register
+
+
 class PagedTensor(torch.Tensor):
     """
     A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks.
 
     Our attention function reads `blocks` through `step`; any other operation gathers a contiguous tensor by itself, so
     that a model with attention code of its own still works, only slower.
-    `torch.nn.functional.scaled_dot_product_attention` is passed to the function registered with `set_sdpa`.
+    Functions of torch that have an implementation of ours (`implements`) are passed to it.
     """
 
     step: Step
@@ -181,8 +196,8 @@ class PagedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention and _sdpa is not None:
-            return _sdpa(*args, **(kwargs or {}))
+        if func in _OVERRIDES:
+            return _OVERRIDES[func](*args, **(kwargs or {}))
         if func in _MEMORY_READERS:
             args = tree_map_only(PagedTensor, PagedTensor.dense, args)
         with torch._C.DisableTorchFunctionSubclass():
@@ -208,11 +223,3 @@ _MEMORY_READERS = {
     torch.Tensor.tolist,
     torch.Tensor.untyped_storage,
 }
-
-_sdpa: Callable[..., torch.Tensor] | None = None
-
-
-def set_sdpa(function: Callable[..., torch.Tensor] | None) -> None:
-    """Who computes `scaled_dot_product_attention` over a `PagedTensor`; set once by the attention package."""
-    global _sdpa
-    _sdpa = function

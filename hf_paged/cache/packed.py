@@ -37,12 +37,11 @@ class Chunk(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """New states `(1, heads, num_tokens, dim)` of a layer, and its blocks `(num_blocks, heads, block_size, dim)`."""
+    """New states `(1, heads, num_tokens, dim)` of a layer, and its blocks."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    key_blocks: torch.Tensor
-    value_blocks: torch.Tensor
+    blocks: storage.KVBlocks
 
 
 @dataclass(eq=False)
@@ -129,8 +128,8 @@ class PackedTensor(torch.Tensor):
     @property
     def blocks(self) -> torch.Tensor:
         """`(num_blocks, heads, block_size, dim)`: the layer's keys or values."""
-        states = self.step.states[self.layer.index]
-        return states.value_blocks if self.is_value else states.key_blocks
+        blocks = self.step.states[self.layer.index].blocks
+        return blocks.values if self.is_value else blocks.keys
 
     @property
     def fresh(self) -> torch.Tensor:
@@ -159,8 +158,8 @@ class Share:
 
 class PackedStates:
     """
-    What a layer keeps for steps whose states look the same: handles, and how states are stored and attended to. Finding
-    these out takes longer than a small kernel. It keeps no tensor alive.
+    What a layer keeps for steps whose states look the same: handles, and how states are stored. Finding these out
+    takes longer than a small kernel. It keeps no tensor alive.
 
     Args:
         share ([`Share`]): Where the layer finds its step.
@@ -170,7 +169,7 @@ class PackedStates:
         slots (`torch.Tensor` of shape `(1, num_tokens)`, int64): Where they go.
     """
 
-    __slots__ = ("blocks", "decode", "index", "key", "share", "signature", "store", "value")
+    __slots__ = ("blocks", "index", "key", "share", "signature", "store", "value")
 
     def __init__(
         self,
@@ -186,8 +185,6 @@ class PackedStates:
         self.blocks = weakref.ref(blocks)
         self.store = storage.prepare_store(blocks, keys, values, slots)
         self.key, self.value = PackedTensor(self, keys, False), PackedTensor(self, values, True)
-        self.decode: Any = None
-        """What the attention function keeps."""
 
     @staticmethod
     def sign(keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
@@ -242,7 +239,7 @@ class PackedLayer(cache_utils.DynamicLayer):
                     self.share, self.index, blocks, key_states, value_states, step.slots
                 )
             states.store(key_states, value_states, step.slots)
-        step.states[self.index] = LayerStates(key_states, value_states, blocks.keys, blocks.values)
+        step.states[self.index] = LayerStates(key_states, value_states, blocks)
         return states.key, states.value
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

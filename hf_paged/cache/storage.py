@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 import torch
 
 from ..kernels import cpp, uses_triton
+from ..kernels.cpp import attention as cpp_attention
+from ..kernels.cpp import store as cpp_store
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class KVBlocks:
     """
     The blocks of one layer.
 
     Args:
-        tensors (`tuple[torch.Tensor, ...]`): What is really allocated. Where K and V agree in heads, dims and dtype it
+        data (`tuple[torch.Tensor, ...]`): What is really allocated. Where K and V agree in heads, dims and dtype it
             is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first, so that one gather serves
             both. Where only the dims differ (MLA: latent and rotary key) it is one tensor
             `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two.
         keys (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, key_dim)`): View of the keys.
         values (`torch.Tensor` of shape `(num_blocks, value_heads, block_size, value_dim)`): View of the values.
+
+    Attributes:
+        attention ([`kernels.cpp.attention.Attention`], *optional*):
+            The C++ kernel's last call on these blocks, for the next one that looks the same.
     """
 
-    tensors: tuple[torch.Tensor, ...]
+    data: tuple[torch.Tensor, ...]
     keys: torch.Tensor
     values: torch.Tensor
+    attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
+
+    @functools.cached_property
+    def latents(self) -> KVBlocks:
+        """Keys and values beside each other as one, which serve as keys and as values."""
+        return KVBlocks(self.data, self.data[0], self.data[0])
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block of this layer takes."""
-        return sum(tensor[0].numel() * tensor.element_size() for tensor in self.tensors if tensor.shape[0])
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in self.data if tensor.shape[0])
 
     def matches(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether new states `(batch, heads, n, dim)` fit these blocks."""
@@ -66,8 +79,8 @@ class KVBlocks:
 
     def grown(self, num_blocks: int) -> KVBlocks:
         """A copy with room for `num_blocks`."""
-        tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor) for tensor in self.tensors]
-        for new, old in zip(tensors, self.tensors):
+        tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor) for tensor in self.data]
+        for new, old in zip(tensors, self.data):
             new[: old.shape[0]] = old
         if len(tensors) == 1:
             return self.view(tensors[0], self.keys.shape[1], self.keys.shape[3])
@@ -196,7 +209,7 @@ class Storage:
         """Copies block `source` to block `target` in every layer, one batched copy a layer."""
         sources, targets = (list(ids) for ids in zip(*copies))
         for layer in self._layers.values():
-            for tensor in layer.tensors:
+            for tensor in layer.data:
                 tensor[torch.tensor(targets, device=tensor.device)] = tensor[
                     torch.tensor(sources, device=tensor.device)
                 ]
@@ -264,8 +277,8 @@ def _choose(
 
         if triton.supports(keys, values, key_blocks, value_blocks, slots):
             return triton.store
-    if cpp.supports_store(keys, values, key_blocks, value_blocks, slots) and cpp.is_available():
-        return cpp.store
+    if cpp_store.supports(keys, values, key_blocks, value_blocks, slots) and cpp.is_available():
+        return cpp_store.store
     return store_portable
 
 
@@ -277,8 +290,8 @@ def prepare_store(
     (shape, strides, dtype, device) as long as the blocks are alive. It keeps no tensor.
     """
     chosen = _choose(keys, values, blocks.keys, blocks.values, slots)
-    if chosen is cpp.store:
-        return cpp.StoreCall(keys, values, blocks.keys, blocks.values)
+    if chosen is cpp_store.store:
+        return cpp_store.Store(keys, values, blocks.keys, blocks.values, slots)
     known = weakref.ref(blocks)
 
     def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

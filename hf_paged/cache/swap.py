@@ -21,7 +21,7 @@ class HostLayer:
     Copies of some blocks of one layer.
 
     Args:
-        tensors (`tuple[torch.Tensor, ...]`): In host memory, as `KVBlocks.tensors`.
+        tensors (`tuple[torch.Tensor, ...]`): In host memory, as `KVBlocks.data`.
         keys, values (`torch.Tensor` of shape `(0, heads, 0, dim)`): What the layer's states are like, on its device.
     """
 
@@ -33,7 +33,7 @@ class HostLayer:
     def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
         """Copies these blocks."""
         keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (layer.keys, layer.values))
-        return cls(tuple(_to_cpu(tensor, block_ids) for tensor in layer.tensors), keys, values)
+        return cls(tuple(_to_cpu(tensor, block_ids) for tensor in layer.data), keys, values)
 
     def rows(self, rows: list[int]) -> KVBlocks:
         """These of the copied blocks, on the layer's device."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
+import weakref
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,10 +15,13 @@ from torch import Tensor
 
 from hf_paged import kernels
 from hf_paged.attention import backends
-from hf_paged.attention.backends import gather, parts, reference
+from hf_paged.attention.backends import Backend, gather, parts, reference
+from hf_paged.attention.call import AttentionCall
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.store import store as cpp_store
 from hf_paged.step import StepMetadata
+from tests.support.attention import attend, rectangle
 
 BACKENDS = ("reference", "gather", "cpp")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -59,14 +61,20 @@ class Call:
     query: Tensor
     key_blocks: Tensor
     value_blocks: Tensor
-    metadata: StepMetadata
+    step: StepMetadata
     options: dict
     expected: Tensor
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, StepMetadata]:
+        return self.query, self.key_blocks, self.value_blocks, self.step
+
+    def made(self) -> AttentionCall:
+        return rectangle(*self.inputs, **self.options)
+
     def run(self, backend: str) -> Tensor:
         with torch.no_grad():
-            function = backends.BACKENDS[backend].paged_attention
-            return function(self.query, self.key_blocks, self.value_blocks, self.metadata, **self.options)
+            return attend(backends.BACKENDS[backend], *self.inputs, **self.options)
 
 
 def build(case: Case, seed: int = 0) -> Call:
@@ -80,16 +88,14 @@ def build(case: Case, seed: int = 0) -> Call:
     per_row = max(1, -(-longest // case.block))
     num_blocks = batch * per_row + 1
     tables = torch.randperm(num_blocks, generator=generator)[: batch * per_row].view(batch, per_row).int()
-    metadata = StepMetadata(
+    step = StepMetadata.rectangle(
         tables,
-        torch.tensor(case.seq_lens, dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int32),
         case.seq_lens,
-        starts,
-        case.queries,
         case.block,
-        case.causal,
-        case.window,
+        query_len=case.queries,
+        starts=starts,
+        causal=case.causal,
+        window=case.window,
     )
     key = random(batch, case.kv_heads, longest, case.key_dim)
     value = random(batch, case.kv_heads, longest, case.value_dim)
@@ -144,7 +150,7 @@ def build(case: Case, seed: int = 0) -> Call:
             weights = logits.softmax(-1).nan_to_num(0.0)[:, : high - low]  # all -inf: nothing is seen
             expected[row, i] = torch.einsum("ht,htd->hd", weights, spread[1])
     options = {"scale": scale, "softcap": case.softcap, "sinks": sinks, "bias": bias}
-    return Call(query, key_blocks, value_blocks, metadata, options, expected)
+    return Call(query, key_blocks, value_blocks, step, options, expected)
 
 
 def check(case: Case, backend: str, seed: int = 0) -> None:
@@ -152,9 +158,8 @@ def check(case: Case, backend: str, seed: int = 0) -> None:
     if backend == "cpp":
         if not cpp.is_available():
             pytest.skip("no compiler")
-        inputs = (call.query, call.key_blocks, call.value_blocks, call.metadata)
-        if not cpp.supports(*inputs, call.options["sinks"], call.options["bias"]):
-            assert case.queries > cpp.MAX_QUERIES or case.dtype == torch.float64
+        if backends.cpp.unsupported_reason(call.made()) is not None:
+            assert case.queries > backends.cpp.MAX_QUERIES or case.dtype == torch.float64
             return
     out = call.run(backend)
     assert out.shape == call.expected.shape and out.is_contiguous() and out.dtype == case.dtype
@@ -272,9 +277,8 @@ def test_empty_batch(backend: str) -> None:
     if backend == "cpp" and not cpp.is_available():
         pytest.skip("no compiler")
     call = build(Case())
-    none = torch.zeros(0, dtype=torch.int32)
-    metadata = StepMetadata(torch.zeros(0, 1, dtype=torch.int32), none, none, (), (), 1, 16)
-    assert replace(call, query=call.query[:0], metadata=metadata).run(backend).shape == (0, 1, 14, 64)
+    step = StepMetadata.rectangle(torch.zeros(0, 1, dtype=torch.int32), (), 16)
+    assert replace(call, query=call.query[:0], step=step).run(backend).shape == (0, 1, 14, 64)
 
 
 @pytest.mark.parametrize(("seq_lens", "queries"), [((20, 20, 9), 3), ((80, 80, 90), 80), ((300, 270), 270)], ids=str)
@@ -284,7 +288,7 @@ def test_gradients_match_the_reference(seq_lens: tuple[int, ...], queries: int) 
     grads = []
     for module in (reference, gather, backends):
         leaves = [t.nan_to_num(0.0).clone().requires_grad_() for t in (call.query, call.key_blocks, call.value_blocks)]
-        module.paged_attention(*leaves, call.metadata, **call.options).square().sum().backward()
+        attend(module, *leaves, call.step, **call.options).square().sum().backward()
         grads.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(grads[1], grads[0])
     torch.testing.assert_close(grads[2], grads[0])
@@ -301,7 +305,7 @@ def test_scratch_survives_inference_mode() -> None:
 
 def test_mask_of_a_step_is_a_corner_of_one() -> None:
     call = build(Case(seq_lens=(700, 600, 300), queries=300, heads=2, kv_heads=1, key_dim=8, value_dim=8))
-    plan = parts.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
+    plan = parts.plan_parts(call.step, call.key_blocks, call.value_blocks)
     masks = {id(part.hidden) for part in plan.parts}
     assert len(masks) == 1 and plan.parts[0].hidden.corner(150, 700, torch.float32).untyped_storage().size() <= (
         4 * parts.SLICE_QUERIES * 700
@@ -309,7 +313,7 @@ def test_mask_of_a_step_is_a_corner_of_one() -> None:
     for part in plan.parts:
         assert [(s.last - s.first, s.low) for s in part.slices] == [(150, 0), (150, 0)]
         assert [s.high for s in part.slices] == [part.length - 150, part.length]
-    windowed = replace(call.metadata, window=20)
+    windowed = replace(call.step, window=20)
     for part in parts.plan_parts(windowed, call.key_blocks, call.value_blocks).parts:
         assert all(s.high - s.low <= 150 + 19 for s in part.slices)
 
@@ -334,18 +338,16 @@ def test_threads_do_not_share_scratch() -> None:
     assert not wrong
 
 
-def test_plan_lives_as_long_as_its_metadata() -> None:
+def test_plan_lives_as_long_as_its_step() -> None:
     call = build(Case())
     call.run("gather")
-    key = id(call.metadata)
-    plan = parts.plan_parts(call.metadata, call.key_blocks, call.value_blocks)
-    assert parts.plan_parts(call.metadata, call.key_blocks, call.value_blocks) is plan
-    del call, plan
-    gc.collect()
-    assert key not in parts._plans
+    plan = weakref.ref(parts.plan_parts(call.step, call.key_blocks, call.value_blocks))
+    assert parts.plan_parts(call.step, call.key_blocks, call.value_blocks) is plan()
+    del call
+    assert plan() is None
 
 
-STORES = [storage.store, storage.store_portable, *([cpp.store] if cpp.is_available() else [])]
+STORES = [storage.store, storage.store_portable, *([cpp_store] if cpp.is_available() else [])]
 
 
 @pytest.mark.parametrize("block", [8, 16, 100])
@@ -385,13 +387,13 @@ def test_store_converts_and_checks() -> None:
             store(same, same, pool[:, :2], pool[:, 2:], torch.tensor([[4 * 8]]))
 
 
-def _selected(call: Call) -> ModuleType:
-    return backends.select(call.query, call.key_blocks, call.value_blocks, call.metadata)
+def _selected(call: Call) -> Backend:
+    return backends.select(replace(call, step=replace(call.step)).made())
 
 
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
-    best = cpp if cpp.is_available() else gather
+    best = backends.cpp if cpp.is_available() else gather
     call = build(Case())
     assert _selected(call) is best
     assert _selected(replace(call, query=call.query.clone().requires_grad_())) is gather

@@ -16,13 +16,14 @@ from hf_paged import kernels
 from hf_paged.attention.backends import reference
 from hf_paged.attention.interface import paged_attention
 from hf_paged.attention.masks import PagedMask
-from hf_paged.attention.packed import packed_attention
 from hf_paged.attention.switch import NAME
 from hf_paged.cache.packed import Chunk, LayerStates, NotPackable, PackedStates, PackedStep, Share
 from hf_paged.cache.storage import KVBlocks, store
 from hf_paged.step import StepMetadata
+from tests.support.attention import attend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+MODULE: Any = SimpleNamespace(config=LlamaConfig(attn_implementation="flash_attention_2"))  # takes softcap and sinks
 
 
 @dataclass(frozen=True)
@@ -129,41 +130,24 @@ class Built:
         share = Share()
         share.step = self.step
         layer = PackedStates(share, 0, self.blocks, keys, values, self.step.slots)
-        self.step.states[0] = LayerStates(keys, values, self.key_blocks, self.value_blocks)
+        self.step.states[0] = LayerStates(keys, values, self.blocks)
         self.key, self.value = layer.key, layer.value
 
     def attend(self, mask: Any) -> torch.Tensor:
         case = self.case
-        return packed_attention(
-            self.query, self.key, self.value, mask, scale=0.3, softcap=case.softcap, sinks=self.sinks
-        )
+        kwargs = {"scaling": 0.3, "softcap": case.softcap, "s_aux": self.sinks}
+        return paged_attention(MODULE, self.query, self.key, self.value, mask, **kwargs)[0]
 
     def expected(self) -> torch.Tensor:
         case, parts, first = self.case, [], 0
         for (context, query), table in zip(case.rows, self.tables):
             seq_len = context + query
-            metadata = StepMetadata(
-                block_tables=torch.tensor([table], dtype=torch.int32),
-                seq_lens=torch.tensor([seq_len], dtype=torch.int32),
-                starts=torch.zeros(1, dtype=torch.int32),
-                seq_lens_host=(seq_len,),
-                starts_host=(0,),
-                query_len=query,
-                block_size=case.block,
-                window=case.window,
+            step = StepMetadata.rectangle(
+                torch.tensor([table], dtype=torch.int32), (seq_len,), case.block, query_len=query, window=case.window
             )
             part = self.query[:, :, first : first + query]
-            parts.append(
-                reference.paged_attention(
-                    part,
-                    self.key_blocks,
-                    self.value_blocks,
-                    metadata,
-                    scale=0.3,
-                    softcap=case.softcap,
-                    sinks=self.sinks,
-                )
-            )
+            features = dict(scale=0.3, softcap=case.softcap, sinks=self.sinks)
+            parts.append(attend(reference, part, self.key_blocks, self.value_blocks, step, **features))
             first += query
         return torch.cat(parts, dim=1)
 

@@ -27,8 +27,7 @@ CASES = [
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Forces the kernels, and lists which are called."""
-    from hf_paged.attention.backends import triton_packed as packed
-    from hf_paged.kernels.triton import cascade
+    from hf_paged.kernels.triton import cascade, decode, prefill
 
     calls: list[str] = []
 
@@ -37,9 +36,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1])
 
     monkeypatch.setenv(kernels.VARIABLE, "triton")
-    spy(packed.decode, "paged_attention")
-    spy(packed.prefill, "prefill_attention")
-    spy(packed, "cascade_attention")
+    spy(decode, "decode_attention")
+    spy(prefill, "prefill_attention")
+    spy(cascade, "cascade_attention")
     spy(cascade, "merge")
     return calls
 
@@ -52,7 +51,7 @@ def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(case: Case, laun
     expected = built.expected()
     assert output.shape == expected.shape and output.dtype == case.dtype
     torch.testing.assert_close(output, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
-    wanted = ["paged_attention"] * (case.rows[0][1] == 1) + ["prefill_attention"] * (case.rows[-1] != (40, 1))
+    wanted = ["decode_attention"] * (case.rows[0][1] == 1) + ["prefill_attention"] * (case.rows[-1] != (40, 1))
     assert launches == wanted
 
 
@@ -64,7 +63,7 @@ def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[s
     plain = model.generate(**inputs, **options)
     paged = model.generate(**inputs, **options, **models.PAGED)
     assert torch.equal(plain, paged)
-    assert set(launches) == {"prefill_attention", "paged_attention"}
+    assert set(launches) == {"prefill_attention", "decode_attention"}
     hf_paged.check_integrity(model)
 
 

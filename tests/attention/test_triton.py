@@ -19,6 +19,7 @@ from hf_paged.cache import storage
 from hf_paged.kernels import triton
 from tests.attention.test_backends import Case, build
 from tests.support import models
+from tests.support.attention import attend
 from tests.support.kernels.device import DEVICE, available
 
 
@@ -46,7 +47,7 @@ def test_generate_through_the_kernels(name: str, road: str, tokens: int, monkeyp
 
         monkeypatch.setattr(module, function, counted)
 
-    count(decode, "paged_attention")
+    count(decode, "decode_attention")
     count(store, "store")
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     if road == "loop":
@@ -56,26 +57,21 @@ def test_generate_through_the_kernels(name: str, road: str, tokens: int, monkeyp
     paged = model.generate(**inputs, **options)
     assert torch.equal(plain, paged)
     layers = model.config.num_hidden_layers
-    assert calls["paged_attention"] >= layers * (tokens - 1) and calls["store"] >= layers * tokens
+    assert calls["decode_attention"] >= layers * (tokens - 1) and calls["store"] >= layers * tokens
 
 
 @available
-def test_dispatch_takes_prompts_too() -> None:
-    from hf_paged.attention.backends import triton as dispatch
-
+def test_prompts_too() -> None:
     call = build(Case(seq_lens=(33, 60), queries=20, heads=4, window=30, softcap=2.0, starts=(0, 7)))
-    metadata = call.metadata
-    on_device = replace(
-        metadata,
-        block_tables=metadata.block_tables.to(DEVICE),
-        seq_lens=metadata.seq_lens.to(DEVICE),
-        starts=metadata.starts.to(DEVICE),
+    moved = replace(
+        call,
+        query=call.query.to(DEVICE),
+        key_blocks=call.key_blocks.to(DEVICE),
+        value_blocks=call.value_blocks.to(DEVICE),
+        step=replace(call.step, block_tables=call.step.block_tables.to(DEVICE)),
     )
-    inputs = [tensor.to(DEVICE) for tensor in (call.query, call.key_blocks, call.value_blocks)]
-    assert dispatch.supports(*inputs, on_device) is None
-    out = dispatch.paged_attention(*inputs, on_device, scale=call.options["scale"], softcap=2.0)
-    torch.testing.assert_close(out.double().cpu(), call.expected, atol=2e-5, rtol=2e-5)
-    assert "a bias for more queries" in (dispatch.supports(*inputs, on_device, bias=torch.zeros(1)) or "")
+    assert backends.triton.unsupported_reason(moved.made()) is None
+    torch.testing.assert_close(moved.run("triton").double().cpu(), call.expected, atol=2e-5, rtol=2e-5)
 
 
 @available
@@ -85,10 +81,9 @@ def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     backends.log_once.cache_clear()
     call = build(Case(key_dim=600, value_dim=600, heads=2))
-    inputs = (call.query, call.key_blocks, call.value_blocks, call.metadata)
     with caplog.at_level(logging.WARNING, logger=backends.__name__):
-        assert backends.select(*inputs) is gather
-        out = backends.paged_attention(*inputs, **call.options)
+        assert backends.select(call.made()) is gather
+        out = attend(backends, *call.inputs, **call.options)
     torch.testing.assert_close(out.double(), call.expected, atol=2e-5, rtol=2e-5)
     (record,) = caplog.records
     assert "head dims 600 and 600: at most 576" in record.getMessage()
@@ -99,7 +94,7 @@ def test_forced_without_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(triton, "is_available", lambda device: False)
     call = build(Case())
     with pytest.raises(RuntimeError, match="HF_PAGED_ATTENTION=triton, but the kernels do not run on cpu"):
-        backends.select(call.query, call.key_blocks, call.value_blocks, call.metadata)
+        backends.select(call.made())
 
 
 def test_a_gpu_that_the_kernels_do_not_run_on_takes_the_portable_path(
@@ -117,8 +112,8 @@ def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.Monkey
     from hf_paged.kernels.triton import store
 
     call = build(Case())
-    chosen = backends.select(call.query, call.key_blocks, call.value_blocks, call.metadata)
-    assert chosen.__name__ != "hf_paged.attention.backends.triton"
+    chosen = backends.select(call.made())
+    assert chosen is not backends.triton
     pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
     assert storage._choose(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[3]])) is not store.store
     storage.store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[3]]))

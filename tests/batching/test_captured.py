@@ -167,11 +167,11 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     bench.decode(*rows[:5])
     items = [row.take(1) for row in rows[:5]]
     layers = bench.groups[0].storage.layers.values()
-    before = [layer.tensors[0].view(torch.int32).clone() for layer in layers]  # what was never written may be NaN
+    before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # what was never written may be NaN
     bench.run(items)
     assert graphs.num_replays == 3 and [key.num_rows for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
-        changed = (layer.tensors[0].view(torch.int32) != old).any(dim=3).any(dim=1)  # [num_blocks, block_size]
+        changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)  # [num_blocks, block_size]
         assert changed.sum() == 5
 
 

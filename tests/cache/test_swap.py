@@ -90,7 +90,7 @@ def request(*sequences: Any) -> Any:
 def fill(storage: Storage, block_ids: list[int]) -> None:
     """Random bytes, many of them NaN or infinite as numbers."""
     for layer in storage.layers.values():
-        for tensor in layer.tensors:
+        for tensor in layer.data:
             content = torch.randint(0, 256, (len(block_ids), *tensor[0].view(torch.uint8).shape), dtype=torch.uint8)
             content[:, ..., ::3] |= 0x7F
             tensor.view(torch.uint8)[block_ids] = content.to(tensor.device)
@@ -326,7 +326,7 @@ def test_a_wider_dtype_meanwhile_keeps_the_numbers() -> None:
     house = House()
     row = house.sequence(3 * SIZE)
     storage = house.groups[0].storage
-    for tensor in (*storage.layers[0].tensors, *storage.layers[1].tensors):
+    for tensor in (*storage.layers[0].data, *storage.layers[1].data):
         tensor.copy_(torch.randn(tensor.shape))
     expected = [numbers(storage, index, row) for index in (0, 1)]
     assert house.swapper.swap_out(request(row))

@@ -89,22 +89,23 @@ assert engine.generate([prompt], options)[0].token_ids == expected
 KERNEL = """
 import resource, psutil, torch
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.step import StepMetadata
 
 torch.set_num_threads({threads})
 assert cpp.is_available()
-query, blocks = torch.randn(1, 64, 16, 4096), torch.randn(4, 1, 256, 4096)  # 16 MiB, and so is the output
-lengths = torch.tensor([[0, 1, 2, 3], [1024] * 4, [0] * 4], dtype=torch.int32)
-metadata = StepMetadata(lengths[:1], lengths[1, :1], lengths[2, :1], (1024,), (0,), 16, 256)
+query, blocks = torch.randn(16, 64, 4096), torch.randn(4, 1, 256, 4096)  # 16 MiB, and so is the output
+step = StepMetadata.rectangle(torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), (1024,), 256, query_len=16)
+kernel = Attention(query, blocks, blocks, 16, scale=1.0)
 limit = psutil.Process().memory_info().vms + (24 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 for _ in range(2):
     try:
-        cpp.paged_attention(query, blocks, blocks, metadata, scale=1.0)
+        kernel(query, step)
     except MemoryError as error:
         print(error)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-assert cpp.paged_attention(query, blocks, blocks, metadata, scale=1.0).isfinite().all()
+assert kernel(query, step).isfinite().all()
 """
 
 

@@ -19,12 +19,11 @@ FAR = 1 << 30  # elements: a stride that fits in 31 bits; twice that does not
 
 
 def test_item_10_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kernels.triton import decode, prefill
+    from hf_paged.attention.backends import triton
     from hf_paged.kernels.triton import store as kernel
 
     monkeypatch.setenv("HF_PAGED_ATTENTION", "triton")
-    for module in (decode, prefill):  # slow in the interpreter
-        monkeypatch.setattr(module, "supports", lambda *args: "not here")
+    monkeypatch.setattr(triton, "unsupported_reason", lambda call: "slow in the interpreter")
     stored: list[torch.Tensor] = []
     original = kernel.store
 
@@ -99,18 +98,8 @@ def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> 
     bias = far.rows(random(3, 16))[:, 0]  # of 3 keys
 
     def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        lengths = torch.tensor([0, 1, 3], dtype=torch.int32, device=DEVICE)
-        out: torch.Tensor = prefill_attention(
-            query[None],
-            blocks[:, :1],
-            blocks[:, 1:],
-            cu_query_lens=lengths[:2],
-            seq_lens=lengths[2:],
-            block_tables=lengths[:1].view(1, 1),
-            max_query_len=1,
-            scale=0.3,
-            bias=bias,
-        )
+        step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8)
+        out: torch.Tensor = prefill_attention(query[None], blocks[:, :1], blocks[:, 1:], step, scale=0.3, bias=bias)
         return out
 
     expected = attend(content, bias.contiguous())
@@ -118,16 +107,13 @@ def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> 
 
 
 def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:
-    from hf_paged.kernels.triton.decode import paged_attention
+    from hf_paged.kernels.triton.decode import decode_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
-    ints = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
-    metadata = StepMetadata(ints[:1].view(1, 1), ints[1:], ints[:1], (3,), (0,), 3, 8)
+    step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8, query_len=3)
 
     def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = paged_attention(
-            query[None, None], blocks[:, :1], blocks[:, 1:], metadata, scale=0.3, bias=bias
-        )
+        out: torch.Tensor = decode_attention(query[:, None], blocks[:, :1], blocks[:, 1:], step, scale=0.3, bias=bias)
         return out
 
     by_query, by_key = far.rows(random(3, 16)), far.rows(random(3, 16))

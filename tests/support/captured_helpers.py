@@ -78,7 +78,7 @@ def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
     def read() -> Any:
         tensors = [*model.parameters(), *model.buffers()]
         layers = [b for group in memory().groups.values() for b in group.storage.layers.values()]
-        tensors += [tensor for layer in layers for tensor in layer.tensors]
+        tensors += [tensor for layer in layers for tensor in layer.data]
         return [tensor.data_ptr() for tensor in tensors]
 
     return read

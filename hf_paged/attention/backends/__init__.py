@@ -7,98 +7,87 @@ from __future__ import annotations
 import functools
 import logging
 from contextvars import ContextVar
-from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...cache.memory import autocast_dtype
-from ...kernels import cpp, forced, uses_triton
+from ...cache.packed import NotCapturable
+from ...kernels import cpp as kernels_cpp
+from ...kernels import forced, uses_triton
 from ...step import StepMetadata
-from . import gather, reference
+from ..call import AttentionCall
+from . import cpp, gather, reference, triton
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {"reference": reference, "gather": gather, "cpp": cpp}
-"""But for `triton`, which is imported when it is used, since Triton may be missing."""
+
+class Backend(Protocol):
+    """A module that computes attention."""
+
+    def unsupported_reason(self, call: AttentionCall) -> str | None:
+        """What keeps `attend` from taking a call, in words; `None` if nothing does."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Arguments and result of `reference.attend`."""
+
+
+BACKENDS: dict[str, Backend] = {"reference": reference, "gather": gather, "cpp": cpp, "triton": triton}
 
 obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
 """Collects why kernels did not take what they were meant for in this context; a call's report reads it."""
 
 
-def select(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    metadata: StepMetadata,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> ModuleType:
-    """The module whose `paged_attention` serves this call: the Triton kernels on a GPU, `cpp` on the CPU, `gather` on
-    either for what these do not take; a call that the Triton kernels do not take is logged, once for each reason.
+def select(call: AttentionCall) -> Backend:
+    """
+    What serves a call: `triton` on a GPU, `cpp` on the CPU, `gather` on either for what these do not take. A call that
+    the Triton kernels do not take is logged, once for each reason.
 
     Forcing `cpp` or `triton` raises if it cannot be had; calls outside its range still go to `gather`.
     """
-    name = forced()
-    if name in ("reference", "gather"):
-        return BACKENDS[name]
-    if uses_triton(query):
-        from . import triton
-
-        obstacle = triton.supports(query, key_blocks, value_blocks, metadata, sinks, bias)
-        if obstacle is None:
-            return triton
-        log_once(obstacle)
-    elif cpp.supports(query, key_blocks, value_blocks, metadata, sinks, bias):
-        if cpp.is_available():
-            return cpp
-    elif metadata.query_len == 1 and query.is_cpu and name is None:
+    name = call.step.plan(_preferred)
+    backend = BACKENDS[name]
+    reason = backend.unsupported_reason(call)
+    if reason is None:
+        return backend
+    if name == "triton":
+        log_once(reason)
+    elif call.step.query_start[:2] == (0, 1) and call.query.is_cpu and not forced():
         found = obstacles.get()
         if found is not None:
-            found.add(_not_cpp(query, key_blocks, value_blocks))
+            found.add(f"decode steps gather keys and values on the CPU, as {reason}")
     return gather
 
 
-def _not_cpp(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> str:
-    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, key_blocks, value_blocks)]
-    return (
-        "decode steps gather keys and values on the CPU, as the C++ kernel takes float32, bfloat16 or float16, the "
-        f"same for all, in ordinary layouts: queries are {kinds[0]}, keys {kinds[1]}, values {kinds[2]}"
-    )
+def _preferred(step: StepMetadata) -> str:
+    """The backend that is asked first, by name: the same for all layers, as it reads the environment."""
+    if uses_triton(step.block_tables):
+        return "triton"
+    return forced() or ("cpp" if step.block_tables.is_cpu and kernels_cpp.is_available() else "gather")
 
 
 @functools.cache
-def log_once(obstacle: str) -> None:
+def log_once(reason: str) -> None:
     """Says why the Triton kernels do not take a call that they were meant for."""
-    logger.warning("Keys and values are gathered before attention, which is slower than reading blocks: %s", obstacle)
+    logger.warning("Keys and values are gathered before attention, which is slower than reading blocks: %s", reason)
 
 
-def paged_attention(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    metadata: StepMetadata,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attend(call: AttentionCall) -> Tensor:
     """
-    Arguments and result of `reference.paged_attention`, computed by `select`'s choice; under autocast in its dtype, as
-    a model's own attention is.
+    `reference.attend` by `select`'s choice; under autocast in its dtype, as a model's own attention is.
+
+    Raises:
+        NotCapturable: if the step's lengths are on the device only, and no backend can use those.
     """
-    features: dict[str, Any] = dict(scale=scale, softcap=softcap, sinks=sinks, bias=bias)
-    if autocast_dtype(query.device) is not None:  # a backend sums in float32 for every input dtype
-        query = as_autocast(query)
+    dtype = autocast_dtype(call.query.device)
+    if dtype is not None:  # a backend sums in float32 for every input dtype
+        query = call.query if call.query.dtype is torch.float64 else call.query.to(dtype)
         with torch.autocast(query.device.type, enabled=False):
-            return paged_attention(query, key_blocks, value_blocks, metadata, **features)
-    backend = select(query, key_blocks, value_blocks, metadata, sinks, bias)
-    return backend.paged_attention(query, key_blocks, value_blocks, metadata, **features)
-
-
-def as_autocast(query: Tensor) -> Tensor:
-    """`query` as autocast would give it to a product, which decides the dtype of what attention returns."""
-    dtype = autocast_dtype(query.device)
-    return query if dtype is None or query.dtype is torch.float64 else query.to(dtype)
+            return attend(call._replace(query=query))
+    if call.step.plan(_preferred) == "cpp" and (output := cpp.attend_again(call)) is not None:
+        return output
+    backend = select(call)
+    if call.step.lengths is not None and backend in (gather, reference):
+        raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
+    return backend.attend(call)

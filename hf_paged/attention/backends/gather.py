@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...step import StepMetadata
+from ..call import AttentionCall
 from .parts import Hidden, Part, Slice, gather, plan_parts
 
 PACK_QUERIES = 64
@@ -24,44 +25,68 @@ APART_QUERIES = 32
 """Queries of a row from which the heads of a group run one after the other where all scores are held at once."""
 
 
-def paged_attention(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    metadata: StepMetadata,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """`reference.paged_attention`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds."""
+def unsupported_reason(call: AttentionCall) -> None:
+    """`None`: it takes every call whose lengths the host knows."""
+
+
+def attend(call: AttentionCall) -> Tensor:
+    """
+    `reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds. Rows that begin in
+    this step are attended to in the step's own states where these are at hand.
+    """
+    parts = [_attend_fresh(part) if part.step.begins else _attend_gathered(part) for part in call.by_groups()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _rows(states: Tensor, step: StepMetadata) -> Tensor:
+    """`(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`, a view."""
+    query_len = step.query_len
+    assert query_len is not None
+    return states.unflatten(0, (step.num_rows, query_len)).transpose(1, 2)
+
+
+def _attend_fresh(call: AttentionCall) -> Tensor:
+    """`attend` for rows that begin in this step."""
+    if call.fresh is None or not call.is_plain:
+        return _attend_gathered(call)
+    query, key, value = (_rows(x, call.step).to(call.query.dtype) for x in (call.query, *call.fresh))
+    output = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=call.scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_gathered(call: AttentionCall) -> Tensor:
+    """`attend` for rows with equally many queries."""
+    step, softcap, sinks, bias = call.step, call.softcap, call.sinks, call.bias
+    key_blocks, value_blocks = call.blocks.keys, call.blocks.values
+    query = _rows(call.query, step)
     batch, heads, query_len, _ = query.shape
     kv_heads, value_dim = value_blocks.shape[1], value_blocks.shape[3]
     group = heads // kv_heads
-    plan = plan_parts(metadata, key_blocks, value_blocks)
-    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key_blocks, value_blocks))
+    plan = plan_parts(step, key_blocks, value_blocks)
+    reuse = not call.needs_grad
     if bias is not None:
-        keys = max(bias.shape[-1], max(metadata.seq_lens_host) if bias.shape[-1] == 1 else 0)
+        keys = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
         bias = bias.expand(batch, heads, query_len, keys)
 
     def attend(part: Part) -> Tensor:
         first, last = part.heads[0] * group, part.heads[1] * group
-        key, value = gather(part, key_blocks, value_blocks, reuse=not grads)
+        key, value = gather(part, key_blocks, value_blocks, reuse=reuse)
         key, value = key.to(query.dtype), value.to(query.dtype)
         extra = None
-        if softcap is not None or sinks is not None or bias is not None:
+        if not call.is_plain:
             extra = _Extra(softcap, None if sinks is None else sinks[first:last], _bias(bias, part, first, last))
-        return _attend(query[part.rows, first:last, part.first_query :], key, value, part, scale, extra)
+        return _attend(query[part.rows, first:last, part.first_query :], key, value, part, call.scale, extra)
 
     if plan.complete and len(plan.parts) == 1:
-        return attend(plan.parts[0]).contiguous()
+        return attend(plan.parts[0]).flatten(0, 1).contiguous()
     shape = (batch, query_len, heads, value_dim)
     out = query.new_empty(shape) if plan.complete else query.new_zeros(shape)
     for part in plan.parts:
         heads_of_part = slice(part.heads[0] * group, part.heads[1] * group)
         out[part.rows, part.first_query :, heads_of_part] = attend(part)
-    return out
+    return out.flatten(0, 1)
 
 
 @dataclass(frozen=True)

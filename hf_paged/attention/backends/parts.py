@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -143,61 +142,57 @@ def _unit(blocks: Tensor) -> int:
     return math.gcd(blocks.shape[2] * blocks.shape[3], blocks.stride(0), blocks.stride(1))
 
 
-_plans: dict[int, tuple[weakref.ref[StepMetadata], dict[tuple[int, ...], Plan]]] = {}
-
-
-def plan_parts(metadata: StepMetadata, key_blocks: Tensor, value_blocks: Tensor) -> Plan:
-    """The parts of one step: built once, then read by every layer that passes the same metadata object."""
-    known = _plans.get(id(metadata))
-    if known is None:
-        # By identity: equal metadata of another step is not worth comparing tensors for.
-        key = id(metadata)
-        known = (weakref.ref(metadata, lambda _: _plans.pop(key, None)), {})
-        _plans[key] = known
+def plan_parts(step: StepMetadata, key_blocks: Tensor, value_blocks: Tensor) -> Plan:
+    """The parts of one step with equally many queries a row: built once for all layers that are laid out alike."""
+    plans = step.plan(_no_plans)
     sizes = (key_blocks.element_size() * key_blocks.shape[3], value_blocks.element_size() * value_blocks.shape[3])
     layout = (*key_blocks.shape, *key_blocks.stride(), *value_blocks.shape, *value_blocks.stride(), *sizes)
-    plan = known[1].get(layout)
+    plan = plans.get(layout)
     if plan is None:
         with torch.inference_mode(False), torch.no_grad():
-            plan = _build_plan(metadata, key_blocks, value_blocks, sum(sizes))
-        known[1][layout] = plan
+            plan = plans[layout] = _build_plan(step, key_blocks, value_blocks, sum(sizes))
     return plan
 
 
-def _build_plan(metadata: StepMetadata, key_blocks: Tensor, value_blocks: Tensor, token_bytes: int) -> Plan:
-    kv_heads = key_blocks.shape[1]
+def _no_plans(step: StepMetadata) -> dict[tuple[int, ...], Plan]:
+    return {}
+
+
+def _build_plan(step: StepMetadata, key_blocks: Tensor, value_blocks: Tensor, token_bytes: int) -> Plan:
+    kv_heads, query_len = key_blocks.shape[1], step.query_len
+    assert query_len is not None
     geometries: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     complete = True
-    for row, (seq_len, low) in enumerate(zip(metadata.seq_lens_host, metadata.starts_host)):
+    for row, (seq_len, low) in enumerate(zip(step.seq_lens, step.starts)):
         first_query = 0
-        if metadata.causal:
-            position = seq_len - metadata.query_len
+        if step.causal:
+            position = seq_len - query_len
             first_query = max(0, low - position)
-            if metadata.window is not None:
-                low = max(low, position + first_query - metadata.window + 1)
+            if step.window is not None:
+                low = max(low, position + first_query - step.window + 1)
         complete = complete and first_query == 0 and low < seq_len
-        if first_query < metadata.query_len and low < seq_len:
-            geometry = (seq_len - low, low % metadata.block_size, first_query)
+        if first_query < query_len and low < seq_len:
+            geometry = (seq_len - low, low % step.block_size, first_query)
             geometries.setdefault(geometry, []).append((row, low))
     parts = []
     hidden = None
-    if metadata.causal and metadata.query_len > 1 and geometries:
+    if step.causal and query_len > 1 and geometries:
         longest = max(length for length, _, _ in geometries)
-        if metadata.window is not None:
-            longest = min(longest, SLICE_QUERIES + metadata.window - 1)
-        hidden = Hidden(min(metadata.query_len, SLICE_QUERIES), longest, metadata.window, key_blocks.device)
+        if step.window is not None:
+            longest = min(longest, SLICE_QUERIES + step.window - 1)
+        hidden = Hidden(min(query_len, SLICE_QUERIES), longest, step.window, key_blocks.device)
     for (length, offset, first_query), members in sorted(geometries.items(), reverse=True):
-        blocks = -(-(offset + length) // metadata.block_size)
-        head_bytes = blocks * metadata.block_size * token_bytes
+        blocks = -(-(offset + length) // step.block_size)
+        head_bytes = blocks * step.block_size * token_bytes
         num_rows = max(1, SCRATCH_BYTES // (head_bytes * kv_heads))
         num_heads = max(1, min(kv_heads, SCRATCH_BYTES // head_bytes))
-        queries = metadata.query_len - first_query
-        sees_all = metadata.window is None or metadata.window >= length
+        queries = query_len - first_query
+        sees_all = step.window is None or step.window >= length
         for at in range(0, len(members), num_rows):
             chosen = members[at : at + num_rows]
             tables = torch.stack(
                 [
-                    metadata.block_tables[row, low // metadata.block_size : low // metadata.block_size + blocks]
+                    step.block_tables[row, low // step.block_size : low // step.block_size + blocks]
                     for row, low in chosen
                 ]
             ).long()
@@ -214,7 +209,7 @@ def _build_plan(metadata: StepMetadata, key_blocks: Tensor, value_blocks: Tensor
                         blocks=tables,
                         key_tiles=_tiles(tables, heads, key_blocks),
                         value_tiles=_tiles(tables, heads, value_blocks),
-                        shape=(len(chosen), heads[1] - heads[0], blocks * metadata.block_size),
+                        shape=(len(chosen), heads[1] - heads[0], blocks * step.block_size),
                         slices=_slices(queries, length, hidden),
                         hidden=hidden if queries > 1 else None,
                         causal=hidden is not None and length == queries > 1 and sees_all,

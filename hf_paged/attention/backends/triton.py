@@ -1,68 +1,98 @@
-"""`reference.paged_attention` on the Triton kernels: a few queries a row go to the decode kernel, more to prefill's."""
+"""Attention by the Triton kernels: one launch for rows of few queries, one for chunks, cascades where they pay off."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.triton import decode, prefill
+from ...kernels.triton import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES
 from ...step import StepMetadata
-from . import gather
+from ..call import AttentionCall
+
+if TYPE_CHECKING:
+    from ...kernels.triton.cascade import Cascade
 
 
-def supports(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    metadata: StepMetadata,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> str | None:
-    """What keeps `paged_attention` from taking these arguments, in words; `None` if nothing does."""
-    if metadata.query_len <= decode.MAX_QUERIES:
-        return decode.supports(query, key_blocks, value_blocks, metadata, sinks, bias)
-    if bias is not None:
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """What keeps `attend` from taking a call, in words; `None` if nothing does."""
+    query, keys, values, step = call.query, call.blocks.keys, call.blocks.values, call.step
+    tensors, size = call.tensors, step.block_size
+    if any(tensor.dtype not in DTYPES for tensor in tensors):
+        return f"dtypes {sorted({str(tensor.dtype) for tensor in tensors})}: the kernels know {DTYPES}"
+    if any(tensor.device != query.device for tensor in (*tensors, step.block_tables)):
+        return f"tensors on other devices than the query's {query.device}"
+    if call.needs_grad:
+        return "a gradient is wanted: the kernels compute none"
+    if max(keys.shape[3], values.shape[3]) > MAX_DIM:
+        return f"head dims {keys.shape[3]} and {values.shape[3]}: at most {MAX_DIM}"
+    if size not in BLOCK_SIZES:
+        return f"block size {size}: a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
+    if keys.shape[1] != values.shape[1] or query.shape[1] % keys.shape[1]:
+        return f"{query.shape[1]} query heads over {keys.shape[1]} K and {values.shape[1]} V heads"
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        return "blocks whose head dimension is not contiguous"
+    if step.num_rows > MAX_BATCH:
+        return f"{step.num_rows} rows: at most {MAX_BATCH}"
+    return None if _has_few_queries(step) else _prefill_reason(call)
+
+
+def _prefill_reason(call: AttentionCall) -> str | None:
+    """`unsupported_reason` of the prefill kernel, beside what it has in common with the decode kernel."""
+    blocks = (call.blocks.keys, call.blocks.values)
+    if call.bias is not None:
         return "a bias for more queries than the decode kernel takes"
-    return prefill.supports(query, key_blocks, value_blocks, 1.0, sinks)
+    if any(torch.promote_types(call.query.dtype, x.dtype) != call.query.dtype for x in blocks):
+        return f"blocks of a wider dtype than the queries' {call.query.dtype}"
+    if blocks[1].shape[3] > 512:
+        return f"values of {blocks[1].shape[3]} dimensions: at most 512"
+    return None if call.scale > 0 else f"a scale of {call.scale}: it must be positive"
 
 
-def paged_attention(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    metadata: StepMetadata,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Arguments and result of `reference.paged_attention`, for what `supports` has nothing against."""
-    batch, heads, query_len, _ = query.shape
-    if query_len <= decode.MAX_QUERIES:
-        out: Tensor = decode.paged_attention(
-            query, key_blocks, value_blocks, metadata, scale=scale, softcap=softcap, sinks=sinks, bias=bias
-        )
-        return out
-    if scale <= 0:  # the prefill kernel folds it into its exponentials
-        return gather.paged_attention(
-            query, key_blocks, value_blocks, metadata, scale=scale, softcap=softcap, sinks=sinks
-        )
-    packed = query.transpose(1, 2).reshape(batch * query_len, heads, -1)
-    ends = torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=query.device)
-    out = prefill.prefill_attention(
-        packed,
-        key_blocks,
-        value_blocks,
-        cu_query_lens=ends,
-        seq_lens=metadata.seq_lens,
-        block_tables=metadata.block_tables,
-        max_query_len=query_len,
-        scale=scale,
-        starts=metadata.starts,
-        causal=metadata.causal,
-        window=metadata.window if metadata.causal else None,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    return out.unflatten(0, (batch, query_len))
+def attend(call: AttentionCall) -> Tensor:
+    """`reference.attend`; float32 sums."""
+    from ...kernels.triton import prefill  # needs Triton
+
+    step, blocks = call.step, call.blocks
+    if _has_few_queries(step):
+        return _attend_rows(call, call.query, step)
+    num_decodes, decodes, chunks = step.plan(_split)
+    parts = [] if decodes is None else [_attend_rows(call, call.query[:num_decodes], decodes)]
+    features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+    query = call.query[num_decodes:]
+    parts.append(prefill.prefill_attention(query, blocks.keys, blocks.values, chunks or step, **features))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _has_few_queries(step: StepMetadata) -> bool:
+    return step.query_len is not None and step.query_len <= MAX_QUERIES
+
+
+def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:
+    """How many leading rows have one query each, these, and the rest; `None` for no rows, and for all of them."""
+    starts = step.query_start
+    count = next((row for row in range(step.num_rows) if starts[row + 1] - starts[row] != 1), 0)
+    return (count, step.rows(0, count), step.rows(count, step.num_rows)) if count else (0, None, None)
+
+
+def _attend_rows(call: AttentionCall, query: Tensor, step: StepMetadata) -> Tensor:
+    """`attend` for the rows of `step`, equally many and few queries each: with a cascade where that pays off."""
+    from ...kernels.triton import cascade, decode  # need Triton
+
+    keys, values = call.blocks.keys, call.blocks.values
+    features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+    if step.block_ids and _prefill_reason(call) is None:
+        known = step.plan(_no_cascades)
+        layout = (query.shape[1], *keys.shape[1:], values.shape[3], query.dtype, keys.dtype)
+        if layout not in known:
+            known[layout] = cascade.find_cascade(query, keys, values, step)
+        found = known[layout]
+        if found is not None:
+            return cascade.cascade_attention(query, keys, values, found, **features)
+    out: Tensor = decode.decode_attention(query, keys, values, step, bias=call.bias, **features)
+    return out
+
+
+def _no_cascades(step: StepMetadata) -> dict[tuple[object, ...], Cascade | None]:
+    return {}

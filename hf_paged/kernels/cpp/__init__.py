@@ -11,20 +11,7 @@ without a compiler a warning says so.
 """
 
 from .build import is_available
-from .calls import MAX_QUERIES, hash_memory, paged_attention, store, supports, supports_store
 from .draws import multinomial
-from .prepared import DecodeCall, DecodeFields, StoreCall
+from .hash import hash_memory
 
-__all__ = [
-    "MAX_QUERIES",
-    "DecodeCall",
-    "DecodeFields",
-    "StoreCall",
-    "hash_memory",
-    "is_available",
-    "multinomial",
-    "paged_attention",
-    "store",
-    "supports",
-    "supports_store",
-]
+__all__ = ["hash_memory", "is_available", "multinomial"]

@@ -21,16 +21,20 @@
 #include "hash.cpp"
 #include "lanes.cpp"
 
-// The arguments as calls.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
+// The arguments as attention.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
 struct AttentionCall {
-    const void *query, *key, *value;
+    // of the call
+    const void* query;
     void* out;
-    const int32_t *tables, *seq_lens, *starts;
     const void *sinks, *bias;
-    int64_t dtype, sinks_dtype, bias_dtype;
-    int64_t batch, heads, kv_heads, query_len, key_dim, value_dim, block_size, num_blocks, table_stride, max_blocks;
-    int64_t query_strides[3], key_strides[3], value_strides[3], bias_strides[4], bias_len;
-    int64_t causal, window, threads;
+    int64_t bias_dtype, bias_strides[4], bias_len;
+    // of the step
+    const int32_t *tables, *seq_lens, *starts;
+    int64_t batch, query_len, table_stride, max_blocks, causal, window, threads;
+    // of the layer
+    const void *key, *value;
+    int64_t dtype, sinks_dtype, heads, kv_heads, key_dim, value_dim, block_size, num_blocks;
+    int64_t query_strides[3], key_strides[3], value_strides[3];
     double scale, softcap;
 };
 
@@ -320,8 +324,8 @@ extern "C" int hf_paged_attention(const AttentionCall* call) {
 // Strides in bytes; slots[B][n], a negative one is not stored.
 struct StoreCall {
     const char* source[2];
-    char* blocks[2];
     const int64_t* slots;
+    char* blocks[2];
     int64_t batch, kv_heads, tokens, block_size, num_slots, slots_stride;
     int64_t source_strides[2][3], block_strides[2][3], bytes[2];
 };

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,52 +23,43 @@ LAUNCH_BYTES = 16 << 20
 """What a GPU reads while two more kernels start and end: about 4 us at 4 TB/s. An estimate, not a measurement."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Cascade:
+class Cascade(NamedTuple):
     """
-    A step's shared prefixes on the device, made once for all layers.
+    A step's shared prefixes, made once for all layers.
 
     Args:
-        tails (`StepMetadata`): That of the step, with the rows of groups starting where their prefix ends.
-        query_index (`torch.Tensor` of shape `(n,)`, int32): Rows that are in a group, group by group.
-        cu_query_lens (`torch.Tensor` of shape `(groups + 1,)`, int32): Where each group begins in `query_index`.
-        prefix_lens (`torch.Tensor` of shape `(groups,)`, int32): Shared tokens of each group.
-        block_tables (`torch.Tensor` of shape `(groups, max_blocks)`, int32): Shared blocks of each group.
-        max_rows (`int`): Rows of the largest group.
+        tails (`StepMetadata`): The step, with the rows of groups starting where their prefix ends.
+        prefixes (`StepMetadata`): A row for each group: its shared tokens and blocks, its members as queries.
+        query_index (`torch.Tensor` of shape `(n,)`, int32, on the device): Rows that are in a group, group by group.
     """
 
     tails: StepMetadata
+    prefixes: StepMetadata
     query_index: Tensor
-    cu_query_lens: Tensor
-    prefix_lens: Tensor
-    block_tables: Tensor
-    max_rows: int
 
     @classmethod
-    def make(cls, groups: Sequence[SharedPrefix], tables: Sequence[list[int]], metadata: StepMetadata) -> Cascade:
-        """The cascade of `groups` of the rows of `metadata`, whose block ids are `tables`; one copy to the device."""
-        size, num_rows, device = metadata.block_size, metadata.batch_size, metadata.seq_lens.device
+    def make(cls, groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
+        """The cascade of `groups` of the rows of a step of one query a row."""
+        size, device = step.block_size, step.block_tables.device
         width = max(group.num_blocks for group in groups)
-        starts = [0] * num_rows
-        bounds = [0]
-        for group in groups:
-            bounds.append(bounds[-1] + len(group.rows))
-            for row in group.rows:
-                starts[row] = group.num_blocks * size
-        buffer = array("i", starts)
-        buffer.extend(bounds)
-        buffer.extend(group.num_blocks * size for group in groups)
-        for group in groups:
-            buffer.extend(group.rows)
-        for group in groups:
-            buffer.extend(tables[group.rows[0]][: group.num_blocks])
-            buffer.extend([0] * (width - group.num_blocks))
-        lengths = (num_rows, len(bounds), len(groups), bounds[-1], len(groups) * width)
-        on_device = torch.frombuffer(buffer, dtype=torch.int32).to(device, non_blocking=True)
-        first, cu_query_lens, prefix_lens, query_index, blocks = on_device.split(lengths)
-        tails = dataclasses.replace(metadata, starts=first, starts_host=tuple(starts))
-        largest = max(len(group.rows) for group in groups)
-        return cls(tails, query_index, cu_query_lens, prefix_lens, blocks.view(len(groups), width), largest)
+        starts, tables, bounds, members = [0] * step.num_rows, array("i"), [0], array("i")
+        for rows, num_blocks in groups:
+            bounds.append(bounds[-1] + len(rows))
+            members.extend(rows)
+            tables.extend((*step.block_ids[rows[0]][:num_blocks], *([0] * (width - num_blocks))))
+            for row in rows:
+                starts[row] = num_blocks * size
+        on_device = torch.frombuffer(tables + members, dtype=torch.int32).to(device, non_blocking=True)
+        shared, query_index = on_device.split((len(tables), len(members)))
+        prefixes = StepMetadata(
+            block_tables=shared.view(len(groups), width),
+            query_start=tuple(bounds),
+            seq_lens=tuple(group.num_blocks * size for group in groups),
+            starts=(0,) * len(groups),
+            block_size=size,
+            causal=False,
+        )
+        return cls(dataclasses.replace(step, starts=tuple(starts)), prefixes, query_index)
 
 
 def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
@@ -84,28 +76,23 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
 
 
 def find_cascade(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    tables: Sequence[list[int]],
-    metadata: StepMetadata,
-    costs: CascadeCosts | None = None,
+    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, step: StepMetadata, costs: CascadeCosts | None = None
 ) -> Cascade | None:
     """
-    The cascade that pays off for a decode step, or `None`. Rows whose window ends within them share nothing.
+    The cascade that pays off for a step of decodes, or `None`. Rows whose window ends within them share nothing.
 
     Args:
-        query (`torch.Tensor` of shape `(rows, heads, 1, head_dim)`)
-        tables (`Sequence[list[int]]`): Block ids of each row, those of `metadata` on the host.
+        query (`torch.Tensor` of shape `(rows, heads, head_dim)`)
+        step ([`StepMetadata`]): With `block_ids`.
         costs ([`CascadeCosts`], *optional*): `default_costs` if not given.
     """
-    if prefill.supports(query[:, :, 0], key_blocks, value_blocks, 1.0) or any(metadata.starts_host):
+    if not step.block_ids or any(step.starts):
         return None
-    window = metadata.window
-    seq_lens = [length if window is None or length <= window else 0 for length in metadata.seq_lens_host]
+    window = step.window
+    seq_lens = [length if window is None or length <= window else 0 for length in step.seq_lens]
     costs = costs or default_costs(query, key_blocks, value_blocks)
-    groups = plan_cascade(tables, seq_lens, metadata.block_size, costs)
-    return Cascade.make(groups, tables, metadata) if groups else None
+    groups = plan_cascade(step.block_ids, seq_lens, step.block_size, costs)
+    return Cascade.make(groups, step) if groups else None
 
 
 def cascade_attention(
@@ -120,31 +107,29 @@ def cascade_attention(
     num_splits: int | None = None,
 ) -> Tensor:
     """
-    `decode.paged_attention` of a step with one query a row, up to rounding: the tails' results are rounded to the
-    query's dtype before they are merged. Sinks are counted with the tails.
+    `decode_attention` of a step with one query a row, up to rounding: the tails' results are rounded to the query's
+    dtype before they are merged. Sinks are counted with the tails.
 
     Args:
-        query (`torch.Tensor` of shape `(rows, heads, 1, head_dim)`)
+        query (`torch.Tensor` of shape `(rows, heads, head_dim)`)
         num_splits (`int`, *optional*): Parts that shared tokens are cut into; chosen by the size of the chip if not
             given.
 
     Returns:
-        `torch.Tensor` of shape `(rows, 1, heads, value_dim)`, in the query's dtype.
+        `torch.Tensor` of shape `(rows, heads, value_dim)`, in the query's dtype.
     """
-    out, lse = decode.paged_attention(
-        query, key_blocks, value_blocks, cascade.tails, scale=scale, softcap=softcap, sinks=sinks, return_lse=True
+    tails, prefixes, query_index = cascade
+    out, lse = decode.decode_attention(
+        query, key_blocks, value_blocks, tails, scale=scale, softcap=softcap, sinks=sinks, return_lse=True
     )
-    queries = query[:, :, 0]
-    num_queries, (num_groups, width) = cascade.query_index.shape[0], cascade.block_tables.shape
-    launch = prefill.Launch.choose(queries, key_blocks, value_blocks, num_queries, num_groups, cascade.max_rows)
+    launch = prefill.Launch.choose(query, key_blocks, value_blocks, prefixes)
     if num_splits is None:
-        num_splits = launch.num_splits(width * key_blocks.shape[2], query.device)
-    partials = query.new_empty(num_splits, num_queries, *out.shape[2:], dtype=torch.float32)
+        num_splits = launch.num_splits(prefixes)
+    partials = query.new_empty(num_splits, prefixes.num_tokens, *out.shape[1:], dtype=torch.float32)
     partials_lse = lse.new_empty(partials.shape[:3])
     launch.run(
-        queries, key_blocks, value_blocks, partials, partials_lse,
-        cascade.cu_query_lens, cascade.prefix_lens, cascade.block_tables,
-        scale=scale, causal=False, softcap=softcap, query_index=cascade.query_index,
+        query, key_blocks, value_blocks, partials, partials_lse, prefixes,
+        scale=scale, softcap=softcap, query_index=query_index,
     )  # fmt: skip
-    merge(partials, partials_lse, out[:, 0], tail=out[:, 0], tail_lse=lse[:, 0], index=cascade.query_index)
+    merge(partials, partials_lse, out, tail=out, tail_lse=lse, index=query_index)
     return out

@@ -19,9 +19,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(is_interpreted())
 """Set when Triton was imported, as Triton's own choice is."""
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of queries, keys and values that the kernels take; products of float32 are exact ("ieee"), not TF32."""
-
 
 # -- on the device ---------------------------------------------------------------------------------------------------
 

@@ -16,60 +16,19 @@ import triton
 from torch import Tensor
 
 from ...step import StepMetadata
-from . import configs
-from .common import DTYPES, device_guard, dot_dtype, num_multiprocessors, split_dim
+from . import MAX_BATCH, configs
+from .common import device_guard, dot_dtype, num_multiprocessors, split_dim
 from .decode_kernel import combine_kernel, decode_kernel
-
-MAX_QUERIES = 16
-"""Queries of a row up to which they are packed beside the heads of a group."""
 
 MIN_SPLIT = 256
 """Tokens that a split has at least, but for the last of a row: shorter ones cost more to merge than they gain."""
 
-MAX_BATCH = 8192
-"""Rows of a call; each program reads all their lengths."""
 
-MAX_DIM = 576
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-
-
-def supports(
+def decode_attention(
     query: Tensor,
     key_blocks: Tensor,
     value_blocks: Tensor,
-    metadata: StepMetadata,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> str | None:
-    """What keeps `paged_attention` from taking these arguments, in words; `None` if nothing does."""
-    tensors = [tensor for tensor in (query, key_blocks, value_blocks, sinks, bias) if tensor is not None]
-    if any(tensor.dtype not in DTYPES for tensor in tensors):
-        return f"dtypes {sorted({str(tensor.dtype) for tensor in tensors})}: the kernels know {DTYPES}"
-    if any(tensor.device != query.device for tensor in (*tensors, metadata.block_tables, metadata.seq_lens)):
-        return f"tensors on other devices than the query's {query.device}"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "a gradient is wanted: the kernels compute none"
-    if max(key_blocks.shape[3], value_blocks.shape[3]) > MAX_DIM:
-        return f"head dims {key_blocks.shape[3]} and {value_blocks.shape[3]}: at most {MAX_DIM}"
-    size = metadata.block_size
-    if size not in BLOCK_SIZES:
-        return f"block size {size}: a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
-    if key_blocks.shape[1] != value_blocks.shape[1] or query.shape[1] % key_blocks.shape[1]:
-        return f"{query.shape[1]} query heads over {key_blocks.shape[1]} K and {value_blocks.shape[1]} V heads"
-    if key_blocks.stride(3) != 1 or value_blocks.stride(3) != 1:
-        return "blocks whose head dimension is not contiguous"
-    if metadata.query_len > MAX_QUERIES:
-        return f"{metadata.query_len} queries a row: at most {MAX_QUERIES}"
-    if query.shape[0] > MAX_BATCH:
-        return f"{query.shape[0]} rows: at most {MAX_BATCH}"
-    return None
-
-
-def paged_attention(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    metadata: StepMetadata,
+    step: StepMetadata,
     *,
     scale: float,
     softcap: float | None = None,
@@ -80,12 +39,17 @@ def paged_attention(
     config: configs.DecodeConfig | None = None,
 ) -> Any:
     """
-    `reference.paged_attention` for the arguments that `supports` has nothing against. Sums in float32.
+    Attention of each row's queries, equally many and at most `MAX_QUERIES`, over the K/V that its block table names.
+    Sums in float32.
 
-    Of `metadata` it uses the device tensors and the static sizes only: the same launch is right for other lengths, as
-    in a captured graph, up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros.
+    Of `step` it uses the device tensors and the static sizes only: the same launch is right for other lengths, as in a
+    captured graph, up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros.
 
     Args:
+        query (`torch.Tensor` of shape `(T, heads, head_dim)`)
+        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
+        step ([`StepMetadata`])
+        scale, softcap, sinks, bias: As in `AttentionCall`.
         alibi_slopes (`torch.Tensor` of shape `(heads,)`, *optional*):
             Adds `slope * (key position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
         return_lse (`bool`): Also the logarithm of each query's sum of exponentials, to merge results over disjoint
@@ -93,42 +57,45 @@ def paged_attention(
         config (`DecodeConfig`, *optional*): Instead of the one for this chip.
 
     Returns:
-        `torch.Tensor` of shape `(batch, query_len, heads, value_dim)`, contiguous, in the query's dtype; with
-        `return_lse` also one of shape `(batch, query_len, heads)`, float32, natural logarithm, the sink's logit
-        included, `-inf` for queries that see nothing.
+        `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also one of
+        shape `(T, heads)`, float32, natural logarithm, the sink's logit included, `-inf` for queries that see nothing.
 
     Raises:
         IndexError: if the bias is shorter than the longest row, where the host knows the lengths.
     """
-    batch, heads, query_len, key_dim = query.shape
+    num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
-    out = query.new_empty(batch, query_len, heads, value_dim)
-    lse = query.new_empty(batch, query_len, heads, dtype=torch.float32) if return_lse else None
+    batch, query_len = step.num_rows, step.query_len
+    assert query_len is not None
+    out = query.new_empty(num_tokens, heads, value_dim)
+    lse = query.new_empty(num_tokens, heads, dtype=torch.float32) if return_lse else None
     if out.numel() == 0:
         return (out, lse) if return_lse else out
-    query = query if query.stride(3) == 1 else query.contiguous()
+    query = query if query.stride(2) == 1 else query.contiguous()
+    seq_lens, starts, _ = step.on_device
     rows = heads // kv_heads * query_len
     config = config or configs.decode_config(key_dim, value_dim, key_blocks.dtype, rows, query.device)
     block_m = min(config.block_m, max(16, triton.next_power_of_2(rows)))
     programs = kv_heads * triton.cdiv(rows, block_m)
-    plan = _Plan.make(metadata, programs, config, query.device)
+    plan = _Plan.make(step, query_len, programs, config)
     if plan.split:
         inner = query_len * heads
         part_out = query.new_empty(plan.items, inner, value_dim, dtype=torch.float32)
         part_lse = query.new_empty(plan.items, inner, dtype=torch.float32)
-        row_items = metadata.seq_lens.new_empty(batch, 2, dtype=torch.int32)
+        row_items = seq_lens.new_empty(batch, 2, dtype=torch.int32)
     else:
         part_out = part_lse = row_items = None
     key_tiles, value_tiles = split_dim(key_dim), split_dim(value_dim, smallest=32)  # 16 columns feed 2 of 4 warps
     with device_guard(query):
         decode_kernel[(programs, plan.items)](
             query, key_blocks, value_blocks, out, lse, part_out, part_lse, row_items,
-            metadata.block_tables, metadata.seq_lens, metadata.starts, sinks, alibi_slopes, bias,
-            batch, plan.target, _window(metadata), scale, softcap, metadata.block_tables.stride(0),
-            *query.stride()[:3], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
-            *_bias_arguments(bias, batch, heads, metadata),
+            step.block_tables, seq_lens, starts, sinks, alibi_slopes, bias,
+            batch, plan.target, _window(step), scale, softcap, step.block_tables.stride(0),
+            query_len * query.stride(0), query.stride(1), query.stride(0),
+            *key_blocks.stride()[:3], *value_blocks.stride()[:3],
+            *_bias_arguments(bias, heads, query_len, step),
             HEADS=heads, GROUP=heads // kv_heads, QUERY_LEN=query_len, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK_SIZE=block_size, CAUSAL=metadata.causal, SPLIT=plan.split,
+            BLOCK_SIZE=block_size, CAUSAL=step.causal, SPLIT=plan.split,
             SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
             VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, key_tiles, value_tiles),
             DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype),
@@ -155,12 +122,12 @@ class _Plan(NamedTuple):
     block_rows: int  # the batch, padded coarsely: each size is compiled once
 
     @classmethod
-    def make(cls, metadata: StepMetadata, programs: int, config: configs.DecodeConfig, device: torch.device) -> _Plan:
-        batch, width = metadata.block_tables.shape
-        longest = width * metadata.block_size
-        if (window := _window(metadata)) is not None:
-            longest = min(longest, window + metadata.query_len + config.tile)
-        target = num_multiprocessors(device) * config.programs_per_sm
+    def make(cls, step: StepMetadata, query_len: int, programs: int, config: configs.DecodeConfig) -> _Plan:
+        batch, width = step.block_tables.shape
+        longest = width * step.block_size
+        if (window := _window(step)) is not None:
+            longest = min(longest, window + query_len + config.tile)
+        target = num_multiprocessors(step.block_tables.device) * config.programs_per_sm
         if longest <= MIN_SPLIT or programs >= target:
             return cls(False, batch, target, 1)
         # Splits of a row: at most one more than its share of the programs; see `_find_item`.
@@ -168,8 +135,8 @@ class _Plan(NamedTuple):
         return cls(True, items, target, next(size for size in (32, 256, 2048, MAX_BATCH) if size >= batch))
 
 
-def _window(metadata: StepMetadata) -> int | None:
-    return metadata.window if metadata.causal else None
+def _window(step: StepMetadata) -> int | None:
+    return step.window if step.causal else None
 
 
 def _is_prefix(
@@ -187,11 +154,11 @@ def _is_prefix(
     )
 
 
-def _bias_arguments(bias: Tensor | None, batch: int, heads: int, metadata: StepMetadata) -> tuple[int, ...]:
-    """Strides of the bias over `(batch, heads, query_len, keys)`, 0 where it is broadcast, and its keys."""
+def _bias_arguments(bias: Tensor | None, heads: int, query_len: int, step: StepMetadata) -> tuple[int, ...]:
+    """Strides of the bias over `(rows, heads, query_len, keys)`, 0 where it is broadcast, and its keys."""
     if bias is None:
         return 0, 0, 0, 0, 0
-    keys = bias.shape[-1] if bias.shape[-1] > 1 else metadata.block_tables.shape[1] * metadata.block_size
-    if keys < max(metadata.seq_lens_host, default=0):
-        raise IndexError(f"the bias covers {keys} positions, seq_lens are {metadata.seq_lens_host}")
-    return *bias.expand(batch, heads, metadata.query_len, keys).stride(), keys
+    keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size
+    if keys < max(step.seq_lens, default=0):
+        raise IndexError(f"the bias covers {keys} positions, seq_lens are {step.seq_lens}")
+    return *bias.expand(step.num_rows, heads, query_len, keys).stride(), keys

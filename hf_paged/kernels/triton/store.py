@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import DTYPES, device_guard
+from . import DTYPES
+from .common import device_guard
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ...attention import backends
+from ...attention.call import AttentionCall
 from ...attention.switch import NAME, foreign_attention, model_attention, switchable_configs
 from ...batching.assembly import choose_layout, empty_cache
 from ...batching.layout import Layout
@@ -150,23 +151,14 @@ def _kernels(group: GroupFootprint, device: torch.device) -> dict[str, str]:
     """The backend that `backends.select` chooses for states of the group's first layer."""
     keys, values = (torch.zeros(states.shape, dtype=states.dtype, device=device) for states in group.states[0])
     blocks = KVBlocks.allocate(1, group.block_size, keys, values)
-    key_blocks, value_blocks = blocks.keys, blocks.values
     if group.is_latent:  # as `LatentTensor.absorb` gives them
-        key_blocks = value_blocks = blocks.tensors[0]
+        blocks = blocks.latents
     found = {}
     for name, query_len in (("decode", 1), ("prefill chunk", _CHUNK)):
-        metadata = StepMetadata(
-            block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
-            seq_lens=torch.full((1,), query_len, dtype=torch.int32, device=device),
-            starts=torch.zeros(1, dtype=torch.int32, device=device),
-            seq_lens_host=(query_len,),
-            starts_host=(0,),
-            query_len=query_len,
-            block_size=group.block_size,
-            window=group.window,
-        )
-        query = key_blocks.new_zeros(1, key_blocks.shape[1], query_len, key_blocks.shape[3])
+        tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        step = StepMetadata.rectangle(tables, (query_len,), group.block_size, query_len=query_len, window=group.window)
+        query = blocks.keys.new_zeros(query_len, blocks.keys.shape[1], blocks.keys.shape[3])
         with torch.no_grad():
-            chosen = backends.select(query, key_blocks, value_blocks, metadata)
-        found[name] = next((known for known, module in backends.BACKENDS.items() if module is chosen), "triton")
+            chosen = backends.select(AttentionCall(query, blocks, step, scale=1.0))
+        found[name] = next(known for known, backend in backends.BACKENDS.items() if backend is chosen)
     return found

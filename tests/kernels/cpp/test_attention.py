@@ -18,6 +18,7 @@ from hf_paged.attention import backends
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
 from tests.attention.test_backends import Case, build, check
+from tests.support.attention import attend
 
 ROOT = Path(__file__).resolve().parents[3]
 built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
@@ -40,12 +41,12 @@ def test_split_rows_merge(threads: int, sinks: bool) -> None:
 @built
 def test_cpp_refuses_what_would_read_outside_the_pool() -> None:
     call = build(Case())
-    long = replace(call.metadata, seq_lens=torch.full((3,), 1000, dtype=torch.int32), seq_lens_host=(1000,) * 3)
+    long = replace(call.step, seq_lens=(1000,) * 3)
     with pytest.raises(IndexError, match="do not fit seq_lens"):
-        replace(call, metadata=long).run("cpp")
-    wrong = replace(call.metadata, block_tables=call.metadata.block_tables + 100)
+        replace(call, step=long).run("cpp")
+    wrong = replace(call.step, block_tables=call.step.block_tables + 100)
     with pytest.raises(IndexError, match="outside the pool of 16 blocks"):
-        replace(call, metadata=wrong).run("cpp")
+        replace(call, step=wrong).run("cpp")
     with pytest.raises(IndexError, match="bias covers 9 positions"):
         replace(call, options={**call.options, "bias": torch.zeros(9)}).run("cpp")
 
@@ -91,14 +92,14 @@ def test_portable_path_serves_where_the_build_fails(tmp_path: Path, monkeypatch:
     assert library is None
     monkeypatch.setattr(cpp.build, "library", lambda: library)
     call = build(Case())
-    out = backends.paged_attention(call.query, call.key_blocks, call.value_blocks, call.metadata, **call.options)
+    out = attend(backends, *call.inputs, **call.options)
     torch.testing.assert_close(out.double(), call.expected, atol=2e-5, rtol=2e-5)
     keys = torch.ones(1, 2, 1, 64)
     storage.store(keys, keys, call.key_blocks, call.value_blocks, torch.tensor([[3]]))
     assert (call.key_blocks[0, :, 3] == 1).all()
     monkeypatch.setenv(kernels.VARIABLE, "cpp")
     with pytest.raises(RuntimeError, match="could not be built"):
-        backends.select(call.query, call.key_blocks, call.value_blocks, call.metadata)
+        backends.select(build(Case()).made())
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")

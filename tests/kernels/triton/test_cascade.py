@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hf_paged.attention.backends import reference
+from hf_paged.attention.call import AttentionCall
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels.triton.cascade_plan import CascadeCosts, SharedPrefix
 from hf_paged.step import StepMetadata
 from tests.support.kernels.device import DEVICE, available
@@ -21,6 +23,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 ROWS = [("a", 3, 5), ("b", 5, 1), ("a", 3, 17), ("", 0, 30), ("b", 5, 9), ("a", 3, 1)]
 
 
+def call(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: StepMetadata, **features: Any) -> Any:
+    return AttentionCall(query, KVBlocks((keys, values), keys, values), step, **features)
+
+
 def build(
     rows: list[tuple[str, int, int]],
     dtype: torch.dtype,
@@ -28,7 +34,7 @@ def build(
     heads: int = 6,
     num_blocks: int = 100,
 ) -> Any:
-    """Queries, K and V with NaN in unused slots, block tables on the host, metadata on the device."""
+    """Queries, K and V with NaN in unused slots, and the step."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(num_blocks, generator=generator).tolist()
     both = torch.full((num_blocks, 4, SIZE, 16), torch.nan, dtype=dtype)
@@ -45,20 +51,10 @@ def build(
         seq_lens.append(shared * SIZE + own)
     width = max(map(len, tables)) + 1
     padded = torch.tensor([[*table, *([2**30] * (width - len(table)))] for table in tables], dtype=torch.int32)
-    metadata = StepMetadata(
-        padded.to(DEVICE),
-        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
-        torch.zeros(len(rows), dtype=torch.int32, device=DEVICE),
-        tuple(seq_lens),
-        (0,) * len(rows),
-        1,
-        SIZE,
-        window=window,
-    )
-    # as a model makes them: heads behind rows in memory
-    query = torch.randn(len(rows), 1, heads, 16, generator=generator).to(dtype).transpose(1, 2)
+    step = StepMetadata.rectangle(padded.to(DEVICE), seq_lens, SIZE, window=window, block_ids=tables)
+    query = torch.randn(len(rows), heads, 16, generator=generator).to(dtype)
     keys, values = both.to(DEVICE).chunk(2, dim=1)
-    return query.to(DEVICE), keys, values, tables, metadata
+    return query.to(DEVICE), keys, values, step
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3])
@@ -67,15 +63,15 @@ def build(
 def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks: bool, splits: int | None) -> None:
     from hf_paged.kernels.triton import cascade
 
-    query, keys, values, tables, metadata = build(ROWS, dtype)
+    query, keys, values, step = build(ROWS, dtype)
     features: dict[str, Any] = dict(scale=SCALE, softcap=4.0 if sinks else None)
     features["sinks"] = torch.randn(6).to(dtype).to(DEVICE) if sinks else None
-    plan = cascade.find_cascade(query, keys, values, tables, metadata, FREE)
+    plan = cascade.find_cascade(query, keys, values, step, FREE)
     assert plan is not None
-    assert plan.query_index.tolist() == [0, 2, 5, 1, 4] and plan.prefix_lens.tolist() == [24, 40]
+    assert plan.query_index.tolist() == [0, 2, 5, 1, 4] and plan.prefixes.seq_lens == (24, 40)
     with torch.no_grad():
         output = cascade.cascade_attention(query, keys, values, plan, num_splits=splits, **features)
-    expected = reference.paged_attention(query.double(), keys.double(), values.double(), metadata, **features)
+    expected = reference.attend(call(query.double(), keys.double(), values.double(), step, **features))
     tolerance = TOLERANCE[dtype]
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected.double(), atol=tolerance, rtol=tolerance)
@@ -85,34 +81,34 @@ def test_rows_whose_window_ends_within_them_share_nothing() -> None:
     from hf_paged.kernels.triton import cascade
 
     for window, members in ((60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)):
-        query, keys, values, tables, metadata = build(ROWS, torch.float32, window)
-        plan = cascade.find_cascade(query, keys, values, tables, metadata, FREE)
+        query, keys, values, step = build(ROWS, torch.float32, window)
+        plan = cascade.find_cascade(query, keys, values, step, FREE)
         if members is None:
             assert plan is None
             continue
         assert plan is not None and plan.query_index.tolist() == members
         with torch.no_grad():
             output = cascade.cascade_attention(query, keys, values, plan, scale=SCALE)
-        expected = reference.paged_attention(query, keys, values, metadata, scale=SCALE)
+        expected = reference.attend(call(query, keys, values, step, scale=SCALE))
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_short_prefixes_are_not_worth_two_more_launches() -> None:
     from hf_paged.kernels.triton import cascade
 
-    query, keys, values, tables, metadata = build(ROWS, torch.float32)
-    assert cascade.find_cascade(query, keys, values, tables, metadata) is None
+    query, keys, values, step = build(ROWS, torch.float32)
+    assert cascade.find_cascade(query, keys, values, step) is None
 
 
 def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:
     from hf_paged.kernels.triton import cascade
 
-    query, keys, values, tables, metadata = build(ROWS, torch.float32)
+    query, keys, values, step = build(ROWS, torch.float32)
     groups = (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
-    plan = cascade.Cascade.make(groups, tables, metadata)
+    plan = cascade.Cascade.make(groups, step)
     with torch.no_grad():
         output = cascade.cascade_attention(query, keys, values, plan, scale=SCALE)
-    expected = reference.paged_attention(query, keys, values, metadata, scale=SCALE)
+    expected = reference.attend(call(query, keys, values, step, scale=SCALE))
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -14,7 +14,6 @@ from benchmarks import tune
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import DecodeConfig
-from hf_paged.kernels.triton.decode import paged_attention
 from hf_paged.kernels.triton.prefill_configs import PrefillConfig, prefill_config
 from tests.support.kernels.device import DEVICE, available
 
@@ -79,9 +78,9 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(0)
     decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
     chunks = tune.Problem.make(16, torch.float32, 2, 5, 40, DEVICE)
-    found = decode.run(paged_attention, config=DecodeConfig(tile=16)), chunks.prefill(PrefillConfig(16, 16, 4, 1))
+    found = decode.decode(DecodeConfig(tile=16)), chunks.prefill(PrefillConfig(16, 16, 4, 1))
     for problem, output in zip((decode, chunks), found):
-        torch.testing.assert_close(output, problem.run(reference.paged_attention), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(output, problem.run(reference), atol=2e-5, rtol=2e-5)
 
 
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:

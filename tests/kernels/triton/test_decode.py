@@ -12,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_paged.attention.backends.triton import unsupported_reason
+from hf_paged.step import StepMetadata
 from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
 from tests.support.kernels.device import DEVICE, available, on_device
@@ -20,6 +22,7 @@ from tests.support.kernels.device import DEVICE, available, on_device
 pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]
 
 ONE_SPLIT = 256
+PROMPT = vars(build(Case(seq_lens=(20, 20), queries=20, heads=4, key_dim=16, value_dim=16, block=8)))
 CASES = [case for case in test_backends.CASES if case.queries <= 16 and case.dtype != torch.float64]
 WIDE = [
     Case(seq_lens=(70, 3), heads=4, kv_heads=2, key_dim=80, value_dim=96),
@@ -35,13 +38,15 @@ def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **opti
     from hf_paged.kernels.triton import configs, decode
 
     call = on_device(call)
-    inputs = (call.query, call.key_blocks, call.value_blocks, call.metadata)
-    assert decode.supports(*inputs, call.options["sinks"], call.options["bias"]) is None
+    assert unsupported_reason(call.made()) is None
+    shape, query = call.query.shape[::2], call.query.transpose(1, 2).flatten(0, 1)
     config = configs.DecodeConfig(tile, block_m, num_warps=4, num_stages=2)
     before, decode.MIN_SPLIT = decode.MIN_SPLIT, split_tokens
     try:
         with torch.no_grad():
-            return decode.paged_attention(*inputs, **{"config": config, **call.options, **options})
+            options = {"config": config, **call.options, **options}
+            out = decode.decode_attention(query, *call.inputs[1:], **options)
+            return tuple(x.unflatten(0, shape) for x in out) if isinstance(out, tuple) else out.unflatten(0, shape)
     finally:
         decode.MIN_SPLIT = before
 
@@ -132,8 +137,8 @@ def test_log_sum_exp(split_tokens: int) -> None:
 def test_parts_merge_by_their_log_sum_exp() -> None:
     case = Case(seq_lens=(90, 40), heads=4, kv_heads=2, key_dim=32, value_dim=32)
     whole = build(case)
-    head = replace(whole, metadata=replace(whole.metadata, seq_lens=torch.tensor([32, 32], dtype=torch.int32)))
-    tail = replace(whole, metadata=replace(whole.metadata, starts=torch.tensor([32, 32], dtype=torch.int32)))
+    head = replace(whole, step=replace(whole.step, seq_lens=(32, 32)))
+    tail = replace(whole, step=replace(whole.step, starts=(32, 32)))
     parts = [run(part, 16, return_lse=True) for part in (head, tail)]
     weights = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
     merged = sum(weight * out for weight, (out, _) in zip(weights, parts))
@@ -145,7 +150,7 @@ def test_alibi_is_a_bias(softcap: float | None) -> None:
     case = Case(seq_lens=(70, 25), heads=6, kv_heads=2, key_dim=32, value_dim=32, queries=3, softcap=softcap)
     slopes = 2.0 ** -torch.arange(1, 7)
     call = build(case)
-    position = call.metadata.seq_lens.view(2, 1, 1, 1) - 3 + torch.arange(3).view(3, 1)
+    position = torch.tensor(call.step.seq_lens).view(2, 1, 1, 1) - 3 + torch.arange(3).view(3, 1)
     bias = slopes.view(6, 1, 1) * (torch.arange(70) - position).float()  # [2, 6, 3, 70]
     expected = replace(call, options={**call.options, "bias": bias}).run("reference")
     for split_tokens in (16, ONE_SPLIT):
@@ -175,14 +180,9 @@ def test_rows_without_tokens_in_a_captured_batch() -> None:
 def test_padding_rows_cost_no_other_row_its_numbers() -> None:
     call = build(Case(seq_lens=(40, 33)))
     alone = run(call, 16)
-    metadata = call.metadata
-    padded = replace(
-        metadata,
-        block_tables=torch.cat([metadata.block_tables, torch.zeros_like(metadata.block_tables)]),
-        seq_lens=torch.cat([metadata.seq_lens, torch.zeros(2, dtype=torch.int32)]),
-        starts=torch.zeros(4, dtype=torch.int32),
-    )
-    out = run(replace(call, query=call.query.repeat(2, 1, 1, 1), metadata=padded), 16)
+    tables = torch.cat([call.step.block_tables, torch.zeros_like(call.step.block_tables)])
+    padded = StepMetadata.rectangle(tables, (*call.step.seq_lens, 0, 0), call.step.block_size)
+    out = run(replace(call, query=call.query.repeat(2, 1, 1, 1), step=padded), 16)
     torch.testing.assert_close(out[:2], alone)
     assert not out[2:].any()
 
@@ -199,7 +199,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
 
     call = build(Case(seq_lens=(40, 5)))
     with pytest.raises(IndexError, match=r"the bias covers 39 positions, seq_lens are \(40, 5\)"):
-        decode._bias_arguments(torch.zeros(39), 2, 14, call.metadata)
+        decode._bias_arguments(torch.zeros(39), 14, 1, call.step)
 
 
 @pytest.mark.parametrize(
@@ -210,22 +210,24 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
         ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
         ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
-        ({"metadata": replace(build(Case()).metadata, query_len=17)}, "17 queries a row: at most 16"),
-        ({"metadata": replace(build(Case()).metadata, block_size=48)}, "block size 48: a power of two from 8 to 256"),
+        ({"step": replace(build(Case()).step, block_size=48)}, "block size 48: a power of two from 8 to 256"),
+        ({"step": replace(build(Case()).step, query_start=tuple(range(8194)))}, "8193 rows: at most 8192"),
+        # of more queries a row, which the prefill kernel takes
+        ({**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)}, "blocks of a wider dtype"),
+        ({**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)}, "values of 520 dimensions: at most 512"),
+        ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
+        ({**PROMPT, "options": {"bias": torch.zeros(1)}}, "a bias for more queries"),
     ],
-    ids=["dtype", "dim", "strides", "heads", "gradient", "queries", "block"],
+    ids=["dtype", "dim", "strides", "heads", "gradient", "block", "rows", "wider", "values", "scale", "bias"],
 )
 def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None:
-    from hf_paged.kernels.triton import decode
-
-    call = replace(build(Case()), **change)
-    found = decode.supports(call.query, call.key_blocks, call.value_blocks, call.metadata)
+    found = unsupported_reason(replace(build(Case()), **change).made())
     assert found is not None and reason in found
 
 
 def _row_keys(call: Call, row: int, length: int) -> torch.Tensor:
     """`(length, heads, dim)` float64, K/V heads repeated for their groups."""
     t = torch.arange(length)
-    size = call.metadata.block_size
-    keys = call.key_blocks[call.metadata.block_tables[row].long()[t // size], :, t % size].double()
+    size = call.step.block_size
+    keys = call.key_blocks[call.step.block_tables[row].long()[t // size], :, t % size].double()
     return keys.repeat_interleave(call.query.shape[1] // keys.shape[1], dim=1)

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_paged.attention.backends import triton
 from tests.attention.test_backends import TOLERANCE, Case, build
+from tests.support.attention import attend
 from tests.support.kernels.device import on_device
 
 pytestmark = pytest.mark.gpu
@@ -37,26 +39,21 @@ FEATURES = {
 @pytest.mark.parametrize("feature", sorted(FEATURES))
 @pytest.mark.parametrize("heads", sorted(HEADS))
 def test_decode(heads: str, feature: str, block: int, dtype: torch.dtype) -> None:
-    from hf_paged.kernels.triton import decode
-
     case = Case(seq_lens=(1000, 777, 0, 1, 64), block=block, dtype=dtype, **HEADS[heads], **FEATURES[feature])
     call = build(case)
     moved = on_device(call)
     with torch.no_grad():
-        inputs = (moved.query, moved.key_blocks, moved.value_blocks, moved.metadata)
-        assert decode.supports(*inputs, moved.options["sinks"], moved.options["bias"]) is None
-        out = decode.paged_attention(*inputs, **moved.options)
+        assert triton.unsupported_reason(moved.made()) is None
+        out = attend(triton, *moved.inputs, **moved.options)
     torch.testing.assert_close(out.double().cpu(), call.expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("group", [16, 128])
 def test_latents(group: int) -> None:
-    from hf_paged.kernels.triton import decode
-
     call = build(Case(seq_lens=(900, 3), heads=group, kv_heads=1, key_dim=576, value_dim=576, dtype=torch.bfloat16))
     call = replace(call, value_blocks=call.key_blocks[..., :512])
     moved = on_device(call)
-    out = decode.paged_attention(moved.query, moved.key_blocks, moved.value_blocks, moved.metadata, **moved.options)
+    out = attend(triton, *moved.inputs, **moved.options)
     zeroed = replace(
         call,
         query=call.query.double(),
@@ -67,23 +64,21 @@ def test_latents(group: int) -> None:
 
 
 def test_a_captured_launch_is_right_for_other_lengths() -> None:
-    from hf_paged.kernels.triton import decode
-
     case = Case(seq_lens=(600, 1, 300), heads=8, kv_heads=2, dtype=torch.float16)
     call = build(case)
     moved = on_device(call)
-    metadata = moved.metadata
-    tables, lengths = metadata.block_tables.clone(), metadata.seq_lens.clone()
-    arguments = (moved.query, moved.key_blocks, moved.value_blocks, metadata)
+    assert moved.step.lengths is not None
+    seq_lens = moved.step.lengths.seq_lens
+    tables, lengths = moved.step.block_tables.clone(), seq_lens.clone()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        metadata.seq_lens.fill_(1)  # captured with lengths that are not those of the replay
-        decode.paged_attention(*arguments, **moved.options)
+        seq_lens.fill_(1)  # captured with lengths that are not those of the replay
+        attend(triton, *moved.inputs, **moved.options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode.paged_attention(*arguments, **moved.options)
-    metadata.seq_lens.copy_(lengths)
-    metadata.block_tables.copy_(tables)
+        out = attend(triton, *moved.inputs, **moved.options)
+    seq_lens.copy_(lengths)
+    moved.step.block_tables.copy_(tables)
     graph.replay()
     torch.testing.assert_close(out.double().cpu(), call.expected, atol=3e-3, rtol=3e-3)

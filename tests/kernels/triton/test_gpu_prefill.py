@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_paged.step import Lengths, StepMetadata
 from tests.kernels.triton import test_cascade as cascades
 from tests.kernels.triton import test_prefill as small
 from tests.kernels.triton.test_prefill import Case, build, expected, run
@@ -64,14 +65,14 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
         Case(((70, 24), (8, 40)), block=16, dtype=torch.bfloat16),
     ]
     first, second = (build(case) for case in cases)
-    names = ("cu_query_lens", "seq_lens", "block_tables")
-    width = max(x.options["block_tables"].shape[1] for x in (first, second))
+    width = max(x.step.block_tables.shape[1] for x in (first, second))
 
-    def padded(x: Any, name: str) -> torch.Tensor:
-        tensor = x.options[name]
-        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) if name == "block_tables" else tensor
+    def inputs_of(x: Any) -> list[torch.Tensor]:
+        tables = torch.nn.functional.pad(x.step.block_tables, (0, width - x.step.block_tables.shape[1]))
+        return [tables, *x.step.on_device]
 
-    static = {name: padded(first, name).cuda() for name in names}
+    tables, *lengths = static = [tensor.clone() for tensor in inputs_of(first)]
+    step = StepMetadata(tables, first.step.query_start, (), (), 16, lengths=Lengths(*lengths))
     size = max(x.key_blocks.shape[0] for x in (first, second))
     pool = torch.full((size, 4, 16, 16), torch.nan, dtype=torch.bfloat16, device="cuda")
     query = first.query.cuda()
@@ -79,20 +80,19 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
     def load(x: Any) -> None:
         pool[: x.key_blocks.shape[0]] = torch.cat([x.key_blocks, x.value_blocks], dim=1).cuda()
         query.copy_(x.query)
-        for name in names:
-            static[name].copy_(padded(x, name))
+        for target, source in zip(static, inputs_of(x)):
+            target.copy_(source)
 
     from hf_paged.kernels.triton.prefill import prefill_attention
 
     keys, values = pool.chunk(2, dim=1)
-    options = dict(max_query_len=64, scale=small.SCALE)
     load(first)
     with torch.no_grad():
-        prefill_attention(query, keys, values, **static, **options)
+        prefill_attention(query, keys, values, step, scale=small.SCALE)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = prefill_attention(query, keys, values, **static, **options)
+            output = prefill_attention(query, keys, values, step, scale=small.SCALE)
     for x in (first, second):
         load(x)
         graph.replay()
@@ -106,11 +106,11 @@ def test_cascade_of_long_prompts(splits: int | None, dtype: torch.dtype) -> None
     from hf_paged.kernels.triton import cascade
 
     rows = [("a", 60, 5), ("b", 35, 1), ("a", 60, 170), ("", 0, 30), ("b", 35, 9), *[("a", 60, 3)] * 12]
-    query, keys, values, tables, metadata = cascades.build(rows, dtype, heads=8, num_blocks=200)
-    plan = cascade.find_cascade(query, keys, values, tables, metadata, cascades.FREE)
+    query, keys, values, step = cascades.build(rows, dtype, heads=8, num_blocks=200)
+    plan = cascade.find_cascade(query, keys, values, step, cascades.FREE)
     assert plan is not None
     with torch.no_grad():
         output = cascade.cascade_attention(query, keys, values, plan, scale=0.3, num_splits=splits)
-    wanted = reference.paged_attention(query.double(), keys.double(), values.double(), metadata, scale=0.3)
+    wanted = reference.attend(cascades.call(query.double(), keys.double(), values.double(), step, scale=0.3))
     tolerance = cascades.TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)

@@ -3,6 +3,7 @@ must not be followed point far outside of the pool."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from hf_paged.attention.backends import reference
 from hf_paged.step import StepMetadata
+from tests.support.attention import attend
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -90,11 +92,12 @@ CASES = [
 
 @dataclass
 class Built:
-    """Arguments of `prefill_attention`, and for each row the metadata and bias that the reference takes."""
+    """Arguments of `prefill_attention`, and for each row the step and bias that the reference takes."""
 
     query: torch.Tensor
     key_blocks: torch.Tensor
     value_blocks: torch.Tensor
+    step: StepMetadata
     rows: list[tuple[slice, StepMetadata, torch.Tensor | None]]
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -156,29 +159,28 @@ def build(case: Case, seed: int = 0) -> Built:
                 hidden |= keys <= context + mine.sum(1, keepdim=True) - 1 - case.window
             mask = mask.masked_fill(hidden, -torch.inf)
         needs_mask = bias is not None or slopes is not None or tree is not None
-        metadata = StepMetadata(
+        alone = StepMetadata.rectangle(
             torch.tensor([table], dtype=torch.int32),
-            torch.tensor([lens[row]], dtype=torch.int32),
-            torch.tensor([starts[row]], dtype=torch.int32),
             (lens[row],),
-            (starts[row],),
-            query_len,
             size,
-            case.causal and not case.tree,
-            case.window,
+            query_len=query_len,
+            starts=(starts[row],),
+            causal=case.causal and not case.tree,
+            window=case.window,
         )
-        rows.append((slice(first, first + query_len), metadata, mask[None] if needs_mask else None))
+        rows.append((slice(first, first + query_len), alone, mask[None] if needs_mask else None))
         first += query_len
-    cu_query_lens = torch.tensor([0, *(query for _, query in case.rows)], dtype=torch.int32).cumsum(0).int()
-    options = dict(
-        cu_query_lens=cu_query_lens,
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
-        block_tables=tables,
-        max_query_len=max(query for _, query in case.rows),
-        starts=None if case.starts is None else torch.tensor(starts, dtype=torch.int32),
-        scale=SCALE,
+    step = StepMetadata(
+        tables.to(DEVICE),
+        (0, *itertools.accumulate(query for _, query in case.rows)),
+        tuple(lens),
+        starts,
+        size,
         causal=case.causal,
         window=case.window,
+    )
+    options = dict(
+        scale=SCALE,
         softcap=case.softcap,
         sinks=random(case.heads).to(case.dtype) if case.sinks else None,
         alibi_slopes=slopes,
@@ -187,7 +189,7 @@ def build(case: Case, seed: int = 0) -> Built:
         num_splits=case.splits,
     )
     # as a model makes them: heads behind tokens in memory
-    return Built(random(num_tokens, case.heads, case.key_dim).to(case.dtype), *blocks, rows, options)
+    return Built(random(num_tokens, case.heads, case.key_dim).to(case.dtype), *blocks, step, rows, options)
 
 
 def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,18 +200,16 @@ def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
     key_blocks, value_blocks = built.key_blocks.double(), built.value_blocks.double()
     heads = built.query.shape[1]
     outputs, lses = [], []
-    for rows, metadata, bias in built.rows:
-        if metadata.query_len == 0:
+    for rows, step, bias in built.rows:
+        if step.query_len == 0:
             continue
         query = built.query[rows].double().transpose(0, 1)[None]
-        arguments = (query, key_blocks, value_blocks, metadata)
-        outputs.append(reference.paged_attention(*arguments, sinks=sinks, bias=bias, **options)[0])
+        arguments = (query, key_blocks, value_blocks, step)
+        outputs.append(attend(reference, *arguments, sinks=sinks, bias=bias, **options)[0])
         # The share that one more logit of 0 takes is 1 / (1 + exp(lse)); taken from a sink and values of one.
         ones = torch.ones_like(value_blocks[..., :1])
         zero = torch.zeros(heads, dtype=torch.float64)
-        share = reference.paged_attention(query, key_blocks, ones, metadata, sinks=zero, bias=bias, **options)[
-            0, ..., 0
-        ]
+        share = attend(reference, query, key_blocks, ones, step, sinks=zero, bias=bias, **options)[0, ..., 0]
         lse = torch.logit(share)
         lses.append(lse if sinks is None else torch.logaddexp(lse, sinks[None, :]))
     return torch.cat(outputs), torch.cat(lses)
@@ -226,10 +226,9 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
              for x in (built.key_blocks, built.value_blocks)]  # fmt: skip
     options = {name: move(value) for name, value in {**built.options, **options}.items()}
     query = move(built.query)
-    assert prefill.supports(query, *pools, options["scale"], options["sinks"]) is None
     chosen = None if config is None else prefill.PrefillConfig(*config, num_warps=4, num_stages=2)
     with torch.no_grad():
-        return prefill.prefill_attention(query, *pools, config=chosen, **options)
+        return prefill.prefill_attention(query, *pools, built.step, config=chosen, **options)
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -294,25 +293,3 @@ def test_default_tiles_and_splits_give_the_same() -> None:
     built = build(Case(((700, 20), (0, 90)), block=16))
     output = run(built, num_splits=None)
     torch.testing.assert_close(output.double().cpu(), expected(built)[0], atol=2e-5, rtol=2e-5)
-
-
-def test_what_the_kernel_does_not_know_is_named() -> None:
-    from hf_paged.kernels.triton.prefill import supports
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype)
-
-    query, blocks = empty(3, 4, 16), empty(5, 2, 8, 16)
-    assert supports(query, blocks, blocks, 1.0) is None
-    refused = {
-        "dtypes": (query.double(), blocks, blocks, 1.0),
-        "wider dtype": (query.half(), blocks, blocks, 1.0),
-        "head dims": (query, blocks, empty(5, 2, 8, 640), 1.0),
-        "block size 24": (query, *[empty(5, 2, 24, 16)] * 2, 1.0),
-        "3 K": (query, *[empty(5, 3, 8, 16)] * 2, 1.0),
-        "contiguous": (query, *[empty(5, 2, 16, 8).transpose(2, 3)] * 2, 1.0),
-        "scale": (query, blocks, blocks, 0.0),
-        "gradient": (query.clone().requires_grad_(), blocks, blocks, 1.0),
-    }
-    for words, arguments in refused.items():
-        assert words in str(supports(*arguments)), words

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hf_paged.kernels.triton.decode import paged_attention
+from hf_paged.kernels.triton.decode import decode_attention
 from hf_paged.kernels.triton.store import store
-from hf_paged.step import StepMetadata
+from hf_paged.step import Lengths, StepMetadata
 from tests.support.kernels.aot import AotCase
 
 
@@ -48,22 +48,20 @@ def _decode(
         keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
     else:
         keys, values = empty(1000, 2 * kv_heads, block_size, dim).chunk(2, dim=1)
-    metadata = StepMetadata(
-        block_tables=empty(batch, 64, dtype=torch.int32),
-        seq_lens=empty(batch, dtype=torch.int32),
-        starts=empty(batch, dtype=torch.int32),
-        seq_lens_host=(),
-        starts_host=(),
+    step = StepMetadata.rectangle(
+        empty(batch, 64, dtype=torch.int32),
+        (),
+        block_size,
         query_len=query_len,
-        block_size=block_size,
         window=window,
+        lengths=Lengths(*[empty(batch, dtype=torch.int32)] * 2),
     )
     if sinks:
         options["sinks"] = empty(heads)
     if bias:
         options["bias"] = empty(1, heads, query_len, 64 * block_size, dtype=torch.float32)
-    query = empty(batch, query_len, heads, dim).transpose(1, 2)
-    paged_attention(query, keys, values, metadata, scale=dim**-0.5, **options)
+    query = empty(batch * query_len, heads, dim)
+    decode_attention(query, keys, values, step, scale=dim**-0.5, **options)
 
 
 def _case(name: str, *args: Any, everywhere: bool = False, **options: Any) -> AotCase:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import triton
-from hf_paged.step import StepMetadata
+from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import Call
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,28 +31,21 @@ def on_device(call: Call) -> Call:
             whole = moved[storage.data_ptr()] = flat.to(DEVICE)
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    metadata = call.metadata
+    step = call.step
+    lengths = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (step.seq_lens, step.starts)]
     return dataclasses.replace(
         call,
         query=move(call.query),
         key_blocks=move(call.key_blocks),
         value_blocks=move(call.value_blocks),
-        metadata=StepMetadata(
-            poisoned_tables(metadata).to(DEVICE),
-            metadata.seq_lens.to(DEVICE),
-            metadata.starts.to(DEVICE),
-            (),
-            (),
-            metadata.query_len,
-            metadata.block_size,
-            metadata.causal,
-            metadata.window,
+        step=dataclasses.replace(
+            step, block_tables=poisoned_tables(step).to(DEVICE), seq_lens=(), starts=(), lengths=Lengths(*lengths)
         ),
         options={name: move(value) for name, value in call.options.items()},
     )
 
 
-def poisoned_tables(metadata: StepMetadata) -> Tensor:
+def poisoned_tables(step: StepMetadata) -> Tensor:
     """The block tables, with ids far outside of the pool where a row has no tokens."""
-    first = torch.arange(metadata.block_tables.shape[1])[None, :] * metadata.block_size
-    return metadata.block_tables.masked_fill(first >= metadata.seq_lens[:, None], 2**30)
+    first = torch.arange(step.block_tables.shape[1])[None, :] * step.block_size
+    return step.block_tables.masked_fill(first >= torch.tensor(step.seq_lens)[:, None], 2**30)

@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.kernels.triton.merge import merge
 from hf_paged.kernels.triton.prefill import Launch, prefill_attention
+from hf_paged.step import StepMetadata
 from tests.support.kernels.aot import AotCase
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -25,6 +26,7 @@ def _prefill(
     block_size: int = 16,
     chunk: int = 512,
     with_starts: bool = False,
+    window: int | None = None,
     with_sinks: bool = False,
     with_alibi: bool = False,
     with_bias: bool = False,
@@ -40,8 +42,6 @@ def _prefill(
         keys, values = empty(1000, 2 * kv_heads, block_size, dim).chunk(2, dim=1)
     else:
         keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
-    if with_starts:
-        options["starts"] = empty(rows, dtype=torch.int32)
     if with_sinks:
         options["sinks"] = empty(heads)
     if with_alibi:
@@ -54,10 +54,14 @@ def _prefill(
         empty(rows * chunk, heads, dim),
         keys,
         values,
-        cu_query_lens=empty(rows + 1, dtype=torch.int32),
-        seq_lens=empty(rows, dtype=torch.int32),
-        block_tables=empty(rows, 64, dtype=torch.int32),
-        max_query_len=chunk,
+        StepMetadata.rectangle(
+            empty(rows, 64, dtype=torch.int32),
+            (chunk,) * rows,
+            block_size,
+            query_len=chunk,
+            starts=(int(with_starts),) * rows,
+            window=window,
+        ),
         scale=dim**-0.5,
         **{"num_splits": 1, **options},
     )
@@ -72,17 +76,16 @@ def _prefix(dim: int, queries: int) -> None:
 
     keys, values = empty(1000, 2 * kv_heads, 16, dim).chunk(2, dim=1)
     query, partials = empty(64, heads, dim), empty(4, groups * queries, heads, dim, dtype=FULL)
-    Launch.choose(query, keys, values, groups * queries, groups, queries).run(
+    tables = empty(groups, 64, dtype=torch.int32)
+    step = StepMetadata.rectangle(tables, (64,) * groups, 16, query_len=queries, causal=False)
+    Launch.choose(query, keys, values, step).run(
         query,
         keys,
         values,
         partials,
         empty(4, groups * queries, heads, dtype=FULL),
-        empty(groups + 1, dtype=torch.int32),
-        empty(groups, dtype=torch.int32),
-        empty(groups, 64, dtype=torch.int32),
+        step,
         scale=dim**-0.5,
-        causal=False,
         query_index=empty(groups * queries, dtype=torch.int32),
     )
 

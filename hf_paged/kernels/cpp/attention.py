@@ -1,0 +1,203 @@
+"""Attention by the C++ kernel (`kernels.cpp`): which calls it takes, and a call of it packed once for many steps."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from ...step import StepMetadata
+from .build import library
+
+MAX_QUERIES = 16
+"""Queries per row up to which reading the blocks in place beats gathering them once."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# struct AttentionCall, in three parts: this call, the step, the layer
+_CALL = struct.Struct("4Q")
+_BIAS = struct.Struct("6q")
+_STEP = struct.Struct("3Q7q")
+_LAYER = struct.Struct("2Q17q2d")
+_NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
+
+
+def unsupported_reason(
+    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, sinks: Tensor | None, bias: Tensor | None
+) -> str | None:
+    """What keeps [`Attention`] from taking these arguments, in words; `None` if nothing does."""
+    blocks = (key_blocks, value_blocks)
+    if (
+        not query.is_cpu
+        or query.dtype not in DTYPES
+        or any(x.dtype is not query.dtype or x.stride(3) != 1 for x in blocks)
+        or query.stride(2) != 1
+        or key_blocks.size(1) != value_blocks.size(1)
+    ):
+        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, *blocks)]
+        return (
+            "the C++ kernel takes float32, bfloat16 or float16, the same for all, in ordinary layouts: queries are "
+            f"{kinds[0]}, keys {kinds[1]}, values {kinds[2]}"
+        )
+    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_cpu or sinks.stride(0) != 1):
+        return f"sinks are {sinks.dtype} on {sinks.device}"
+    if bias is not None and (bias.dtype not in DTYPES or not bias.is_cpu):
+        return f"the bias is {bias.dtype} on {bias.device}"
+    return None
+
+
+def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
+    """
+    What the kernel is told of a step, the same for all layers, with the step's rows, queries of each and block size.
+    Raises `TypeError` for dtype and device of tables and lengths, `ValueError` for their shape and strides.
+    """
+    tables, (seq_lens, starts, _), query_len = step.block_tables, step.on_device, step.query_len
+    if query_len is None:
+        raise ValueError(f"rows of different numbers of queries, they start at {step.query_start}")
+    for name, tensor, dims in (("block_tables", tables, 2), ("seq_lens", seq_lens, 1), ("starts", starts, 1)):
+        if not tensor.is_cpu or tensor.dtype is not torch.int32:
+            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}: the kernel takes torch.int32 on the CPU")
+        # one row, or none, may have any stride from one to the next
+        is_contiguous = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.size(-1) <= 1)
+        if not is_contiguous or tensor.size(0) != step.num_rows:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, there are {step.num_rows} "
+                f"rows: the kernel takes {dims} dimensions, the last one contiguous"
+            )
+    packed = _STEP.pack(
+        *(tables.data_ptr(), seq_lens.data_ptr(), starts.data_ptr()),
+        *(step.num_rows, query_len, tables.stride(0), tables.size(1)),
+        *(step.causal, -1 if step.window is None else step.window, torch.get_num_threads()),
+    )
+    return packed, (step.num_rows, query_len, step.block_size)
+
+
+class Attention:
+    """
+    Attention over the blocks of a layer, for queries of one shape and strides in every step: between the products of a
+    model every Python object that is touched costs several times what it costs in a loop of its own, so that what one
+    call found out is kept for the next. It keeps addresses of blocks, not tensors.
+    """
+
+    __slots__ = ("_kernel", "_num_blocks", "_out_shape", "_packed", "_step_shape", "signature")
+
+    def __init__(
+        self,
+        query: Tensor,
+        key_blocks: Tensor,
+        value_blocks: Tensor,
+        query_len: int,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            query (`torch.Tensor` of shape `(T, heads, key_dim)`): `query_len` of each row.
+            key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`): Alive as long
+                as this is used.
+            scale, softcap, sinks: As in `AttentionCall`.
+
+        Raises:
+            TypeError: for dtypes and devices that do not fit one another.
+            ValueError: for shapes and strides that do not.
+        """
+        for name, tensor, dims in (
+            ("query", query, 3),
+            ("key_blocks", key_blocks, 4),
+            ("value_blocks", value_blocks, 4),
+        ):
+            if not tensor.is_cpu or tensor.dtype is not query.dtype or tensor.dtype not in DTYPES:
+                raise TypeError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}: the kernel "
+                    f"takes one of {', '.join(map(str, DTYPES))} for all, on the CPU"
+                )
+            if tensor.dim() != dims or tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: the kernel takes {dims} "
+                    "dimensions, the last one contiguous"
+                )
+        keys, values = key_blocks.shape, value_blocks.shape
+        if keys[:3] != values[:3] or not keys[1] or not keys[2] or query.size(1) % keys[1] or query.size(2) != keys[3]:
+            raise ValueError(
+                f"queries of shape {tuple(query.shape)} do not fit key blocks of shape {tuple(keys)} and value blocks "
+                f"of shape {tuple(values)}: (tokens, heads, dim) goes with (blocks, kv_heads, block_size, dim)"
+            )
+        if sinks is not None:
+            if not sinks.is_cpu or sinks.dtype not in DTYPES:
+                raise TypeError(f"sinks are {sinks.dtype} on {sinks.device}: the kernel takes floats on the CPU")
+            if sinks.shape != query.shape[1:2] or sinks.stride(0) != 1:
+                raise ValueError(
+                    f"sinks have shape {tuple(sinks.shape)}, one for each of {query.size(1)} heads is needed"
+                )
+        num_tokens, heads, key_dim = query.shape
+        self._num_blocks, kv_heads, block_size, value_dim = values
+        self._out_shape = num_tokens, heads, value_dim
+        self._step_shape = num_tokens // max(query_len, 1), query_len, block_size
+        kernels = library()
+        assert kernels is not None
+        self._kernel = kernels.hf_paged_attention
+        token_stride, head_stride, _ = query.stride()
+        self._packed = _LAYER.pack(
+            *(key_blocks.data_ptr(), value_blocks.data_ptr(), DTYPES[query.dtype]),
+            *(0 if sinks is None else DTYPES[sinks.dtype], heads, kv_heads, key_dim, value_dim),
+            *(block_size, self._num_blocks, query_len * token_stride, head_stride, token_stride),
+            *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], scale, softcap or 0.0),
+        )
+        self.signature = self.sign(query, query_len, scale, softcap, sinks)
+
+    @staticmethod
+    def sign(
+        query: Tensor, query_len: int | None, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> tuple[object, ...]:
+        """Equal for calls that one object serves, on the same blocks."""
+        kind = None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
+        return query.shape, query.stride(), query.dtype, query_len, kind, scale, softcap
+
+    def __call__(
+        self, query: Tensor, step: StepMetadata, sinks: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """
+        `(T, heads, value_dim)` in the query's dtype, contiguous; float32 arithmetic for every dtype. `query` and
+        `sinks` are like those that this was made for. Raises `TypeError`, `ValueError` or `IndexError` for what does
+        not fit; nothing outside of a tensor is read.
+        """
+        packed, shape = step.plan(_step_fields)
+        if shape != self._step_shape:
+            raise ValueError(
+                f"a step of {shape[0]} block tables, {shape[1]} queries each and blocks of {shape[2]} tokens, where "
+                f"{self._step_shape} are needed"
+            )
+        keys, bias_at, bias_packed = 0, 0, _NO_BIAS
+        if bias is not None:
+            if bias.dtype not in DTYPES or not bias.is_cpu:
+                raise TypeError(f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU")
+            keys = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
+            bias = bias.expand(shape[0], query.shape[1], shape[1], keys)
+            bias_at, bias_packed = bias.data_ptr(), _BIAS.pack(DTYPES[bias.dtype], *bias.stride(), keys)
+        out = query.new_empty(self._out_shape)
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        call = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at)
+        if error := self._kernel(call + bias_packed + packed + self._packed):
+            raise self._error(error, step, keys)
+        return out
+
+    def _error(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
+        """Why the kernel gives no result: it would have read outside of a tensor, or had no memory to compute in."""
+        seq_lens, starts = step.on_device.seq_lens.tolist(), step.on_device.starts.tolist()
+        if error == 6:
+            return MemoryError("not enough memory for the sums of the attention kernel")
+        if error == 4:
+            return ValueError("a tensor without memory, or sizes that do not fit one another")
+        if error == 5:
+            return IndexError(f"a row starts before its first token: starts are {starts}")
+        if error == 1:
+            return IndexError(
+                f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a block do not "
+                f"fit seq_lens {seq_lens}"
+            )
+        if error == 2:
+            return IndexError(f"a block id in block_tables is outside the pool of {self._num_blocks} blocks")
+        return IndexError(f"the bias covers {bias_len} positions, seq_lens are {seq_lens}")

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .. import forks
+from .. import compat, forks
 
 NAME = "hf_paged"
 
@@ -65,17 +65,17 @@ class _Switches:
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            known = self._held.get(id(config)) or (config, config._attn_implementation_internal, [])
+            known = self._held.get(id(config)) or (config, compat.attention_of(config), [])
             self._held[id(config)] = known
             known[2].append(threading.get_ident())
-            config._attn_implementation_internal = _Switched(known[1])
+            compat.set_attention(config, _Switched(known[1]))
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
             _, named, threads = self._held[id(config)]
             threads.remove(threading.get_ident())
             if not threads:  # in this order, since `named` reads without the lock
-                config._attn_implementation_internal = named
+                compat.set_attention(config, named)
                 del self._held[id(config)]
 
     def after_fork(self, freed: set[Any]) -> None:
@@ -83,7 +83,7 @@ class _Switches:
         for key, (config, named, threads) in list(self._held.items()):
             threads[:] = [thread for thread in threads if thread == threading.get_ident()]
             if not threads:
-                config._attn_implementation_internal = named
+                compat.set_attention(config, named)
                 del self._held[key]
 
     def named(self, config: PreTrainedConfig) -> str | None:
@@ -116,7 +116,7 @@ def _file_supports_sdpa(module_name: str) -> bool:
         for value in vars(sys.modules[module_name]).values()
         if inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module_name
     ]
-    return any(value._supports_sdpa for value in classes) or not classes
+    return any(map(compat.supports_sdpa, classes)) or not classes
 
 
 def _of_file(cls: type, name: str) -> Any:
@@ -160,9 +160,7 @@ _STOCK_MASKS = (sdpa_mask, eager_mask, flash_attention_mask, flex_attention_mask
 
 def model_mask_function(implementation: str) -> Callable[..., Any] | None:
     """What makes the masks of that implementation; `None` if it gets no masks."""
-    # transformers looks for the name there, whatever an instance adds
-    known = implementation in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-    return ALL_MASK_ATTENTION_FUNCTIONS[implementation] if known else None
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation] if compat.makes_masks(implementation) else None
 
 
 def makes_stock_masks(implementation: str) -> bool:
@@ -233,7 +231,7 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     switchable = []
     for config, classes in readers.values():
         named = model_attention(config)
-        if config._attn_implementation_internal == NAME and _switches.named(config) is None:
+        if compat.attention_of(config) == NAME and _switches.named(config) is None:
             continue  # loaded with ours: nothing to switch
         if any(_calls_interface(cls) for cls in classes) and not any(_branches(cls, named) for cls in classes):
             switchable.append(config)

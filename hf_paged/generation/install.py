@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .. import forks
+from .. import compat, forks
 from ..attention import interface
 from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
@@ -108,7 +105,7 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall 
     """The call as the engine takes it, or `None`, with the reason noted, if it does not."""
     model_kwargs = arguments.get("model_kwargs", {})
     cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
-    if method not in ("_sample", "_beam_search") or len(call.built) != 1 or cache is not call.built[0]:
+    if method not in (compat.SAMPLE, compat.BEAM_SEARCH) or len(call.built) != 1 or cache is not call.built[0]:
         return None
     if not call.reads_in_place:
         return None
@@ -120,7 +117,7 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall 
         stopping_criteria=arguments["stopping_criteria"],
         generation_config=arguments["generation_config"],
         repeats=call.repeats,
-        uses_beams=method == "_beam_search",
+        uses_beams=method == compat.BEAM_SEARCH,
         model_kwargs=model_kwargs,
         streamer=arguments.get("streamer"),
         synced_gpus=arguments.get("synced_gpus", False),
@@ -291,11 +288,11 @@ def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _WRAPPERS = {
     "generate": _wrap_generate,
-    "_prepare_cache_for_generation": _wrap_prepare_cache,
-    "_prefill": _wrap_prefill,
-    "_sample": _wrap_decoding,
-    "_beam_search": _wrap_decoding,
-    "_assisted_decoding": _wrap_decoding,
+    compat.PREPARE_CACHE: _wrap_prepare_cache,
+    compat.PREFILL: _wrap_prefill,
+    compat.SAMPLE: _wrap_decoding,
+    compat.BEAM_SEARCH: _wrap_decoding,
+    compat.ASSISTED_DECODING: _wrap_decoding,
 }
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -306,7 +303,7 @@ def install() -> None:
         if _installed:
             return
         interface.register()
-        configuration_utils.ALL_CACHE_IMPLEMENTATIONS += (NAME,)
+        compat.add_cache_implementation(NAME)
         for name, wrap in _WRAPPERS.items():
             original = getattr(GenerationMixin, name)
             wrapper = wrap(original)
@@ -327,8 +324,6 @@ def uninstall() -> None:
         while _installed:
             name, (original, _) = _installed.popitem()
             setattr(GenerationMixin, name, original)
-        known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-        configuration_utils.ALL_CACHE_IMPLEMENTATIONS = tuple(value for value in known if value != NAME)
-        for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            functions._global_mapping.pop(NAME, None)
+        compat.remove_cache_implementation(NAME)
+        compat.forget_attention(NAME)
         unwrap_expansions()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
-from .. import forks
+from .. import compat, forks
 from ..attention.switch import NAME, foreign_attention
 from ..cache.layers import PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.packed import EMPTY_LAYERS
@@ -37,10 +37,9 @@ from .walk import only_looks
 Check = Callable[[PreTrainedModel, PagedCache, ModelState], str | None]
 Verdict = TypeVar("Verdict")
 
-LOOP_CONDITION = "_has_unfinished_sequences"
 # Where these are not transformers' own, a forward may get inputs that the engine does not know of, or the loop end at
 # another time.
-STOCK_METHODS = ("_update_model_kwargs_for_generation", "_prefill", LOOP_CONDITION)
+STOCK_METHODS = (compat.UPDATE_INPUTS, compat.PREFILL, compat.LOOP_CONDITION)
 
 _lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
@@ -135,7 +134,7 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 def _wrong_layers(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     """Rows join and leave: each layer must be one whose rows can be told apart."""
-    if cache.layer_class_to_replicate is not None or not model._supports_default_dynamic_cache():
+    if cache.layer_class_to_replicate is not None or not compat.supports_dynamic_cache(model):
         return "its cache does not know its layers before the first forward"
     known = (*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer, PagedHybridLayer, LinearAttentionLayer)
     foreign = {type(layer).__name__ for layer in cache.layers if type(layer) not in known}
@@ -152,7 +151,7 @@ def _own_methods(model: PreTrainedModel, cache: PagedCache, state: ModelState) -
 def _wrong_methods(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
     if reason := _own_methods(model, cache, state):
         return reason
-    loaded_with_ours = model.config.get_text_config(decoder=True)._attn_implementation_internal == NAME
+    loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
     if not state.configs and not loaded_with_ours:
         return "its attention does not go through the attention interface"
     return foreign_attention(module for _, module in state.modules)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 
+from .. import compat
 from ..attention.latent import wrap_expansions
 from ..attention.switch import use_paged_attention
 from ..cache.block_manager import BlockManager
@@ -196,7 +197,7 @@ def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
     inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(rows[:, :prompt])}
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
-        inputs["position_ids"] = model._prepare_position_ids_for_generation(rows[:, :prompt], inputs)
+        inputs["position_ids"] = compat.prepare_position_ids(model, rows[:, :prompt], inputs)
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
     inputs[name] = DynamicCache(config=model.config.get_text_config(decoder=True))
     logits = []
@@ -207,7 +208,7 @@ def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
             rows[:, :length], next_sequence_length=count, is_first_iteration=begins, **inputs
         )
         outputs = model(**prepared, return_dict=True)
-        inputs = model._update_model_kwargs_for_generation(outputs, inputs)
+        inputs = compat.update_inputs(model, outputs, inputs)
         logits.append(outputs.logits[:, -1])
     return torch.stack(logits, dim=1)
 

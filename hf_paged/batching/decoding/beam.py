@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
+from ... import compat
 from .base import Decoding, SampledTokens
 from .processors import are_row_wise
 from .scores import values_at
@@ -59,7 +61,7 @@ class BeamDecoding(Decoding):
             input_ids, logits_processor, stopping_criteria, config, num_returned, generator, record_logprobs
         )
         self.prompt_length = self.length
-        eos, pad = config._eos_token_tensor, config._pad_token_tensor
+        eos, pad = (compat.special_token(config, name) for name in ("eos", "pad"))
         self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
         self._runs_known_code = are_row_wise(logits_processor, self.num_rows) and self.stop_checker.is_row_wise
         self._may_close = self._runs_known_code and not config.return_dict_in_generate
@@ -127,8 +129,8 @@ class BeamDecoding(Decoding):
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
         self.may_improve = self._improvable()
-        is_over = not self.model._beam_search_has_unfinished_sequences(
-            self.may_improve, self.is_finished, ends_here, self.config.early_stopping
+        is_over = not compat.beams_are_unfinished(
+            self.model, self.may_improve, self.is_finished, ends_here, self.config.early_stopping
         )
         parents = self.running_indices[..., self.length - 1 - self.prompt_length].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
@@ -147,7 +149,7 @@ class BeamDecoding(Decoding):
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        vocab, gather = log_probs.shape[-1], self.model._gather_beams
+        vocab, gather = log_probs.shape[-1], functools.partial(compat.gather_beams, self.model)
         totals = log_probs.unflatten(0, (self.num_prompts, self.num_beams)) + self.running_scores[:, :, None]
         totals = totals.flatten(1)  # [prompts, beams * vocab]
         if self.config.do_sample:
@@ -171,14 +173,16 @@ class BeamDecoding(Decoding):
         """Moves the running and the finished beams on; returns which continuations end, `(prompts, beams_to_keep)`."""
         ids = top_sequences[:, :, : self.length + 1].flatten(0, 1)
         ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
-        self.running, self.running_scores, self.running_indices = self.model._get_running_beams_for_next_iteration(
+        self.running, self.running_scores, self.running_indices = compat.running_beams(
+            self.model,
             topk_log_probs=top_scores,
             topk_running_sequences=top_sequences,
             topk_running_beam_indices=top_indices,
             next_token_hits_stopping_criteria=ends,
             num_beams=self.num_beams,
         )
-        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = self.model._update_finished_beams(
+        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = compat.update_finished_beams(
+            self.model,
             sequences=self.sequences,
             topk_running_sequences=top_sequences,
             beam_scores=self.beam_scores,
@@ -199,7 +203,8 @@ class BeamDecoding(Decoding):
 
     def _improvable(self) -> Tensor:
         """`(prompts, 1)` bool: whether a running beam may still beat a finished one, by transformers' estimate."""
-        return self.model._check_early_stop_heuristic(
+        return compat.check_early_stop(
+            self.model,
             is_early_stop_heuristic_unsatisfied=self.may_improve,
             running_beam_scores=self.running_scores,
             beam_scores=self.beam_scores,

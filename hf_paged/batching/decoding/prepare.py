@@ -13,7 +13,8 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from ...model.capability import LOOP_CONDITION, is_stock
+from ... import compat
+from ...model.capability import is_stock
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 
@@ -59,9 +60,9 @@ def request_decoding(
             everything that `generate` refuses.
     """
     host: Any = model
-    if not is_stock(model, LOOP_CONDITION):
+    if not is_stock(model, compat.LOOP_CONDITION):
         raise ValueError(
-            f"the model has a `{LOOP_CONDITION}` of its own, which says when a whole call ends: call "
+            f"the model has a `{compat.LOOP_CONDITION}` of its own, which says when a whole call ends: call "
             '`model.generate(..., cache_implementation="paged")` instead of an engine'
         )
     ids = _checked(model, input_ids)
@@ -70,7 +71,8 @@ def request_decoding(
     if uses_beams and streamer is not None:
         raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
     rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
-    processors = host._get_logits_processor(
+    processors = compat.get_logits_processor(
+        host,
         generation_config=config,
         input_ids_seq_length=ids.shape[1],
         encoder_input_ids=ids,
@@ -78,7 +80,7 @@ def request_decoding(
         device=ids.device,
         model_kwargs={},
     )
-    criteria = host._get_stopping_criteria(config, StoppingCriteriaList(stopping_criteria), tokenizer)
+    criteria = compat.get_stopping_criteria(host, config, StoppingCriteriaList(stopping_criteria), tokenizer)
     arguments: Any = (rows, processors, criteria, config)
     options: Any = dict(generator=generator, record_logprobs=record_logprobs)
     if uses_beams:
@@ -95,7 +97,7 @@ def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig
         getattr(own, name) is None and getattr(generation_config, name, None) is None
         for name in ("max_length", "min_length")
     )
-    config, _ = host._prepare_generation_config(generation_config)
+    config, _ = compat.prepare_generation_config(host, generation_config)
     mode = config.get_generation_mode()
     if mode.value not in _MODES:
         raise ValueError(f"generation mode {mode.value!r} is not among those of the engine: {', '.join(_MODES)}")
@@ -103,9 +105,10 @@ def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig
         raise ValueError("`token_healing` is served by `generate` only: leave it out")
     for name in (*_GENERATE_ONLY, *_OUTPUTS):  # the model's: they say how `generate` is to answer
         setattr(config, name, False)
-    host._validate_generation_mode(mode, config, {})
-    host._prepare_special_tokens(config, True, device=ids.device, batch_size=1)
-    config = host._prepare_generated_length(
+    compat.validate_generation_mode(host, mode, config, {})
+    compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
+    config = compat.prepare_generated_length(
+        host,
         generation_config=config,
         has_default_max_length=default_max,
         has_default_min_length=default_min,
@@ -113,7 +116,7 @@ def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig
         inputs_tensor=ids,
         input_ids_length=ids.shape[1],
     )
-    host._validate_generated_length(config, ids.shape[1], default_max)
+    compat.validate_generated_length(host, config, ids.shape[1], default_max)
     return config
 
 

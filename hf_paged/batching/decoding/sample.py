@@ -13,6 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ... import compat
 from ...interrupts import let_in
 from ...kernels import cpp
 from .base import Decoding, SampledTokens
@@ -56,7 +57,7 @@ class SampleDecoding(Decoding):
         self.streamer, self.do_sample = streamer, bool(self.config.do_sample)
         own_limit = self.stop_checker.max_length
         self.max_length = self.config.max_length if own_limit is None else own_limit
-        pad = self.config._pad_token_tensor
+        pad = compat.special_token(self.config, "pad")
         if pad is None and self.stop_checker.has_eos:
             raise ValueError("rows may end at an EOS token: set `pad_token_id`, which fills them up")
         self.pad_token_id = None if pad is None else int(pad)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from ... import compat
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ...model.self_check import Sides
@@ -94,7 +95,7 @@ class RectangleRunner:
         self._holders: set[Rectangle] = set()  # of states in use
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
-        self._has_cache = model._supports_default_dynamic_cache()
+        self._has_cache = compat.supports_dynamic_cache(model)
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
 
     def begin(self, state: ModelState | None) -> None:
@@ -181,7 +182,7 @@ class RectangleRunner:
             **rectangle.inputs,
         )
         outputs = model(**inputs, return_dict=True)
-        rectangle.inputs = model._update_model_kwargs_for_generation(outputs, rectangle.inputs)
+        rectangle.inputs = compat.update_inputs(model, outputs, rectangle.inputs)
         self._last = rectangle
         if self.states is not None:
             row_bytes = num_state_bytes(state_layers(rectangle.cache)) // len(rectangle.blocks)
@@ -201,8 +202,8 @@ class RectangleRunner:
         first = torch.tensor([width - count for count in lengths], device=model.device)
         inputs: dict[str, Any] = {"use_cache": True, "attention_mask": (columns >= first[:, None]).long()}
         if self._takes_positions:
-            inputs["position_ids"] = model._prepare_position_ids_for_generation(ids, inputs)
-        if model._supports_logits_to_keep():
+            inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
+        if compat.supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
         cache = None
         if self._has_cache:

@@ -15,6 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ... import compat
+
 _DECODERS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
@@ -89,7 +91,7 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
     """The model in eval mode; on `"meta"` it takes no memory. Raises `ValueError` if the configuration does not do."""
     try:
         with torch.device(device):
-            model: PreTrainedModel = cls._from_config(config, dtype=dtype)
+            model: PreTrainedModel = compat.from_config(cls, config, dtype=dtype)
     except Exception as error:  # whatever a configuration's contradictions lead to
         raise ValueError(f"{cls.__name__} cannot be built from its configuration: {first_line(error)}") from error
     return model.eval()

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
+from ... import compat
 from ...attention import backends
 from ...attention.call import AttentionCall
 from ...attention.switch import NAME, foreign_attention, model_attention, switchable_configs
@@ -86,7 +87,7 @@ def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
     config.cache_implementation, config.use_cache = NAME, True
     token = prepared.set(None)
     try:
-        model._prepare_cache_for_generation(config, {}, GenerationMode.GREEDY_SEARCH, 1, 16)
+        compat.prepare_cache(model, config, {}, GenerationMode.GREEDY_SEARCH, 1, 16)
         call = prepared.get()
         return (call.built, call.reason) if call is not None else ([], "the model prepares its cache by itself")
     except Exception as error:

@@ -1,0 +1,132 @@
+"""
+The private names of transformers that this package uses; no other module names them. On import each is looked for: of a
+version that lacks some, the error names them.
+
+Functions that stand for a method take the model, whose class may override it, and the method's own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_missing: list[str] = []
+
+
+def _name(owner: Any, name: str) -> str:
+    if not hasattr(owner, name):
+        _missing.append(f"{owner.__name__ if hasattr(owner, '__name__') else type(owner).__name__}.{name}")
+    return name
+
+
+def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
+    _name(owner, name)
+
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(model, name)(*args, **kwargs)
+
+    return call
+
+
+# -- the stages of `generate` -----------------------------------------------------------------------------------------
+
+PREPARE_CACHE = _name(GenerationMixin, "_prepare_cache_for_generation")
+PREFILL = _name(GenerationMixin, "_prefill")
+SAMPLE = _name(GenerationMixin, "_sample")
+BEAM_SEARCH = _name(GenerationMixin, "_beam_search")
+ASSISTED_DECODING = _name(GenerationMixin, "_assisted_decoding")
+LOOP_CONDITION = _name(GenerationMixin, "_has_unfinished_sequences")
+UPDATE_INPUTS = _name(GenerationMixin, "_update_model_kwargs_for_generation")
+
+prepare_cache = _method(PREPARE_CACHE)
+prepare_generation_config = _method("_prepare_generation_config")
+prepare_special_tokens = _method("_prepare_special_tokens")
+prepare_generated_length = _method("_prepare_generated_length")
+validate_generation_mode = _method("_validate_generation_mode")
+validate_generated_length = _method("_validate_generated_length")
+get_logits_processor = _method("_get_logits_processor")
+get_stopping_criteria = _method("_get_stopping_criteria")
+
+# -- between two forwards ---------------------------------------------------------------------------------------------
+
+update_inputs = _method(UPDATE_INPUTS)
+prepare_position_ids = _method("_prepare_position_ids_for_generation")
+supports_logits_to_keep = _method("_supports_logits_to_keep")
+supports_dynamic_cache = _method("_supports_default_dynamic_cache")
+gather_beams = _method("_gather_beams")
+running_beams = _method("_get_running_beams_for_next_iteration")
+update_finished_beams = _method("_update_finished_beams")
+check_early_stop = _method("_check_early_stop_heuristic")
+beams_are_unfinished = _method("_beam_search_has_unfinished_sequences")
+
+
+def special_token(config: Any, name: str) -> Any:
+    """Tensor of the `"pad"` or `"eos"` ids of a config that `prepare_special_tokens` has been through, or `None`."""
+    return getattr(config, f"_{name}_token_tensor")
+
+
+_made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
+for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # which that method sets
+    if _made is not None and _attribute not in _made.co_names:
+        _missing.append(f"GenerationConfig.{_attribute}")
+
+# -- classes and registries -------------------------------------------------------------------------------------------
+
+_IMPLEMENTATION = _name(PreTrainedConfig(), "_attn_implementation_internal")
+_SUPPORTS_SDPA = _name(PreTrainedModel, "_supports_sdpa")
+_CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
+_MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
+_name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
+
+from_config = _method("_from_config", PreTrainedModel)
+
+
+def attention_of(config: PreTrainedConfig) -> Any:
+    """The name of the attention implementation that models with `config` look up."""
+    return getattr(config, _IMPLEMENTATION)
+
+
+def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
+    """As it is: without a check, and for this config alone, not for those inside it."""
+    setattr(config, _IMPLEMENTATION, implementation)
+
+
+def supports_sdpa(cls: type[PreTrainedModel]) -> bool:
+    """Whether the class says so."""
+    return bool(getattr(cls, _SUPPORTS_SDPA))
+
+
+def makes_masks(implementation: str) -> bool:
+    """Whether there is a function of masks of that name; transformers looks for it here, whatever an instance adds."""
+    return implementation in getattr(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
+
+
+def forget_attention(implementation: str) -> None:
+    """Undoes `AttentionInterface.register` and `AttentionMaskInterface.register`."""
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        getattr(functions, _MAPPING).pop(implementation, None)
+
+
+def add_cache_implementation(name: str) -> None:
+    """`GenerationConfig` takes it."""
+    setattr(configuration_utils, _CACHES, (*getattr(configuration_utils, _CACHES), name))
+
+
+def remove_cache_implementation(name: str) -> None:
+    """Undoes `add_cache_implementation`."""
+    known = getattr(configuration_utils, _CACHES)
+    setattr(configuration_utils, _CACHES, tuple(value for value in known if value != name))
+
+
+if _missing:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no {', '.join(_missing)}, which hf_paged uses: install a version "
+        "from 5.17 on and below 6 that has them, or a newer hf_paged"
+    )

@@ -1,0 +1,44 @@
+"""Private names of transformers are reached through `hf_paged.compat`, which misses one by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+
+from hf_paged import compat
+
+PACKAGE = Path(compat.__file__).parent
+NAMES = set(re.findall(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"', Path(compat.__file__).read_text()))
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        (GenerationMixin, "_sample"),
+        (GenerationMixin, "_update_finished_beams"),
+        (PreTrainedModel, "_supports_sdpa"),
+        (configuration_utils, "ALL_CACHE_IMPLEMENTATIONS"),
+    ],
+)
+def test_a_version_that_lacks_a_name_is_told_of_it(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ImportError, match=rf"^transformers [\d.]+\S* has no \S*\.{name}, which hf_paged uses: install"):
+        runpy.run_path(compat.__file__)
+
+
+def test_no_other_module_names_them() -> None:
+    assert len(NAMES) > 25
+    for path in PACKAGE.rglob("*.py"):
+        if path.samefile(compat.__file__):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+            own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            assert own or not isinstance(name, str) or name not in NAMES, f"{path}:{node.lineno}: {name}"

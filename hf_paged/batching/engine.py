@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .. import forks
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
-from ..locks import PatientLock
 from ..model.registry import Route
 from ..tools.pictures.block_map import plot_block_map
 from ..tools.pictures.html import engine_html
 from ..tools.pictures.timeline import MAX_REQUESTS, plot_intervals
-from .arguments import check_generates, check_names
-from .current_loop import CurrentLoop
+from .arguments import check_generates
+from .engine_core import EngineCore
 from .execution.adapters import base_model
 from .execution.executor import Window
-from .generation import Generation
-from .loop import StepLoop
-from .pauses import Pauses
 from .prompts import Prompt
-from .request_state import RequestState
-from .results import EngineStats, RequestOutput, RequestResult, Unread
+from .results import EngineStats, RequestOutput, RequestResult
 from .streams import RequestStream, read_in_thread
 
 POLICIES = ("recompute", "keep")
@@ -73,19 +64,9 @@ class PagedEngine:
     ) -> None:
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
-        self.config = PagedConfig.coerce(config)
-        self.tokenizer = tokenizer
-        self._lock = PatientLock()
-        self._pauses = Pauses(self._lock)
-        self._requests: dict[Hashable, RequestState] = {}  # unfinished
-        self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
-        self._unread = Unread()  # of steps that others took or that raised, and of what ended outside a step
-        self._unreported: deque[Generation] = deque()  # of the last step
-        self._numbers = itertools.count()  # of the ids that are made up
-        self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
-        self._current = CurrentLoop(self.model, self.config)
-        self.timeline = self._current.timeline
-        forks.in_child(self)
+        self.config, self.tokenizer = PagedConfig.coerce(config), tokenizer
+        self._core = EngineCore(self.model, self.config, tokenizer)
+        self.timeline = self._core.current.timeline
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -128,63 +109,31 @@ class PagedEngine:
                 that only `generate` serves or that the engine's config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
-        state: RequestState | None = None
-        try:
-            with self._lock:
-                check_names(request_id, adapter)
-                self._current.check_layout(len(self._requests))
-                request_id = self._make_id() if request_id is None else request_id
-                if request_id in self._requests:
-                    raise ValueError(f"request id {request_id!r} is in use by an unfinished request: choose another")
-                new = RequestState(
-                    self.model,
-                    self.tokenizer,
-                    request_id,
-                    input_ids,
-                    generation_config,
-                    priority=priority,
-                    logits_processor=logits_processor,
-                    stopping_criteria=stopping_criteria,
-                    streamer=streamer,
-                    adapter=adapter,
-                    seed=seed,
-                    return_logprobs=return_logprobs,
-                    cache_salt=self.config.cache_salt if cache_salt is None else cache_salt,
-                )
-                loop = self._get_loop()  # takes memory: not for what is refused
-                if not self._requests:
-                    loop.executor.begin()
-                loop.add(new)
-                self._requests[request_id] = state = new
-                self._current.shares_prefills |= new.request.num_rows > 1
-                if new.limits:
-                    self._unstarted.append(new)
-                new.put_prompt()
-                self._num_prompt_tokens += len(new.prompt_ids)
-                return request_id
-        except BaseException:  # of the streamer, or an interrupt: the request was never added
-            with self._lock:
-                if state is not None and self._requests.get(state.request_id) is state:
-                    self._remove(state)
-                    state.end_streamer("error")
-            raise
+        return self._core.add(
+            input_ids,
+            generation_config,
+            request_id,
+            priority=priority,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            adapter=adapter,
+            seed=seed,
+            return_logprobs=return_logprobs,
+            cache_salt=cache_salt,
+        )
 
     def cancel(self, request_id: str) -> None:
         """
         Ends a request at any point and gives its blocks back; its result, with what it has, comes with the next step.
         Raises `ValueError` if no unfinished request has that id.
         """
-        with self._lock:
-            state = self._requests.get(request_id)
-            if state is None:
-                raise ValueError(f"no unfinished request has the id {request_id!r}")
-            self._tell(RequestOutput(request_id, result=self._end(state, "cancelled")), state, self._unread)
-            state.end_streamer("cancelled")
+        self._core.cancel(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do, or the end of a request to report."""
-        return bool(self._requests or self._unread)
+        return self._core.has_unfinished
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -204,43 +153,7 @@ class PagedEngine:
         Raises:
             RuntimeError: if this thread has paused the engine. Where another has, it waits.
         """
-        return self._take_step(Window())
-
-    def _take_step(self, window: Window) -> list[RequestOutput]:
-        outputs: deque[RequestOutput] = deque()
-        try:
-            with self._lock:
-                self._pauses.wait()
-                outputs = self._unread.take()
-                if self._requests:
-                    self._step(outputs, window)
-                told = list(outputs)
-        except BaseException:  # also an interrupt that waited for the end: the next step tells it
-            with self._lock:
-                self._unread.extend(outputs)
-            raise
-        return told
-
-    def _step(self, outputs: deque[RequestOutput], window: Window) -> None:
-        loop = self._get_loop()
-        if not self._unreported:  # else telling what the last step did was interrupted
-            now = time.time()  # as the criteria count
-            for limit in (limit for state in self._unstarted for limit in state.limits):
-                limit.initial_timestamp = now
-            known = len(loop.executor.obstacles)
-            self._unreported.extend(loop.step(window))
-            if len(loop.executor.obstacles) > known:
-                self._current.note_route()
-            for request in loop.admitted:
-                state = self._requests.get(request.request_id)
-                if state is not None and state.request is request and state.note_admitted() and state.limits:
-                    self._unstarted.remove(state)
-        while self._unreported:
-            self._report(self._unreported[0], outputs)
-            self._unreported.popleft()
-        if not self._requests:
-            loop.executor.rest()
-            self._current.note_route()
+        return self._core.take_step(Window())
 
     def generate(
         self,
@@ -270,7 +183,7 @@ class PagedEngine:
             ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping with other
                 keys, and `request_id` or `streamer` with several prompts.
         """
-        return RequestStream(self, prompts, generation_config, attention_mask, options).results(progress)
+        return RequestStream(self._core, prompts, generation_config, attention_mask, options).results(progress)
 
     def stream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
@@ -279,7 +192,7 @@ class PagedEngine:
         Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
         iterator cancels what is left. Arguments and errors are those of `generate`.
         """
-        return RequestStream(self, prompts, generation_config, attention_mask, options).stream()
+        return RequestStream(self._core, prompts, generation_config, attention_mask, options).stream()
 
     def astream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
@@ -299,16 +212,16 @@ class PagedEngine:
         `generate`, `stream` and `astream`; in this one they raise, since it would wait for itself. Several threads may
         pause at the same time: steps go on after the last has resumed.
         """
-        with self._lock:
-            self._pauses.add()
+        with self._core.lock:
+            self._core.pauses.add()
         stack = contextlib.ExitStack()
         stack.callback(self.resume)
         return stack
 
     def resume(self) -> None:
         """Ends a pause, that of this thread first. Raises `RuntimeError` if the engine is not paused."""
-        with self._lock:
-            self._pauses.remove()
+        with self._core.lock:
+            self._core.pauses.remove()
 
     @contextlib.contextmanager
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
@@ -332,40 +245,34 @@ class PagedEngine:
             try:
                 yield
             finally:
-                with self._lock:
-                    if self._loop is not None:
-                        self._loop.change_weights(recompute=policy == "recompute")
+                with self._core.lock:
+                    if self._core.loop is not None:
+                        self._core.loop.change_weights(recompute=policy == "recompute")
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def route(self) -> Route | None:
         """How requests are served and why so; `None` before the first. `last_route(model)` tells the same."""
-        with self._lock:
-            return self._current.route
+        with self._core.lock:
+            return self._core.current.route
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
-        with self._lock:
-            return EngineStats(
-                num_finished=self._num_finished,
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_prefix_hit_tokens=self._num_hit_tokens,
-                **self._current.stats(),
-            )
+        return self._core.stats()
 
     @property
     def memory(self) -> PagedMemory:
         """The blocks of the requests; another memory once the model's layers, dtype or device have changed."""
-        return self._current.memory
+        return self._core.current.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
         """
         For each layer group, by its window (`None`: full attention), what every block of the pool is: 0 free, -1
         cached, else the number of sequences that hold it.
         """
-        with self._lock, self.memory.lock:
-            groups = self._loop.blocks.groups if self._loop is not None else []
+        with self._core.lock, self.memory.lock:
+            groups = self._core.loop.blocks.groups if self._core.loop is not None else []
             return {group.window: group.pool.states() for group in groups}
 
     def plot_memory(self, ax: Any = None) -> Any:
@@ -400,7 +307,7 @@ class PagedEngine:
             ImportError: without matplotlib, which the extra `viz` brings.
             ValueError: for another unit, or less than one request.
         """
-        with self._lock:
+        with self._core.lock:
             intervals = self.timeline.intervals()
         return plot_intervals(intervals, unit, ax, max_requests)
 
@@ -409,23 +316,17 @@ class PagedEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets the keys and values kept of finished requests."""
-        with self._lock, self.memory.lock:
-            if self._loop is not None:
-                self._loop.blocks.drop_cached()
+        with self._core.lock, self.memory.lock:
+            if self._core.loop is not None:
+                self._core.loop.blocks.drop_cached()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools, block tables and reference counts agree."""
-        with self._lock, self.memory.lock:
-            self.memory.check_integrity()
-            if self._loop is not None:
-                self._loop.blocks.check_integrity()
+        self._core.check_integrity()
 
     def free(self) -> None:
         """Cancels every request and gives every byte back. The engine can be used again."""
-        with self._lock:
-            for state in list(self._requests.values()):
-                self.cancel(state.request_id)
-            self._retire()
+        self._core.free()
 
     def __enter__(self) -> PagedEngine:
         return self
@@ -441,88 +342,3 @@ class PagedEngine:
             f"PagedEngine({type(self.model).__name__}, {stats.num_running} running, {stats.num_waiting} waiting, "
             f"{stats.used_blocks} blocks used)"
         )
-
-    def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: a step that another thread was taking leaves nothing that can go on."""
-        self._pauses.after_fork(self._lock)
-        if self._lock.is_among(freed):
-            self._requests, self._unstarted, self._unread = {}, [], Unread()
-            self._retire()
-
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _loop(self) -> StepLoop | None:
-        return self._current.loop
-
-    def _get_loop(self) -> StepLoop:
-        return self._loop if self._loop is not None and self._requests else self._current.get()
-
-    def _retire(self) -> None:
-        self._current.retire()
-        self._unreported.clear()
-
-    def _make_id(self) -> str:
-        names = (f"request-{number}" for number in self._numbers)
-        return next(name for name in names if name not in self._requests)
-
-    def _add_for(
-        self, outbox: deque[RequestOutput], prompt: Prompt, generation_config: Any, options: dict[str, Any]
-    ) -> str:
-        """Queues a request that reports to `outbox`."""
-        with self._lock:
-            request_id = self.add_request(prompt, generation_config, **options)
-            self._requests[request_id].outbox = outbox
-            return request_id
-
-    def _step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
-        """A step, unless one of another thread has put something into `outbox`, where these requests report."""
-        with self._lock:
-            self._pauses.wait()
-            if outbox:
-                return
-            states = {name: self._requests.get(name) for name in request_ids}
-            gone = [name for name, state in states.items() if state is None or state.outbox is not outbox]
-            if gone:
-                raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
-            self._unread.extend(self._take_step(window))
-
-    def _close(self, outbox: deque[RequestOutput], window: Window) -> None:
-        """Ends the requests that report to `outbox`, which is not read any more."""
-        with self._lock:
-            if self._loop is not None:
-                self._loop.executor.leave(window)
-            for state in list(self._requests.values()):
-                if state.outbox is outbox:
-                    self._end(state, "cancelled")
-                    state.end_streamer("cancelled")
-
-    def _report(self, generation: Generation, outputs: deque[RequestOutput]) -> None:
-        """Tells the caller that waits for a request what its step brought."""
-        state = self._requests.get(generation.requests[0].request_id)
-        if state is None or state is not generation:
-            return  # it has ended since
-        tokens, text = state.output()
-        reason = None if state.error is None else "error"
-        result = self._end(state, reason) if reason is not None or state.is_done else None
-        self._tell(RequestOutput(state.request_id, tokens, text, result), state, outputs)
-        if result is not None:
-            state.end_streamer(reason)
-
-    def _tell(self, output: RequestOutput, state: RequestState, default: deque[RequestOutput] | Unread) -> None:
-        (default if state.outbox is None else state.outbox).append(output)
-
-    def _end(self, state: RequestState, reason: str | None) -> RequestResult:
-        """Takes a request out, whose blocks go back, and says how it ended; its streamer is still to be ended."""
-        result = state.result(reason)
-        self._num_finished += 1
-        self._num_hit_tokens += result.num_prefix_hit_tokens
-        self._remove(state)
-        return result
-
-    def _remove(self, state: RequestState) -> None:
-        if self._loop is not None:
-            self._loop.drop(state)
-        del self._requests[state.request_id]
-        if state in self._unstarted:
-            self._unstarted.remove(state)

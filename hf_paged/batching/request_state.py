@@ -41,14 +41,14 @@ class RequestState(Generation):
         input_ids: Prompt,
         generation_config: Any,
         *,
-        priority: int,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        streamer: Any,
-        adapter: str | None,
-        seed: int | None,
-        return_logprobs: bool,
-        cache_salt: str | None,
+        priority: int = 0,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        streamer: Any = None,
+        adapter: str | None = None,
+        seed: int | None = None,
+        return_logprobs: bool = False,
+        cache_salt: str | None = None,
     ) -> None:
         if adapter is not None:
             check_adapter(model, adapter)

@@ -8,20 +8,17 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from ..interrupts import held, let_in
 from .arguments import meant
+from .engine_core import EngineCore
 from .execution.executor import Window
 from .prompts import Prompt, plain_ids, split_prompts
 from .request_state import RequestState
 from .results import RequestOutput, RequestResult
-
-if TYPE_CHECKING:
-    from .engine import PagedEngine
-
 
 _OPTIONS = {"request_id"} | {
     name
@@ -36,7 +33,7 @@ class RequestStream:
     ended; iterated over, it takes steps and gives the outputs of these requests alone.
 
     Args:
-        engine ([`PagedEngine`]): Whose steps it takes, if no other thread does.
+        engine ([`EngineCore`]): Whose steps it takes, if no other thread does.
         prompts, generation_config, attention_mask: As in `PagedEngine.generate`.
         options (`dict`): Other arguments of `add_request`.
 
@@ -52,7 +49,7 @@ class RequestStream:
 
     def __init__(
         self,
-        engine: PagedEngine,
+        engine: EngineCore,
         prompts: Iterable[Prompt],
         generation_config: Any,
         attention_mask: Any,
@@ -80,18 +77,18 @@ class RequestStream:
         try:
             for place, (prompt, config) in enumerate(zip(self.prompts, self.configs)):
                 try:
-                    self.places[self.engine._add_for(self.outbox, prompt, config, self.options)] = place
+                    self.places[self.engine.add(prompt, config, outbox=self.outbox, **self.options)] = place
                 except Exception as error:
-                    self.refused[place] = RequestResult(self.engine._make_id(), plain_ids(prompt), error=error)
+                    self.refused[place] = RequestResult(self.engine.make_id(), plain_ids(prompt), error=error)
         except BaseException:
-            self.engine._close(self.outbox, self.window)
+            self.engine.close(self.outbox, self.window)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.engine._close(self.outbox, self.window)
+        self.engine.close(self.outbox, self.window)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         unfinished = set(self.places)
@@ -103,7 +100,7 @@ class RequestStream:
                 yield output
             if unfinished:
                 window = self.window if self.window.is_call else Window()
-                self.engine._step_for(self.outbox, unfinished, window)
+                self.engine.step_for(self.outbox, unfinished, window)
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """All outputs; closing the generator cancels what is left."""

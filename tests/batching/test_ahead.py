@@ -225,8 +225,8 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
     with PagedEngine(model, CONFIG) as engine:
         engine.add_request(prompts(9)[0], MODES["greedy_eos"])
         run_all(engine)
-        assert engine._loop is not None and engine._loop.executor._ahead is not None
-        assert engine._loop.executor._ahead._launched is None and seen["launched"] > seen["used"]
+        assert engine._core.loop is not None and engine._core.loop.executor._ahead is not None
+        assert engine._core.loop.executor._ahead._launched is None and seen["launched"] > seen["used"]
         assert_drained(engine)
 
 

@@ -164,7 +164,7 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
         engine.add_request(prompt, MODES[mode], request_id="a", seed=1)
         copied = GenerationConfig(**{**model.generation_config.to_diff_dict(), **MODES[mode]})
         engine.add_request(prompt, copied, request_id="b", seed=1)
-        decodings = [entry.decoding for entry in engine._requests.values()]
+        decodings = [entry.decoding for entry in engine._core.requests.values()]
         for name, result in run_all(engine).items():
             assert_same_as_lone(expected, result, MODES[mode], name)
         assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), "kept without a reader"

@@ -454,9 +454,9 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
 def test_no_progress_raises_after_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.add_request([5, 6, 7], GREEDY, request_id="a")
-        assert engine._loop is not None
+        assert engine._core.loop is not None
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop.scheduler, "schedule", StepPlan)
+            patch.setattr(engine._core.loop.scheduler, "schedule", StepPlan)
             for _ in range(MAX_IDLE_STEPS - 1):
                 engine.step()
             with pytest.raises(EngineStalledError, match=r"no token for 8 steps.*1 waiting.*blocks"):

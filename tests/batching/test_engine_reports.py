@@ -117,7 +117,7 @@ def test_results_already_there_survive_a_step_that_raises(monkeypatch: pytest.Mo
         engine.cancel("a")
         engine.cancel("b")
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop, "step", raises)
+            patch.setattr(engine._core.loop, "step", raises)
             for _ in range(2):
                 with pytest.raises(OnPurpose):
                     engine.step()
@@ -136,13 +136,13 @@ def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(monkeypatch: pyte
         for other in (None, "mine"):  # the id may be another request's by then
             stream = engine.stream([[5, 6, 7]], LONG, request_id="mine")
             next(stream)
-            engine._remove(engine._requests["mine"])
+            engine._core.remove(engine._core.requests["mine"])
             if other is not None:
                 engine.add_request([5, 6], GREEDY, request_id=other)
             with pytest.raises(RuntimeError, match=r"'mine'.*gone"):
                 for _ in stream:
                     pass
-        assert list(engine._requests) == ["mine"], "the other's request was cancelled"
+        assert list(engine._core.requests) == ["mine"], "the other's request was cancelled"
 
 
 def test_an_interrupted_step_says_nothing_of_the_next_request_of_that_id() -> None:
@@ -187,12 +187,12 @@ def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatc
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert running.is_set() and engine._requests, "the step was meant to be in progress"
+        assert running.is_set() and engine._core.requests, "the step was meant to be in progress"
         go_on.set()
 
     with engine_of() as engine:
         engine.generate([[5, 6]], GREEDY)
-        step = engine._loop.step
+        step = engine._core.loop.step
 
         def slow(window: Any) -> Any:
             running.set()
@@ -200,7 +200,7 @@ def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatc
             return step(window)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop, "step", slow)
+            patch.setattr(engine._core.loop, "step", slow)
             asyncio.run(main(engine))  # ends with the worker threads
         assert_drained(engine)
         assert not errors
@@ -298,13 +298,13 @@ def test_integrity_is_checked_between_steps(monkeypatch: pytest.MonkeyPatch) -> 
                 lock.release()
 
         def check() -> None:
-            for lock in (engine._lock._lock, engine.memory.lock):
+            for lock in (engine._core.lock._lock, engine.memory.lock):
                 thread = threading.Thread(target=ask, args=(lock,))
                 thread.start()
                 thread.join()
 
-        assert engine._loop is not None
-        for part in (engine.memory, engine._loop.blocks):
+        assert engine._core.loop is not None
+        for part in (engine.memory, engine._core.loop.blocks):
             monkeypatch.setattr(part, "check_integrity", check)
         engine.check_integrity()
     assert free == [False] * 4
@@ -325,7 +325,7 @@ def no_collection() -> Iterator[None]:
 def test_an_ended_requests_tensors_go_at_once(how: str, mode: str) -> None:
     with PagedEngine(models.get("llama"), PagedConfig(block_size=8)) as engine, no_collection():
         engine.add_request([5, 6, 7], MODES[mode], request_id="a")
-        decoding = weakref.ref(engine._requests["a"].decoding)
+        decoding = weakref.ref(engine._core.requests["a"].decoding)
         engine.step()
         if how == "cancelled":
             engine.cancel("a")

@@ -73,7 +73,7 @@ class Schedule:
             while waiting or engine.has_unfinished:
                 self._come(engine, waiting, step, seen)
                 for request_id, when in self.goes.items():
-                    if when == step and request_id in engine._requests:
+                    if when == step and request_id in engine._core.requests:
                         engine.cancel(request_id)
                         engine.check_integrity()
                 for output in engine.step():
@@ -133,7 +133,7 @@ class Schedule:
 
 def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
     """Counts the parts of prompts that are computed without reaching the prompt's end."""
-    runner = engine._loop.executor.runner if engine._loop is not None else None
+    runner = engine._core.loop.executor.runner if engine._core.loop is not None else None
     if runner is None:
         return
     run = runner.run

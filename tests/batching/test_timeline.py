@@ -110,9 +110,9 @@ def test_against_every_step_under_preemption(name: str, preemption: str, monkeyp
     for i, prompt in enumerate(prompts(*LENGTHS)):
         options = {"num_beams": 3} if i == 1 else {}
         request_id = engine.add_request(prompt, {"do_sample": False, "max_new_tokens": 25, **options})
-        requests.append(engine._requests[request_id].request)
+        requests.append(engine._core.requests[request_id].request)
         expected[request_id] = []
-    scheduler = engine._loop.scheduler
+    scheduler = engine._core.loop.scheduler
     schedule = scheduler.schedule
 
     def watched() -> Any:
@@ -155,7 +155,7 @@ def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
 def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = PagedEngine(models.get("llama"))
     engine.add_request([5, 6, 7], {"max_new_tokens": 4}, request_id="a")
-    runner, run = engine._loop.executor.runner, engine._loop.executor.runner.run
+    runner, run = engine._core.loop.executor.runner, engine._core.loop.executor.runner.run
 
     def fail(items: Any, adapter: str | None) -> Any:
         raise KeyboardInterrupt

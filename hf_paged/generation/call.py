@@ -14,7 +14,6 @@ from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import foreign_attention, switchable_configs, use_configs
 from ..cache.paged_cache import PagedCache
-from ..interrupts import held
 from ..model.registry import Route, note_route
 
 logger = logging.getLogger(__name__)
@@ -61,12 +60,11 @@ class Call:
             logger.debug("%s.generate: %s", type(self.model).__name__, self.route())
 
     def use(self, caches: list[PagedCache]) -> None:
-        """While the call runs, attention of the model reads `caches` in place."""
-        with held():
-            self.caches += caches
-            self.reads_in_place = True
-            if self.is_running and not self.is_switched:
-                self._switch()
+        """While the call runs, attention of the model reads `caches` in place. To be called within `held`."""
+        self.caches += caches
+        self.reads_in_place = True
+        if self.is_running and not self.is_switched:
+            self._switch()
 
     def _switch(self) -> None:
         self.is_switched = True

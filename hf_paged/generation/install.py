@@ -86,17 +86,17 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             context = call.running()
         else:
             call = current.get()
-        with held(), context, let_in():
-            if call is None or call.model is not self or not call.built:
+        with held(), context:
+            if call is not None and call.model is self and call.built:
+                arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+                batch = _on_engine(call, original.__name__, arguments)
+                if batch is not None:
+                    return batch.run(call)
+                streamer = arguments.get("streamer")
+                if isinstance(streamer, RowStreamers):
+                    kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
+            with let_in():
                 return original(self, *args, **kwargs)
-            arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-            on_engine = _on_engine(call, original.__name__, arguments)
-            if on_engine is not None:
-                return on_engine.run(call)
-            streamer = arguments.get("streamer")
-            if isinstance(streamer, RowStreamers):
-                kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
-            return original(self, *args, **kwargs)
 
     return decode
 
@@ -109,7 +109,7 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall 
         return None
     if not call.reads_in_place:
         return None
-    request = BatchCall(
+    batch = BatchCall(
         model=call.model,
         cache=cache,
         input_ids=arguments["input_ids"],
@@ -122,13 +122,13 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall 
         streamer=arguments.get("streamer"),
         synced_gpus=arguments.get("synced_gpus", False),
     )
-    unsupported = request.unsupported_reason()
+    unsupported = batch.unsupported_reason()
     if unsupported is not None:
         call.reason += f"; not on the engine: {unsupported}"
         return None
     call.road, call.reason, call.is_packed = "engine", request.layout.reason, not request.layout.unsupported_reason
     call.prefills_shared = call.repeats > 1
-    return request
+    return batch
 
 
 def _requested(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
@@ -171,14 +171,15 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             # not "dynamic": assistants copy this config, and transformers refuses that value for them
             generation_config.cache_implementation = None
         result = original(self, generation_config, model_kwargs, *args, **kwargs)
-        if call is None or call.model is not self:
-            call = Call(self)
-            prepared.set(call)
-        if passed:
-            _record_passed(call, model_kwargs, requested, generation_config)
-        elif config is not None:
-            built = _swap(self, config, generation_config, model_kwargs, args, kwargs)
-            _record_built(call, built, generation_config)
+        with held():
+            if call is None or call.model is not self:
+                call = Call(self)
+                prepared.set(call)
+            if passed:
+                _record_passed(call, model_kwargs, requested, generation_config)
+            elif config is not None:
+                built = _swap(self, config, generation_config, model_kwargs, args, kwargs)
+                _record_built(call, built, generation_config)
         return result
 
     return _prepare_cache_for_generation

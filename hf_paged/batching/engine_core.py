@@ -45,7 +45,6 @@ class EngineCore:
         self.current = CurrentLoop(model, config)
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
         self._unread = Unread()  # of steps that others took or that raised, and of what ended outside a step
-        self._unreported: deque[Generation] = deque()  # of the last step
         self._numbers = itertools.count()  # of the ids that are made up
         self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
         forks.in_child(self)
@@ -147,21 +146,17 @@ class EngineCore:
 
     def _step(self, outputs: deque[RequestOutput], window: Window) -> None:
         loop = self._get_loop()
-        if not self._unreported:  # else telling what the last step did was interrupted
-            now = time.time()  # as the criteria count
-            for limit in (limit for state in self._unstarted for limit in state.limits):
-                limit.initial_timestamp = now
-            known = len(loop.executor.obstacles)
-            self._unreported.extend(loop.step(window))
-            if len(loop.executor.obstacles) > known:
-                self.current.note_route()
-            for request in loop.admitted:
-                state = self.requests.get(request.request_id)
-                if state is not None and state.request is request and state.note_admitted() and state.limits:
-                    self._unstarted.remove(state)
-        while self._unreported:
-            self._report(self._unreported[0], outputs)
-            self._unreported.popleft()
+        now = time.time()  # as the criteria count
+        self._unstarted = [state for state in self._unstarted if state.is_unstarted]
+        for limit in (limit for state in self._unstarted for limit in state.limits):
+            limit.initial_timestamp = now
+        known = len(loop.executor.obstacles)
+        loop.step(window)
+        if len(loop.executor.obstacles) > known:
+            self.current.note_route()
+        while loop.untold:  # one stays there if an interrupt comes while it is told
+            self._report(loop.untold[0], outputs)
+            loop.untold.popleft()
         if not self.requests:
             loop.executor.rest()
             self.current.note_route()
@@ -199,8 +194,6 @@ class EngineCore:
         if self.loop is not None:
             self.loop.drop(state)
         del self.requests[state.request_id]
-        if state in self._unstarted:
-            self._unstarted.remove(state)
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""
@@ -217,18 +210,14 @@ class EngineCore:
         with self.lock:
             for state in list(self.requests.values()):
                 self.cancel(state.request_id)
-            self._retire()
-
-    def _retire(self) -> None:
-        self.current.retire()
-        self._unreported.clear()
+            self.current.retire()
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process: a step that another thread was taking leaves nothing that can go on."""
         self.pauses.after_fork(self.lock)
         if self.lock.is_among(freed):
             self.requests, self._unstarted, self._unread = {}, [], Unread()
-            self._retire()
+            self.current.retire()
 
     # -- reports --------------------------------------------------------------------------------------------------
 

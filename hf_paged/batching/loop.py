@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,6 +46,9 @@ class StepLoop:
         counters ([`ReadCounters`]): Of the caches that its forwards read.
         cost ([`CostModel`], *optional*): Is told how long prefills take.
         swapper ([`BlockSwapper`], *optional*): Counts in `num_swaps` the requests whose blocks went to host memory.
+
+    Attributes:
+        untold (`deque[Generation]`): That advanced or failed in the last step; callers take out what they have told.
     """
 
     def __init__(
@@ -62,10 +66,9 @@ class StepLoop:
         self.layout, self.counters, self.cost, self.swapper = layout, counters, cost, swapper
         self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
         self.seconds = 0.0
-        self.admitted: list[Request] = []  # in the last step
+        self.untold: deque[Generation] = deque()
         self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # of unfinished requests: what each sequence is
         self._split: list[Generation] = []  # that may have their logits already
-        self._untold: list[Generation] = []  # that advanced, or ended, in a step that raised
         self._idle_steps = self._fruitless_steps = 0
 
     @property
@@ -125,40 +128,36 @@ class StepLoop:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def step(self, window: Window) -> list[Generation]:
+    def step(self, window: Window) -> None:
         """
-        Schedules, computes and samples once; returns the generations that advanced or failed. Interrupts reach the
-        forward and callers' own code: the step then never happened, or the request whose code it is ends.
+        Schedules, computes and samples once, if what came of the last step has been told: `untold` is empty. Interrupts
+        reach the forward and callers' own code: the step then never happened, or the request whose code it is ends.
 
         Raises:
             OutOfBlocksError: if others hold the blocks that every request needs to go on.
             EngineStalledError: if several steps in a row did nothing.
         """
-        if self._untold:
-            told, self._untold = self._untold, []
-            return told
+        if self.untold:
+            return
         start = time.perf_counter()
         self.executor.open(window)
         try:
             with self.executor.attention():
-                batch, logits, advanced = self._compute()
-                interrupt = self._sample(batch, logits, advanced)
-            self._check_progress(batch, advanced)
+                batch, logits = self._compute()
+                interrupt = self._sample(batch, logits)
+            self._check_progress(batch)
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
-            self._untold = advanced
             if interrupt is not None:
                 raise interrupt
-            if advanced or not window.is_call:
+            if self.untold or not window.is_call:
                 self.executor.settle(window)
         except BaseException:
             self.executor.leave(window)
             raise
-        self._untold = []
-        return advanced
 
-    def _compute(self) -> tuple[StepPlan, Tensor | None, list[Generation]]:
-        """What was scheduled, its logits, and the generations that a failure of the forward ended."""
+    def _compute(self) -> tuple[StepPlan, Tensor | None]:
+        """What was scheduled, and its logits, unless there was nothing to compute or that failed."""
         with self.executor.lock:
             with self.memory.lock:
                 batch = self.scheduler.schedule()
@@ -167,17 +166,18 @@ class StepLoop:
                     self.blocks.flush_copies()
                     self.memory.note_peak()
                 self.executor.notice_model()  # a hit may have been looked into
-                self.admitted = batch.admitted
                 self._loosen(batch.preempted)
-                if not batch.items:
-                    return batch, None, []
-                return batch, *self._run(batch)
+                logits = self._run(batch) if batch.items else None
             except BaseException:
                 self._fail_step()
                 raise
+        now = time.perf_counter()
+        for request in batch.admitted:
+            request.admitted_at = now if request.admitted_at is None else request.admitted_at
+        return batch, logits
 
-    def _run(self, batch: StepPlan) -> tuple[Tensor | None, list[Generation]]:
-        """Logits of the batch, or the generations that its failure ended. An interrupt is raised."""
+    def _run(self, batch: StepPlan) -> Tensor | None:
+        """Logits of the batch. A failure ends its generations; an interrupt is raised."""
         start = time.perf_counter()
         try:
             logits = self.executor.run(batch.items)
@@ -188,11 +188,12 @@ class StepLoop:
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
             for generation in failed:
                 self._fail(generation, error)
-            return None, failed
+            self.untold.extend(failed)
+            return None
         num_tokens = sum(count for _, count in batch.items)
         if num_tokens > len(batch.items) and self.cost is not None:
             self.cost.observe_prefill(num_tokens, time.perf_counter() - start)
-        return logits, []
+        return logits
 
     def _fail_step(self) -> None:
         """Blocks already have the names of what was not computed, and states may have moved on."""
@@ -201,11 +202,8 @@ class StepLoop:
         if self.executor.runner.has_states:
             self._recompute()
 
-    def _sample(self, batch: StepPlan, logits: Tensor | None, advanced: list[Generation]) -> BaseException | None:
-        """
-        The next tokens of all generations that have their logits, which are appended to `advanced`. Returns what
-        interrupted a caller's own code meanwhile.
-        """
+    def _sample(self, batch: StepPlan, logits: Tensor | None) -> BaseException | None:
+        """The next tokens of all generations that have their logits. Returns what interrupted a caller's own code."""
         ready: list[tuple[Generation, Tensor]] | None = None
         interrupt: BaseException | None = None
         try:
@@ -217,14 +215,14 @@ class StepLoop:
                 else:
                     with self.memory.lock:
                         self._apply(generation, result)
-                advanced.append(generation)
+                self.untold.append(generation)
         except BaseException as cause:  # out of memory, say: how far those that are not settled came is not known
             answered = [sequence for sequence, _ in batch.items if not sequence.num_to_compute]
             lost = self._generations_of(answered) if ready is None else [generation for generation, _ in ready]
             for generation in lost:
-                if generation not in advanced:
+                if generation not in self.untold:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))
-            self._untold = list(dict.fromkeys([*advanced, *lost]))
+                    self.untold.append(generation)
             raise
         return interrupt
 
@@ -235,9 +233,9 @@ class StepLoop:
         fetch = self.executor.fetch_while_running_ahead(ready)
         return sample_step([(generation.decoding, logits) for generation, logits in ready], fetch)
 
-    def _check_progress(self, batch: StepPlan, advanced: list[Generation]) -> None:
-        self._idle_steps = 0 if batch.items or advanced else self._idle_steps + 1
-        self._fruitless_steps = 0 if advanced or not batch.preempted else self._fruitless_steps + 1
+    def _check_progress(self, batch: StepPlan) -> None:
+        self._idle_steps = 0 if batch.items or self.untold else self._idle_steps + 1
+        self._fruitless_steps = 0 if self.untold or not batch.preempted else self._fruitless_steps + 1
         if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
             steps = max(self._idle_steps, self._fruitless_steps)
             raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")

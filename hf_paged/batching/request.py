@@ -89,6 +89,7 @@ class Request:
         adapter (`str`, *optional*): The PEFT adapter that its forwards run with.
 
     Attributes:
+        admitted_at (`float`, *optional*): When it was first in a batch, in seconds of `time.perf_counter`.
         arrival (`int`): Counts the requests added before it.
         num_prompt_tokens (`int`): Tokens of its shortest sequence when it was added.
         num_open_rows (`int`): Rows that are not finished, those still to be forked included.
@@ -99,6 +100,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "admitted_at",
         "arrival",
         "key",
         "max_num_tokens",
@@ -133,6 +135,7 @@ class Request:
         self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in self.sequences)
         self.status = Status.WAITING
         self.arrival = self.num_preemptions = self.num_hit_tokens = self.num_shared_tokens = 0
+        self.admitted_at: float | None = None
         self.key: tuple[float, int] = (0, 0)  # the scheduler's order
 
     def adopt(self, sequences: Iterable[Sequence]) -> None:

@@ -85,15 +85,12 @@ class RequestState(Generation):
         self._tokenizer, self._records_logprobs = tokenizer, return_logprobs
         self._text = None if tokenizer is None else TextTracker(tokenizer)
         self._added = time.perf_counter()
-        self._queued: float | None = None  # seconds, as in `Timings`
-        self._first_token: float | None = None
+        self._first_token: float | None = None  # seconds, as in `Timings`
 
-    def note_admitted(self) -> bool:
-        """It is in the batch. Returns whether it is for the first time."""
-        if self._queued is not None:
-            return False
-        self._queued = time.perf_counter() - self._added
-        return True
+    @property
+    def is_unstarted(self) -> bool:
+        """Whether no step has run it."""
+        return self.request.admitted_at is None and not self.is_closed
 
     def output(self) -> tuple[dict[int, int], str | None]:
         """New tokens of the last step, and text, if it has not failed. Sets `error` if the tokenizer raises."""
@@ -116,12 +113,14 @@ class RequestState(Generation):
             sequences, failure = self._sequences(reason)
         except Exception as caught:  # what an interrupt left of the decoding is no more to be read
             failure = caught
+        admitted_at = self.request.admitted_at
+        queued = None if admitted_at is None else admitted_at - self._added
         return RequestResult(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             sequences=sequences,
             error=failure if self.error is None else self.error,
-            timings=Timings(self._queued, self._first_token, time.perf_counter() - self._added),
+            timings=Timings(queued, self._first_token, time.perf_counter() - self._added),
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
         )

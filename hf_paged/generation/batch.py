@@ -125,9 +125,11 @@ class BatchCall:
             loop.executor.begin(check_weights=self._is_worth_keeping, switch_attention=False)
             loop.add(generation)
             while not generation.is_done:
-                for advanced in loop.step(window):
-                    if advanced.error is not None:
-                        raise advanced.error
+                loop.step(window)
+                while loop.untold:
+                    error = loop.untold.popleft().error
+                    if error is not None:
+                        raise error
             return self._result(loop, generation)
         finally:
             loop.executor.leave(window)

@@ -126,7 +126,7 @@ def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall 
     if unsupported is not None:
         call.reason += f"; not on the engine: {unsupported}"
         return None
-    call.road, call.reason, call.is_packed = "engine", request.layout.reason, not request.layout.unsupported_reason
+    call.road, call.reason, call.is_packed = "engine", batch.layout.reason, not batch.layout.unsupported_reason
     call.prefills_shared = call.repeats > 1
     return batch
 

@@ -87,7 +87,7 @@ class CurrentLoop:
         if self.loop is None:
             return None
         layout, counters = self.loop.layout, self.loop.counters
-        reason, slowed_by = layout.unsupported_reason, sorted(self.loop.executor.obstacles)
+        reason, slowed_by = layout.unsupported_reason, sorted(self.loop.executor.slowed_by)
         if counters.gathered_decodes:
             slowed_by.append(f"keys and values are gathered in decode steps ({layout.reason})")
         if not layout.sides.rows:

@@ -150,9 +150,9 @@ class EngineCore:
         self._unstarted = [state for state in self._unstarted if state.is_unstarted]
         for limit in (limit for state in self._unstarted for limit in state.limits):
             limit.initial_timestamp = now
-        known = len(loop.executor.obstacles)
+        known = len(loop.executor.slowed_by)
         loop.step(window)
-        if len(loop.executor.obstacles) > known:
+        if len(loop.executor.slowed_by) > known:
             self.current.note_route()
         while loop.untold:  # one stays there if an interrupt comes while it is told
             self._report(loop.untold[0], outputs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from .. import compat
 from ..batching.assembly import choose_layout, make_loop
 from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
@@ -22,7 +23,7 @@ from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from .call import Call
+from .call import CACHE_NAMES, Call
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
@@ -31,28 +32,49 @@ _PASSIVE = {"past_key_values", "cache_params", "use_cache", "logits_to_keep", "t
 _PASSIVE |= {"attention_mask", "position_ids"}
 
 
+def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
+    """
+    The call as the engine takes it, or `None`, with the reason noted in `call`, if it does not.
+
+    Args:
+        method (`str`): The method of `GenerationMixin` that was called with `arguments`, by name.
+    """
+    given = arguments.get("model_kwargs", {})
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
+    if not uses_engine or len(call.built) != 1 or cache is not call.built[0]:
+        return None
+    known = {field.name: arguments[field.name] for field in fields(BatchCall) if field.name in arguments}
+    batch = BatchCall(call, cache, method == compat.BEAM_SEARCH, **{"model_kwargs": {}, **known})
+    reason = batch.unsupported_reason()
+    if reason is not None:
+        call.reason += f"; not on the engine: {reason}"
+        return None
+    call.route_name, call.reason, call.is_packed = "engine", batch.layout.reason, not batch.layout.unsupported_reason
+    call.prefills_shared = call.repeats > 1
+    return batch
+
+
 @dataclass
 class BatchCall:
     """
     What `GenerationMixin._sample` or `_beam_search` was called with.
 
     Args:
-        model ([`PreTrainedModel`]): The model.
+        call ([`Call`]): Learns how it went.
         cache ([`PagedCache`]): The empty cache that was built for the call.
-        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, padded on the left, each `repeats` times.
-        repeats (`int`): Samples or beams of a prompt.
         uses_beams (`bool`): Whether `_beam_search` was called.
+        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, padded on the left, each `call.repeats` times.
         model_kwargs (`dict`): What the model's forward would get.
     """
 
-    model: PreTrainedModel
+    call: Call
     cache: PagedCache
+    uses_beams: bool
     input_ids: Tensor
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    repeats: int
-    uses_beams: bool
     model_kwargs: dict[str, Any]
     streamer: Any = None
     synced_gpus: bool = False
@@ -77,7 +99,7 @@ class BatchCall:
             return "logits_to_keep is set"
         if reason := self._unsupported_rows():
             return reason
-        self.layout = choose_layout(self.model, self.cache)
+        self.layout = choose_layout(self.call.model, self.cache)
         reason, sides = self.layout.unsupported_reason, self.layout.sides
         if reason is None or not sides.rows:
             return reason
@@ -106,20 +128,20 @@ class BatchCall:
             if bool(((positions != expected) & shown).any()):
                 return "the position ids do not count a row's tokens"
         for value in (ids, mask):
-            if value is not None and self.repeats > 1:
-                groups = value.unflatten(0, (-1, self.repeats))
+            if value is not None and self.call.repeats > 1:
+                groups = value.unflatten(0, (-1, self.call.repeats))
                 if not bool((groups == groups[:, :1]).all()):
                     return "the rows of a prompt differ"
         return None
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call) -> Any:
+    def run(self) -> Any:
         """
-        What `_sample` or `_beam_search` would have returned; `call` learns how it went. Raises what they would have
-        raised. To be called within `interrupts.held`.
+        What `_sample` or `_beam_search` would have returned. Raises what they would have raised. To be called within
+        `interrupts.held`.
         """
-        loop = make_loop(self.model, self.cache, self.layout, max_num_seqs=len(self.input_ids))
+        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.input_ids))
         generation, window = self._generation(), Window(is_call=True)
         try:
             loop.executor.begin(check_weights=self._is_worth_keeping, switch_attention=False)
@@ -134,8 +156,8 @@ class BatchCall:
         finally:
             loop.executor.leave(window)
             loop.drop(generation)
-            call.num_captured_steps = loop.num_captured_steps
-            call.obstacles |= loop.executor.obstacles
+            self.call.num_captured_steps = loop.num_captured_steps
+            self.call.slowed_by |= loop.executor.slowed_by
 
     @property
     def _is_worth_keeping(self) -> bool:
@@ -153,22 +175,22 @@ class BatchCall:
         keep_blocks = bool(config.return_dict_in_generate)
         decoding: Decoding
         if self.uses_beams:
-            decoding = BeamDecoding(self.model, *arguments)
+            decoding = BeamDecoding(self.call.model, *arguments)
         else:
             decoding = SampleDecoding(*arguments, streamer=self.streamer)
         paddings = self._paddings()
         # not the memory's config, which calls of other threads may replace meanwhile
         salt = PagedConfig.coerce(config.cache_config).cache_salt
         rows: list[tuple[Request, int]] = []
-        for row in range(0, len(self.input_ids), self.repeats):
+        for row in range(0, len(self.input_ids), self.call.repeats):
             request = Request(
                 request_id=f"row {row}",
                 sequences=[Sequence(self.input_ids[row, paddings[row] :].tolist())],
                 max_num_tokens=self._max_length - paddings[row],
-                num_rows=self.repeats,
+                num_rows=self.call.repeats,
                 namespace=(None, salt) if self._is_worth_keeping else UNCACHED,
             )
-            rows += [(request, index) for index in range(self.repeats)]
+            rows += [(request, index) for index in range(self.call.repeats)]
         return Generation(decoding, rows, keep_blocks)
 
     def _paddings(self) -> list[int]:

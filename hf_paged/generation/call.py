@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..attention.backends import obstacles
 from ..attention.latent import wrap_expansions
@@ -17,6 +17,13 @@ from ..cache.paged_cache import PagedCache
 from ..model.registry import Route, note_route
 
 logger = logging.getLogger(__name__)
+
+CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
+
+
+def rows_per_prompt(config: GenerationConfig) -> int:
+    """Rows that `generate` expands each prompt to."""
+    return max(config.num_beams or 1, config.num_return_sequences or 1)
 
 
 class Call:
@@ -28,11 +35,11 @@ class Call:
         self.built: list[PagedCache] = []
         self.caches: list[PagedCache] = []
         self.repeats = 1
-        self.road, self.reason = "plain", "cache_implementation is not 'paged'"
+        self.route_name, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = self.is_switched = False
         self.prefills_shared = self.is_packed = False
         self.num_captured_steps = 0
-        self.obstacles: set[str] = set()  # that kernels met
+        self.slowed_by: set[str] = set()  # what kernels said
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -40,7 +47,7 @@ class Call:
         The call itself: what it switched is put back at its end, and its caches are freed if it fails. To be entered
         and left within `held`.
         """
-        tokens = current.set(self), mask_observer.set(None), obstacles.set(self.obstacles)
+        tokens = current.set(self), mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
             with self.stack:
                 self.is_running = True
@@ -59,9 +66,24 @@ class Call:
             note_route(self.model, self.route())
             logger.debug("%s.generate: %s", type(self.model).__name__, self.route())
 
-    def use(self, caches: list[PagedCache]) -> None:
-        """While the call runs, attention of the model reads `caches` in place. To be called within `held`."""
+    def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
+        """
+        The call's keys and values go to `caches`, which attention reads in place while it runs. To be called within
+        `held`.
+
+        Args:
+            config ([`GenerationConfig`]): The call's.
+            is_built (`bool`): Whether the caches were built for this call and go with it.
+        """
+        self.route_name, self.repeats = "hf_loop", rows_per_prompt(config)
+        self.reason = (
+            "paged cache under the model's own decoding loop" if is_built else "the caller's PagedCache is used"
+        )
         self.caches += caches
+        self.built += caches if is_built else []
+        if config.output_attentions:
+            self.reason += "; keys and values are gathered, since only the model's own attention returns its weights"
+            return
         self.reads_in_place = True
         if self.is_running and not self.is_switched:
             self._switch()
@@ -94,12 +116,12 @@ class Call:
 
     def route(self) -> Route:
         counters = [cache.counters for cache in self.caches]
-        slowed_by = sorted(self.obstacles)
+        slowed_by = sorted(self.slowed_by)
         if any(c.gathered_decodes for c in counters):
             slowed_by.append(f"keys and values are gathered in decode steps ({self.reason})")
         in_place = sum(c.in_place for c in counters)
         return Route(
-            self.road,
+            self.route_name,
             self.reason,
             in_place=self.is_packed or (in_place > 0 and not any(c.gathered for c in counters)),
             latent=any(c.latent for c in counters),

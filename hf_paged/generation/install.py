@@ -1,4 +1,4 @@
-"""The door: what a `generate` call with `cache_implementation="paged"` becomes."""
+"""The entry: what a `generate` call with `cache_implementation="paged"` becomes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.registry import memory_for
-from .batch import BatchCall
-from .call import Call, current, prepared
+from .batch import batch_of
+from .call import CACHE_NAMES, Call, current, prepared, rows_per_prompt
 from .sharing import prefill_once
 
 REQUESTED = ("paged", NAME)
-CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 _lock = forks.lock()
@@ -89,9 +88,9 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         with held(), context:
             if call is not None and call.model is self and call.built:
                 arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-                batch = _on_engine(call, original.__name__, arguments)
+                batch = batch_of(call, original.__name__, arguments)
                 if batch is not None:
-                    return batch.run(call)
+                    return batch.run()
                 streamer = arguments.get("streamer")
                 if isinstance(streamer, RowStreamers):
                     kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
@@ -99,36 +98,6 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, *args, **kwargs)
 
     return decode
-
-
-def _on_engine(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
-    """The call as the engine takes it, or `None`, with the reason noted, if it does not."""
-    model_kwargs = arguments.get("model_kwargs", {})
-    cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
-    if method not in (compat.SAMPLE, compat.BEAM_SEARCH) or len(call.built) != 1 or cache is not call.built[0]:
-        return None
-    if not call.reads_in_place:
-        return None
-    batch = BatchCall(
-        model=call.model,
-        cache=cache,
-        input_ids=arguments["input_ids"],
-        logits_processor=arguments["logits_processor"],
-        stopping_criteria=arguments["stopping_criteria"],
-        generation_config=arguments["generation_config"],
-        repeats=call.repeats,
-        uses_beams=method == compat.BEAM_SEARCH,
-        model_kwargs=model_kwargs,
-        streamer=arguments.get("streamer"),
-        synced_gpus=arguments.get("synced_gpus", False),
-    )
-    unsupported = batch.unsupported_reason()
-    if unsupported is not None:
-        call.reason += f"; not on the engine: {unsupported}"
-        return None
-    call.road, call.reason, call.is_packed = "engine", batch.layout.reason, not batch.layout.unsupported_reason
-    call.prefills_shared = call.repeats > 1
-    return batch
 
 
 def _requested(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
@@ -175,11 +144,17 @@ def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
             if call is None or call.model is not self:
                 call = Call(self)
                 prepared.set(call)
-            if passed:
-                _record_passed(call, model_kwargs, requested, generation_config)
-            elif config is not None:
-                built = _swap(self, config, generation_config, model_kwargs, args, kwargs)
-                _record_built(call, built, generation_config)
+            if config is not None and not passed:
+                _swap(self, config, generation_config, model_kwargs, args, kwargs)
+            caches = [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
+            if caches:
+                call.use(caches, generation_config, is_built=not passed)
+            elif passed and requested:
+                call.reason = "the caller's own cache is used"
+            elif requested:
+                call.reason = (
+                    "use_cache is False" if generation_config.use_cache is False else "the model has a cache of its own"
+                )
         return result
 
     return _prepare_cache_for_generation
@@ -198,12 +173,12 @@ def _swap(
     model_kwargs: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> list[PagedCache]:
-    """Puts a `PagedCache` for each `DynamicCache` that the model just built, and returns them."""
+) -> None:
+    """Puts a `PagedCache` for each `DynamicCache` that the model just built."""
     memory = memory_for(model, config)
     names = ("generation_mode", "batch_size", "max_cache_length")
     values = {**dict(zip(names, args)), **kwargs}
-    repeats = _rows_per_prompt(generation_config)
+    repeats = rows_per_prompt(generation_config)
     tokens = values.get("max_cache_length") or 0
     num_blocks = (values.get("batch_size") or 1) * repeats * (tokens // config.block_size + 1)
 
@@ -224,41 +199,6 @@ def _swap(
             cache.cross_attention_cache = paged(cache.cross_attention_cache, "cross")
         elif cache is not None:
             model_kwargs[name] = paged(cache, "self")
-    return [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
-
-
-def _rows_per_prompt(generation_config: GenerationConfig) -> int:
-    """Rows that `generate` expands each prompt to."""
-    return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-
-
-def _record_passed(
-    call: Call, model_kwargs: dict[str, Any], requested: bool, generation_config: GenerationConfig
-) -> None:
-    caches = [cache for name in CACHE_NAMES for cache in _paged_parts(model_kwargs.get(name))]
-    if caches:
-        call.road, call.reason = "hf_loop", "the caller's PagedCache is used"
-        call.repeats = _rows_per_prompt(generation_config)
-        if not generation_config.output_attentions:
-            call.use(caches)
-    elif requested:
-        call.reason = "the caller's own cache is used"
-
-
-def _record_built(call: Call, built: list[PagedCache], generation_config: GenerationConfig) -> None:
-    if not built:
-        call.reason = (
-            "use_cache is False" if generation_config.use_cache is False else "the model has a cache of its own"
-        )
-        return
-    call.built += built
-    call.repeats = _rows_per_prompt(generation_config)
-    call.road, call.reason = "hf_loop", "paged cache under the model's own decoding loop"
-    if generation_config.output_attentions:
-        call.caches += built
-        call.reason += "; keys and values are gathered, since only the model's own attention returns its weights"
-    else:
-        call.use(built)
 
 
 def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:

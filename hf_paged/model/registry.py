@@ -25,7 +25,7 @@ class Route:
     Args:
         road (`str`): `"engine"`: packed forwards, rows leave the batch when they end; `"rows"`: an engine's forwards,
             one sequence at a time; `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: without one.
-        reason (`str`): Why this road.
+        reason (`str`): Why this route.
         in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
         latent (`bool`): ... and did so on the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.

@@ -78,7 +78,7 @@ class Executor:
 
     Attributes:
         num_embeddings (`int`): The token ids below it can be computed.
-        obstacles (`set[str]`): That kernels met.
+        slowed_by (`set[str]`): What kernels said of steps that they did not take.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Executor:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
         self.num_embeddings = num_embeddings(model)
-        self.obstacles: set[str] = set()
+        self.slowed_by: set[str] = set()
         self._ahead = LookAhead(memory, scheduler) if runner.can_capture else None
         self._autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
         self._checks_weights = self._switches_attention = True
@@ -191,7 +191,7 @@ class Executor:
             modules = list(self.model.modules()) if self._switches_attention else []
             wrap_expansions(modules)
             self._configs = switchable_configs(modules)
-        tokens = mask_observer.set(None), obstacles.set(self.obstacles)
+        tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
             with torch.no_grad(), use_configs(self._configs):
                 yield

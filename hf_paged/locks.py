@@ -24,8 +24,14 @@ class PatientLock:
         self._holds: dict[int, list[interrupts.held]] = {}  # by thread; one that waits for a condition has some, too
 
     def condition(self) -> threading.Condition:
-        """A condition of this lock. To be waited for with a timeout, letting signals in from time to time."""
+        """A condition of this lock, for `wait_for`."""
         return threading.Condition(self._lock)
+
+    def wait_for(self, condition: threading.Condition) -> None:
+        """Waits for a moment, or until the condition is notified, and lets signals in."""
+        condition.wait(timeout=0.05)
+        with interrupts.let_in():
+            pass
 
     def is_among(self, locks: set[Any]) -> bool:
         """Whether it is one of these, which `forks` speaks of."""

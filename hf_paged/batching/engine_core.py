@@ -161,10 +161,9 @@ class EngineCore:
             loop.executor.rest()
             self.current.note_route()
 
-    def _report(self, generation: Generation, outputs: deque[RequestOutput]) -> None:
+    def _report(self, state: Generation, outputs: deque[RequestOutput]) -> None:
         """Tells the caller that waits for a request what its step brought."""
-        state = self.requests.get(generation.requests[0].request_id)
-        if state is None or state is not generation:
+        if not isinstance(state, RequestState) or self.requests.get(state.request_id) is not state:
             return  # it has ended since
         tokens, text = state.output()
         reason = None if state.error is None else "error"
@@ -214,7 +213,7 @@ class EngineCore:
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process: a step that another thread was taking leaves nothing that can go on."""
-        self.pauses.after_fork(self.lock)
+        self.pauses.after_fork()
         if self.lock.is_among(freed):
             self.requests, self._unstarted, self._unread = {}, [], Unread()
             self.current.retire()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from ..interrupts import let_in
 from ..locks import PatientLock
 
 
@@ -15,7 +14,7 @@ class Pauses:
     """
 
     def __init__(self, lock: PatientLock) -> None:
-        self._resumed = lock.condition()
+        self._lock, self._resumed = lock, lock.condition()
         self._threads: list[int] = []
 
     def add(self) -> None:
@@ -38,11 +37,9 @@ class Pauses:
                 "context of `pause` or `weights_update`, before its next step"
             )
         while self._threads:
-            self._resumed.wait(timeout=0.05)
-            with let_in():
-                pass
+            self._lock.wait_for(self._resumed)
 
-    def after_fork(self, lock: PatientLock) -> None:
+    def after_fork(self) -> None:
         """In a child process, where this thread is the only one."""
-        self._resumed = lock.condition()
+        self._resumed = self._lock.condition()
         self._threads = [thread for thread in self._threads if thread == threading.get_ident()]

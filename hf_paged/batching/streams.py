@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections import deque
@@ -111,14 +112,17 @@ class RequestStream:
     def results(self, progress: bool) -> list[RequestResult]:
         """The results in order."""
         self.window.is_call = True
-        with tqdm(unit="request", disable=not progress) as bar, held(), self, let_in():
+        # none where it is not shown: a bar takes a lock, which a child process may find held
+        shown = tqdm(unit="request", total=len(self.prompts)) if progress else contextlib.nullcontext()
+        with shown as bar, held(), self, let_in():
             results = dict(self.refused)
-            bar.reset(len(self.prompts))
-            bar.update(len(results))
+            if bar is not None:
+                bar.update(len(results))
             for output in self:
                 if output.result is not None:
                     results[self.places[output.request_id]] = output.result
-                    bar.update(1)
+                    if bar is not None:
+                        bar.update(1)
         return [results[place] for place in sorted(results)]
 
 

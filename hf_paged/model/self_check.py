@@ -93,7 +93,7 @@ def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return f"its own `{PREPARE}` fails: {_first_line(error)}"
+            return f"its own `{PREPARE}` fails: {first_line(error)}"
         if given.keys() != expected.keys() or not all(_same(given[name], expected[name]) for name in given):
             return f"its own `{PREPARE}` gives other inputs"
     return None
@@ -127,7 +127,8 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (bool, int, float, str)) and a == b)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -154,8 +155,8 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
         if is_out_of_memory(error):
             raise
         if decoded is None:
-            raise ForwardFailedError(f"its forward fails: {_first_line(error)}") from error
-        return f"packed, its forward fails: {_first_line(error)}"
+            raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
+        return f"packed, its forward fails: {first_line(error)}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])
     in_steps = torch.stack([decoded[0, 1], decoded[1, 2], decoded[0, 2]])
@@ -185,7 +186,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
             if is_out_of_memory(error):
                 raise
             if alone is None:
-                raise ForwardFailedError(f"its forward fails: {_first_line(error)}") from error
+                raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
             continue
         if _difference(model, alone, found, "logits") is None:
             return sides

@@ -21,8 +21,8 @@ from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
 from ...config import PagedConfig
+from ...model.self_check import first_line
 from ..pictures.kinds import group_label
-from .models import first_line
 
 MAX_BYTES = 4 << 30  # of a model that is run with weights of zero
 _LENGTH = 4  # tokens of the forward

@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ... import compat
+from ...model.self_check import first_line
 
 _DECODERS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
@@ -95,9 +96,3 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
     except Exception as error:  # whatever a configuration's contradictions lead to
         raise ValueError(f"{cls.__name__} cannot be built from its configuration: {first_line(error)}") from error
     return model.eval()
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -22,9 +22,10 @@ from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
 from ...config import PagedConfig
 from ...generation.call import prepared
+from ...model.self_check import first_line
 from ...step import StepMetadata
 from .footprint import GroupFootprint
-from .models import build, first_line
+from .models import build
 
 MAX_CHECK_BYTES = 2 << 30  # of the weights of the model whose forwards are compared
 _CHUNK = 64  # tokens of a prefill chunk

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from .. import compat
 from ..batching.assembly import choose_layout, make_loop
-from ..batching.decoding.base import Decoding
+from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.executor import Window
@@ -171,13 +171,13 @@ class BatchCall:
 
     def _generation(self) -> Generation:
         config = self.generation_config
-        arguments = (self.input_ids, self.logits_processor, self.stopping_criteria, config)
+        inputs = LoopInputs(self.input_ids, self.logits_processor, self.stopping_criteria, config)
         keep_blocks = bool(config.return_dict_in_generate)
         decoding: Decoding
         if self.uses_beams:
-            decoding = BeamDecoding(self.call.model, *arguments)
+            decoding = BeamDecoding(self.call.model, inputs)
         else:
-            decoding = SampleDecoding(*arguments, streamer=self.streamer)
+            decoding = SampleDecoding(inputs, self.streamer)
         paddings = self._paddings()
         # not the memory's config, which calls of other threads may replace meanwhile
         salt = PagedConfig.coerce(config.cache_config).cache_salt

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged.batching.decoding.base import Decoding, SampledTokens
+from hf_paged.batching.decoding.base import Decoding, LoopInputs, SampledTokens
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.sample import SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -77,7 +77,7 @@ def generate_by_decoding(model: PreTrainedModel, **options: Any) -> Iterator[lis
         **model_kwargs: Any,
     ) -> Any:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        decoding = SampleDecoding(*arguments, streamer=streamer, **options)
+        decoding = SampleDecoding(LoopInputs(*arguments, **options), streamer)
         made.append(decoding)
         mask = model_kwargs.get("attention_mask")
         if split is not None:
@@ -94,7 +94,7 @@ def generate_by_decoding(model: PreTrainedModel, **options: Any) -> Iterator[lis
         **model_kwargs: Any,
     ) -> Any:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        decoding = BeamDecoding(self, *arguments, **options)
+        decoding = BeamDecoding(self, LoopInputs(*arguments, **options))
         made.append(decoding)
         return drive(decoding, self, model_kwargs.get("attention_mask"), check).result()
 

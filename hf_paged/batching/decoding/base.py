@@ -32,17 +32,26 @@ class SampledTokens:
     rows: list[int]  # rows that were open: their tokens are their own, those of the others are padding
 
 
+@dataclass(frozen=True)
+class LoopInputs:
+    """What transformers' loops receive, and how tokens are drawn and reported."""
+
+    input_ids: Tensor  # (rows, length) int64 or int32, padded on the left
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    generator: torch.Generator | None = None  # `None`: torch's global one
+    record_logprobs: bool = False
+
+
 class Decoding(ABC):
     """
     transformers' decoding loop, stopped between two forwards. `sampler.sample_step` takes it from one to the next;
     after an exception there it is of no more use.
 
     Args:
-        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, int64 or int32, padded on the left.
-        logits_processor, stopping_criteria, generation_config: As transformers' loops receive them.
+        inputs ([`LoopInputs`]): What the loop receives.
         num_returned (`int`): Sequences of the result.
-        generator (`torch.Generator`, *optional*): Draws from it; else from torch's global one.
-        record_logprobs (`bool`): Fill `logprobs`.
 
     Attributes:
         open_rows (`list[int]`): Rows whose logits the next step takes, in this order. Rows that left it need no keys or
@@ -56,28 +65,20 @@ class Decoding(ABC):
 
     max_length: int
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        num_returned: int,
-        generator: torch.Generator | None,
-        record_logprobs: bool,
-    ):
-        config: Any = generation_config
-        self.config, self.generator, self.record_logprobs = config, generator, record_logprobs
-        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.stop_checker = StopChecker(stopping_criteria)
-        self.num_rows, self.length = input_ids.shape
+    def __init__(self, inputs: LoopInputs, num_returned: int):
+        config: Any = inputs.generation_config
+        self.inputs, self.config = inputs, config
+        self.generator, self.record_logprobs = inputs.generator, inputs.record_logprobs
+        self.logits_processor, self.stopping_criteria = inputs.logits_processor, inputs.stopping_criteria
+        self.stop_checker = StopChecker(self.stopping_criteria)
+        self.num_rows, self.length = inputs.input_ids.shape
         self.open_rows = list(range(self.num_rows))
         self.finish_reasons: list[str | None] = [None] * num_returned
         self.logprobs: list[Logprobs] = [[] for _ in range(num_returned)]
         keeps = config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None
         self.raw_logits: tuple[Tensor, ...] | None = () if keeps and config.output_logits else None
-        self._ids = input_ids
+        self._ids = inputs.input_ids
         self._runs_known_code = True  # no code of a caller's own sees the batch
 
     @property

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ... import compat
-from .base import Decoding, SampledTokens
+from .base import Decoding, LoopInputs, SampledTokens
 from .processors import are_row_wise
 from .scores import values_at
 from .stopping import stop_string_hits
@@ -32,44 +30,30 @@ class BeamDecoding(Decoding):
 
     Args:
         model ([`PreTrainedModel`]): Its `_update_finished_beams` and so on are used; no forward is run.
-        input_ids (`torch.Tensor` of shape `(prompts * num_beams, length)`): int64, padded on the left.
-        logits_processor to record_logprobs: As of [`Decoding`]; log-probabilities are those that beam search adds up.
+        inputs ([`LoopInputs`]): Of `prompts * num_beams` rows. Log-probabilities are those that beam search adds up.
 
     Raises:
         ValueError: for `low_memory`, as transformers does.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        *,
-        generator: torch.Generator | None = None,
-        record_logprobs: bool = False,
-    ):
-        config: Any = generation_config
+    def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
+        config: Any = inputs.generation_config
         if config.low_memory:
             raise ValueError("`low_memory=True` is not supported by beam search: leave it out")
         self.model: Any = model
         self.num_beams, self.max_length = config.num_beams, config.max_length
-        self.num_prompts = len(input_ids) // self.num_beams
-        num_returned = self.num_prompts * config.num_return_sequences
-        super().__init__(
-            input_ids, logits_processor, stopping_criteria, config, num_returned, generator, record_logprobs
-        )
+        self.num_prompts = len(inputs.input_ids) // self.num_beams
+        super().__init__(inputs, num_returned=self.num_prompts * config.num_return_sequences)
         self.prompt_length = self.length
         eos, pad = (compat.special_token(config, name) for name in ("eos", "pad"))
         self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
-        self._runs_known_code = are_row_wise(logits_processor, self.num_rows) and self.stop_checker.is_row_wise
+        self._runs_known_code = are_row_wise(self.logits_processor, self.num_rows) and self.stop_checker.is_row_wise
         self._may_close = self._runs_known_code and not config.return_dict_in_generate
         # of each step, by row and token continued with: its two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
         self._open_prompts = list(range(self.num_prompts))
         fill = pad or eos[0] if eos is not None else -1
-        self._start(input_ids, -1 if fill is None else int(fill))
+        self._start(inputs.input_ids, -1 if fill is None else int(fill))
 
     def _start(self, input_ids: Tensor, fill: int) -> None:
         prompts, beams, device = self.num_prompts, self.num_beams, input_ids.device

@@ -15,19 +15,30 @@ from transformers.generation.streamers import BaseStreamer
 
 from ... import compat
 from ...model.capability import is_stock
+from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-_GENERATE_ONLY = ("output_attentions", "output_hidden_states")
+_REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-# what a request's config may say of the cache and the forwards
-_CACHE_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "use_cache": (None, True),
-    "cache_implementation": (None, "paged", "dynamic", "hf_paged"),
-    "cache_config": (None,),
-    "prefill_chunk_size": (None,),
-    "compile_config": (None,),
+_OFF = (None, False)
+_NO_REPORTS = "is served by `generate` only: leave it out of the request's generation config"
+_NO_OUTPUTS = (
+    "is for `generate`: leave it out of the request's generation config, and ask for log-probabilities of the new "
+    "tokens with `return_logprobs=True`"
+)
+_SHARED = (
+    "is set in a request's generation config, but all requests share the engine's memory and forwards, which its "
+    "`PagedConfig` decides: leave it out"
+)
+# options that an engine could only ignore: values that ask for nothing, and why others are refused
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(_REPORTS, (_OFF, _NO_REPORTS)),
+    **dict.fromkeys(_OUTPUTS, (_OFF, _NO_OUTPUTS)),
+    "use_cache": ((None, True), _SHARED),
+    "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _SHARED),
+    **dict.fromkeys(("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _SHARED)),
 }
 
 
@@ -81,18 +92,17 @@ def request_decoding(
         model_kwargs={},
     )
     criteria = compat.get_stopping_criteria(host, config, StoppingCriteriaList(stopping_criteria), tokenizer)
-    arguments: Any = (rows, processors, criteria, config)
-    options: Any = dict(generator=generator, record_logprobs=record_logprobs)
-    if uses_beams:
-        return BeamDecoding(model, *arguments, **options)
-    return SampleDecoding(*arguments, streamer=streamer, **options)
+    inputs = LoopInputs(rows, processors, criteria, config, generator, record_logprobs)
+    return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer)
 
 
 def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig | None) -> Any:
     """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
     own = host.generation_config
-    if generation_config is not None:
-        _check_own(generation_config, own)
+    for name, (harmless, why) in _REFUSED.items() if generation_config is not None else ():
+        value = getattr(generation_config, name, None)
+        if value != getattr(own, name, None) and value not in harmless:
+            raise ValueError(f"`{name}` {why} (it is {value!r})")
     default_max, default_min = (
         getattr(own, name) is None and getattr(generation_config, name, None) is None
         for name in ("max_length", "min_length")
@@ -103,7 +113,7 @@ def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig
         raise ValueError(f"generation mode {mode.value!r} is not among those of the engine: {', '.join(_MODES)}")
     if config.token_healing:
         raise ValueError("`token_healing` is served by `generate` only: leave it out")
-    for name in (*_GENERATE_ONLY, *_OUTPUTS):  # the model's: they say how `generate` is to answer
+    for name in (*_REPORTS, *_OUTPUTS):  # the model's: they say how `generate` is to answer
         setattr(config, name, False)
     compat.validate_generation_mode(host, mode, config, {})
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
@@ -118,28 +128,6 @@ def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig
     )
     compat.validate_generated_length(host, config, ids.shape[1], default_max)
     return config
-
-
-def _check_own(config: GenerationConfig, defaults: GenerationConfig) -> None:
-    """Raises `ValueError` on options set for a request that an engine could only ignore."""
-    names = (*_GENERATE_ONLY, *_OUTPUTS, *_CACHE_OPTIONS)
-    values = {name: getattr(config, name, None) for name in names}
-    own = {name: value for name, value in values.items() if value != getattr(defaults, name, None)}
-    for name in _GENERATE_ONLY:
-        if own.get(name):
-            raise ValueError(f"`{name}` is served by `generate` only: leave it out of the request's generation config")
-    for name in _OUTPUTS:
-        if own.get(name):
-            raise ValueError(
-                f"`{name}` is for `generate`: leave it out of the request's generation config, and ask for "
-                "log-probabilities of the new tokens with `return_logprobs=True`"
-            )
-    for name, harmless in _CACHE_OPTIONS.items():
-        if name in own and own[name] not in harmless:
-            raise ValueError(
-                f"`{name}` is {own[name]!r} in a request's generation config, but all requests share the engine's "
-                "memory and forwards, which its `PagedConfig` decides: leave it out"
-            )
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

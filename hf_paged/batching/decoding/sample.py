@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ... import compat
 from ...interrupts import let_in
 from ...kernels import cpp
-from .base import Decoding, SampledTokens
+from .base import Decoding, LoopInputs, SampledTokens
 from .processors import BatchableProcessors, are_row_wise, for_rows
 from .scores import pick
 from .stopping import hits
@@ -33,27 +32,16 @@ class SampleDecoding(Decoding):
     kept they stay as well, followed by padding, since transformers returns what it computes of that.
 
     Args:
-        input_ids to record_logprobs: As of [`Decoding`].
+        inputs ([`LoopInputs`]): What the loop receives.
         streamer (*optional*): Gets `(rows,)` tokens each step, and `end`; a [`RowStreamers`] hears which rows end.
 
     Raises:
         ValueError: if rows may end early and there is no token to pad them with.
     """
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        *,
-        streamer: BaseStreamer | None = None,
-        generator: torch.Generator | None = None,
-        record_logprobs: bool = False,
-    ):
-        num_rows = len(input_ids)
-        processors, criteria = logits_processor, stopping_criteria
-        super().__init__(input_ids, processors, criteria, generation_config, num_rows, generator, record_logprobs)
+    def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
+        num_rows, processors = len(inputs.input_ids), inputs.logits_processor
+        super().__init__(inputs, num_returned=num_rows)
         self.streamer, self.do_sample = streamer, bool(self.config.do_sample)
         own_limit = self.stop_checker.max_length
         self.max_length = self.config.max_length if own_limit is None else own_limit
@@ -69,7 +57,7 @@ class SampleDecoding(Decoding):
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
         by_itself = num_rows == 1 and not self._keeps_scores and self.stop_checker.is_row_wise
-        self.batchable = BatchableProcessors.of(processors, input_ids) if by_itself else None
+        self.batchable = BatchableProcessors.of(processors, inputs.input_ids) if by_itself else None
 
     # -- what the engine reads ------------------------------------------------------------------------------------
 
@@ -235,15 +223,9 @@ class SampleDecoding(Decoding):
         ids = self.input_ids
         parts = []
         for row in range(self.num_rows):
-            part = SampleDecoding(
-                ids[row : row + 1].contiguous(),
-                for_rows(self.logits_processor, [row], self.num_rows),
-                self.stopping_criteria,
-                self.config,
-                streamer=None if self.streamer is None else self.streamer.of_row(row),
-                generator=self.generator,
-                record_logprobs=self.record_logprobs,
-            )
+            processors = for_rows(self.logits_processor, [row], self.num_rows)
+            inputs = replace(self.inputs, input_ids=ids[row : row + 1].contiguous(), logits_processor=processors)
+            part = SampleDecoding(inputs, None if self.streamer is None else self.streamer.of_row(row))
             part.finish_reasons, part._ends = [self.finish_reasons[row]], [self._ends[row]]
             part.open_rows = [0] if row in self.open_rows else []
             part.logprobs = [self.logprobs[row]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -90,29 +89,32 @@ def test_a_signal_reaches_a_thread_that_waits_for_the_lock() -> None:
 
 
 def test_threads_that_wait_for_a_condition_each_hold_their_own_signals() -> None:
-    lock = PatientLock()
+    lock, inside = PatientLock(), []
     condition, done = lock.condition(), threading.Event()
 
     def wait() -> None:
         with lock:
+            inside.append(threading.get_ident())
             while not done.is_set():
                 lock.wait_for(condition)
 
     threads = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    try:
         with lock:
-            signal.raise_signal(signal.SIGINT)  # it waits until signals are let in
-            end = time.monotonic() + 30
-            while time.monotonic() < end:
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+            for thread in threads:
+                thread.start()
+            while len(inside) < 3:  # they take the lock while this thread waits, and are in it when this one leaves
                 lock.wait_for(condition)
-    with lock:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt), lock:
+            signal.raise_signal(signal.SIGINT)
+            lock.wait_for(condition)
+            pytest.fail("it lets signals in")
+    finally:
         done.set()
-        condition.notify_all()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+        for thread in threads:
+            thread.join(30)
     assert is_free(lock)
 
 

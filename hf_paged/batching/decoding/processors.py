@@ -105,10 +105,6 @@ def _min_p(self: Any, scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor
     return scores.masked_fill(remove.scatter(-1, kept, False), self.filter_value)
 
 
-def _repetition(scores: torch.Tensor, penalty: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-
-
 # The number that may differ from row to row, and transformers' formula with a `(rows, 1)` column in its place.
 _COLUMNS: dict[type, tuple[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     known.TemperatureLogitsWarper: ("temperature", _temperature),
@@ -153,8 +149,8 @@ class BatchableProcessors:
             return None
         kinds = [type(processor) for processor in processors]
         penalties = kinds.count(known.RepetitionPenaltyLogitsProcessor)
-        shareable = sum(kind in _SEQUENCE_FREE or kind in _LENGTH_BOUND for kind in kinds) + min(penalties, 1)
-        return cls(processors, input_ids) if shareable == len(kinds) else None
+        batchable = sum(kind in _SEQUENCE_FREE or kind in _LENGTH_BOUND for kind in kinds) + min(penalties, 1)
+        return cls(processors, input_ids) if batchable == len(kinds) else None
 
     def note(self, token: int) -> None:
         """The row goes on with `token`."""
@@ -180,8 +176,8 @@ def together(scores: torch.Tensor, members: Sequence[BatchableProcessors]) -> to
         first = stage[0]
         if type(first) is known.RepetitionPenaltyLogitsProcessor:
             seen = torch.stack([member.seen(scores.shape[1], scores.device) for member in members])
-            penalties = torch.tensor([p.penalty for p in stage], device=scores.device)[:, None]
-            scores = _repetition(scores, penalties, seen)
+            penalty = torch.tensor([p.penalty for p in stage], device=scores.device)[:, None]
+            scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
             continue
         name, column_wise = _COLUMNS.get(type(first), ("", None))
         values = [getattr(processor, name) for processor in stage] if column_wise else []

@@ -20,7 +20,7 @@ class RowStreamers(BaseStreamer):
         attention_mask (`torch.Tensor` of shape `(prompts, length)`, *optional*): Zero where a prompt is padding.
     """
 
-    def __init__(self, streamers: Sequence[Any], attention_mask: torch.Tensor | None = None) -> None:
+    def __init__(self, streamers: Sequence[BaseStreamer], attention_mask: torch.Tensor | None = None) -> None:
         self.streamers = list(streamers)
         self.attention_mask = attention_mask
         self._ended: set[int] = set()
@@ -65,7 +65,9 @@ class ObservedCriteria(StoppingCriteriaList):
         super().__init__(criteria)
         self._streamers = streamers
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: Any
+    ) -> torch.Tensor:
         is_done = super().__call__(input_ids, scores, **kwargs)
         self._streamers.note(is_done.nonzero().flatten().tolist())
         return is_done

@@ -212,10 +212,8 @@ class Scheduler:
         while not self.blocks.append(blocks, query_len, skips=not self._chunks):
             if may_preempt and self._running[-1] is not request:
                 self._preempt(self._running[-1])
-            elif (
-                query_len > 1 and self.blocks.has_windows and self._chunks
-            ):  # fewer tokens need fewer blocks only there
-                query_len //= 2
+            elif query_len > 1 and self.blocks.has_windows and self._chunks:
+                query_len //= 2  # fewer tokens need fewer blocks only there
             else:
                 plan = self._plan
                 has_started = any(done and done[-1][0].request is request for done in (plan.decodes, plan.chunks))

@@ -65,9 +65,7 @@ class ObservedCriteria(StoppingCriteriaList):
         super().__init__(criteria)
         self._streamers = streamers
 
-    def __call__(
-        self, input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: Any
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: Any) -> torch.Tensor:
         is_done = super().__call__(input_ids, scores, **kwargs)
         self._streamers.note(is_done.nonzero().flatten().tolist())
         return is_done

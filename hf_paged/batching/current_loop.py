@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.registry import Route, note_route
+from ..model.registry import Route, note_route, route_of
 from .assembly import choose_layout, empty_cache, make_loop
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
 
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
+_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
 # of a loop
 _COUNTS = ("num_captured_steps", "num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")
 
@@ -86,20 +87,18 @@ class CurrentLoop:
         """How requests are served and why so; `None` before the first."""
         if self.loop is None:
             return None
-        layout, counters = self.loop.layout, self.loop.counters
-        reason, slowed_by = layout.unsupported_reason, sorted(self.loop.executor.slowed_by)
-        if counters.gathered_decodes:
-            slowed_by.append(f"keys and values are gathered in decode steps ({layout.reason})")
+        layout, slowed_by = self.loop.layout, self.loop.executor.slowed_by
+        reason = layout.unsupported_reason
         if not layout.sides.rows:
-            slowed_by.append(f"sequences run one by one, not packed: {reason}")
-        return Route(
+            slowed_by = {*slowed_by, f"sequences run one by one, not packed: {reason}"}
+        return route_of(
             "engine" if layout.sides.rows else "rows",
             layout.reason if layout.sides.rows else str(reason),
-            in_place=reason is None or (counters.in_place > 0 and not counters.gathered),
-            latent=counters.latent > 0,
+            [self.loop.counters],
+            slowed_by,
+            is_packed=reason is None,
             prefills_shared=self.shares_prefills,
             num_captured_steps=self.count("num_captured_steps"),
-            slowed_by=tuple(slowed_by),
         )
 
     def note_route(self) -> None:
@@ -113,17 +112,12 @@ class CurrentLoop:
         scheduler = self.loop.scheduler if self.loop is not None else None
         return dict(
             num_blocks=self.config.num_blocks,
-            used_blocks=memory.used_blocks,
-            shared_blocks=memory.shared_blocks,
-            cached_blocks=memory.cached_blocks,
-            peak_blocks=memory.peak_blocks,
-            used_bytes=memory.used_bytes,
-            peak_bytes=memory.peak_bytes,
             waste_percent=100 * memory.waste,
             num_running=scheduler.num_running if scheduler else 0,
             num_waiting=scheduler.num_waiting if scheduler else 0,
             tokens_per_second=counts["num_generated_tokens"] / counts["seconds"] if counts["seconds"] else 0.0,
             route=self.route,
+            **{name: getattr(memory, name) for name in _MEMORY},
             **counts,
         )
 

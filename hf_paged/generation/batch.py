@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .. import compat
 from ..batching.assembly import choose_layout, make_loop
@@ -44,8 +43,16 @@ def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | 
     uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
     if not uses_engine or len(call.built) != 1 or cache is not call.built[0]:
         return None
-    known = {field.name: arguments[field.name] for field in fields(BatchCall) if field.name in arguments}
-    batch = BatchCall(call, cache, method == compat.BEAM_SEARCH, **{"model_kwargs": {}, **known})
+    names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+    batch = BatchCall(
+        call,
+        cache,
+        method == compat.BEAM_SEARCH,
+        LoopInputs(*(arguments[name] for name in names)),
+        given,
+        arguments.get("streamer"),
+        arguments.get("synced_gpus", False),
+    )
     reason = batch.unsupported_reason()
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
@@ -64,25 +71,22 @@ class BatchCall:
         call ([`Call`]): Learns how it went.
         cache ([`PagedCache`]): The empty cache that was built for the call.
         uses_beams (`bool`): Whether `_beam_search` was called.
-        input_ids (`torch.Tensor` of shape `(rows, length)`): Prompts, padded on the left, each `call.repeats` times.
+        inputs ([`LoopInputs`]): Of the method; each prompt `call.repeats` times.
         model_kwargs (`dict`): What the model's forward would get.
     """
 
     call: Call
     cache: PagedCache
     uses_beams: bool
-    input_ids: Tensor
-    logits_processor: LogitsProcessorList
-    stopping_criteria: StoppingCriteriaList
-    generation_config: GenerationConfig
+    inputs: LoopInputs
     model_kwargs: dict[str, Any]
-    streamer: Any = None
-    synced_gpus: bool = False
+    streamer: Any
+    synced_gpus: bool
     layout: Layout = PACKED
 
     def unsupported_reason(self) -> str | None:
         """Why the engine cannot serve the call, or `None` if it can."""
-        config = self.generation_config
+        config = self.inputs.generation_config
         if self.synced_gpus:
             return "synced_gpus"
         if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
@@ -110,7 +114,7 @@ class BatchCall:
         return None
 
     def _unsupported_rows(self) -> str | None:
-        ids, mask = self.input_ids, self.model_kwargs.get("attention_mask")
+        ids, mask = self.inputs.input_ids, self.model_kwargs.get("attention_mask")
         if ids.dim() != 2 or not ids.shape[1]:
             return "there are no token ids"
         if mask is not None:
@@ -141,10 +145,10 @@ class BatchCall:
         What `_sample` or `_beam_search` would have returned. Raises what they would have raised. To be called within
         `interrupts.held`.
         """
-        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.input_ids))
+        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.inputs.input_ids))
         generation, window = self._generation(), Window(is_call=True)
         try:
-            loop.executor.begin(check_weights=self._is_worth_keeping, switch_attention=False)
+            loop.executor.begin(check_weights=self._keeps_prefixes(generation.decoding), switch_attention=False)
             loop.add(generation)
             while not generation.is_done:
                 loop.step(window)
@@ -159,20 +163,8 @@ class BatchCall:
             self.call.num_captured_steps = loop.num_captured_steps
             self.call.slowed_by |= loop.executor.slowed_by
 
-    @property
-    def _is_worth_keeping(self) -> bool:
-        """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
-        return len(self.input_ids) * self._max_length >= MIN_CACHED_TOKENS
-
-    @property
-    def _max_length(self) -> int:
-        length: int = self.stopping_criteria.max_length or self.generation_config.max_length
-        return length
-
     def _generation(self) -> Generation:
-        config = self.generation_config
-        inputs = LoopInputs(self.input_ids, self.logits_processor, self.stopping_criteria, config)
-        keep_blocks = bool(config.return_dict_in_generate)
+        inputs, config = self.inputs, self.inputs.generation_config
         decoding: Decoding
         if self.uses_beams:
             decoding = BeamDecoding(self.call.model, inputs)
@@ -181,21 +173,26 @@ class BatchCall:
         paddings = self._paddings()
         # not the memory's config, which calls of other threads may replace meanwhile
         salt = PagedConfig.coerce(config.cache_config).cache_salt
+        namespace = (None, salt) if self._keeps_prefixes(decoding) else UNCACHED
         rows: list[tuple[Request, int]] = []
-        for row in range(0, len(self.input_ids), self.call.repeats):
+        for row in range(0, len(self.inputs.input_ids), self.call.repeats):
             request = Request(
                 request_id=f"row {row}",
-                sequences=[Sequence(self.input_ids[row, paddings[row] :].tolist())],
-                max_num_tokens=self._max_length - paddings[row],
+                sequences=[Sequence(self.inputs.input_ids[row, paddings[row] :].tolist())],
+                max_num_tokens=decoding.max_length - paddings[row],
                 num_rows=self.call.repeats,
-                namespace=(None, salt) if self._is_worth_keeping else UNCACHED,
+                namespace=namespace,
             )
             rows += [(request, index) for index in range(self.call.repeats)]
-        return Generation(decoding, rows, keep_blocks)
+        return Generation(decoding, rows, keep_blocks=bool(config.return_dict_in_generate))
+
+    def _keeps_prefixes(self, decoding: Decoding) -> bool:
+        """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
+        return len(self.inputs.input_ids) * decoding.max_length >= MIN_CACHED_TOKENS
 
     def _paddings(self) -> list[int]:
         mask = self.model_kwargs.get("attention_mask")
-        return [0] * len(self.input_ids) if mask is None else (mask == 0).sum(-1).tolist()
+        return [0] * len(self.inputs.input_ids) if mask is None else (mask == 0).sum(-1).tolist()
 
     def _result(self, loop: StepLoop, generation: Generation) -> Any:
         decoding = generation.decoding

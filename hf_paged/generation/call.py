@@ -14,7 +14,7 @@ from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import foreign_attention, switchable_configs, use_configs
 from ..cache.paged_cache import PagedCache
-from ..model.registry import Route, note_route
+from ..model.registry import Route, note_route, route_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,19 +115,15 @@ class Call:
                 cache.expect_padding(columns[0], mask.arguments["kv_length"])
 
     def route(self) -> Route:
-        counters = [cache.counters for cache in self.caches]
-        slowed_by = sorted(self.slowed_by)
-        if any(c.gathered_decodes for c in counters):
-            slowed_by.append(f"keys and values are gathered in decode steps ({self.reason})")
-        in_place = sum(c.in_place for c in counters)
-        return Route(
+        """How it went so far."""
+        return route_of(
             self.route_name,
             self.reason,
-            in_place=self.is_packed or (in_place > 0 and not any(c.gathered for c in counters)),
-            latent=any(c.latent for c in counters),
+            [cache.counters for cache in self.caches],
+            self.slowed_by,
+            is_packed=self.is_packed,
             prefills_shared=self.prefills_shared,
             num_captured_steps=self.num_captured_steps,
-            slowed_by=tuple(slowed_by),
         )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.handles import ReadCounters
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..config import PagedConfig
 
@@ -41,6 +43,21 @@ class Route:
     prefills_shared: bool = False
     num_captured_steps: int = 0
     slowed_by: tuple[str, ...] = ()
+
+
+def route_of(
+    name: str, reason: str, counters: Sequence[ReadCounters], slowed_by: set[str], *, is_packed: bool, **others: Any
+) -> Route:
+    """A route that was taken with these reads of keys and values; `others` are fields of it."""
+    gathers = f"keys and values are gathered in decode steps ({reason})"
+    return Route(
+        name,
+        reason,
+        in_place=is_packed or (any(c.in_place for c in counters) and not any(c.gathered for c in counters)),
+        latent=any(c.latent for c in counters),
+        slowed_by=(*sorted(slowed_by), *([gathers] if any(c.gathered_decodes for c in counters) else [])),
+        **others,
+    )
 
 
 _lock = forks.rlock()  # signal handlers and finalizers, which run at any moment, may look at models or free them

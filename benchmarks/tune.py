@@ -23,9 +23,8 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.call import AttentionCall
 from hf_paged.cache.storage import KVBlocks
-from hf_paged.kernels.triton import configs, prefill_configs
-from hf_paged.kernels.triton.configs import DecodeConfig
-from hf_paged.kernels.triton.prefill_configs import PrefillConfig
+from hf_paged.kernels.triton import configs
+from hf_paged.kernels.triton.configs import DecodeConfig, PrefillConfig
 from hf_paged.step import StepMetadata
 
 Config = TypeVar("Config", bound=Hashable)
@@ -195,7 +194,7 @@ def tune_prefill(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator
         if key in keys:  # enough heads share keys for short chunks to fill tiles too
             continue
         keys.add(key)
-        default = prefill_configs.default_prefill_config(key_dim, value_dim, dtype, rows, False, chip)
+        default = configs.default_prefill_config(key_dim, value_dim, dtype, rows, False, chip)
         best, figures = _tune(dim, dtype, loads, prefill_candidates(default), Problem.prefill, device)
         yield key, best, {**figures, "loads": loads}
 

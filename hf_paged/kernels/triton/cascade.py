@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-from . import decode, prefill
+from . import decode
 from .cascade_plan import CascadeCosts, SharedPrefix, plan_cascade
 from .merge import merge
+from .prefill import prefill_parts
 
 LAUNCH_BYTES = 16 << 20
 """What a GPU reads while two more kernels start and end: about 4 us at 4 TB/s. An estimate, not a measurement."""
@@ -122,14 +123,8 @@ def cascade_attention(
     out, lse = decode.decode_attention(
         query, key_blocks, value_blocks, tails, scale=scale, softcap=softcap, sinks=sinks, return_lse=True
     )
-    launch = prefill.Launch.choose(query, key_blocks, value_blocks, prefixes)
-    if num_splits is None:
-        num_splits = launch.num_splits(prefixes)
-    partials = query.new_empty(num_splits, prefixes.num_tokens, *out.shape[1:], dtype=torch.float32)
-    partials_lse = lse.new_empty(partials.shape[:3])
-    launch.run(
-        query, key_blocks, value_blocks, partials, partials_lse, prefixes,
-        scale=scale, softcap=softcap, query_index=query_index,
-    )  # fmt: skip
-    merge(partials, partials_lse, out, tail=out, tail_lse=lse, index=query_index)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap, query_index=query_index, num_splits=num_splits)
+    parts, parts_lse = prefill_parts(query, key_blocks, value_blocks, prefixes, **options)
+    assert parts_lse is not None
+    merge(parts, parts_lse, out, tail=out, tail_lse=lse, index=query_index)
     return out

@@ -13,39 +13,13 @@ from .common import device_guard
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])
 def _store_kernel(
-    keys,
-    values,
-    key_blocks,
-    value_blocks,
-    slots,
-    tokens,
-    num_slots,
-    slots_row,
-    slots_token,
-    key_row,
-    key_head,
-    key_token,
-    key_d,
-    value_row,
-    value_head,
-    value_token,
-    value_d,
-    key_block,
-    key_block_head,
-    key_block_token,
-    key_block_d,
-    value_block,
-    value_block_head,
-    value_block_token,
-    value_block_d,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-):
+    keys, values, key_blocks, value_blocks, slots, tokens, num_slots, slots_row, slots_token,
+    key_row, key_head, key_token, key_d, value_row, value_head, value_token, value_d,
+    key_block, key_block_head, key_block_token, key_block_d,
+    value_block, value_block_head, value_block_token, value_block_d,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
     # One token and BLOCK_HEADS heads a program.
     # Addresses in int64: one layer's states of a long prompt pass 2^31 elements.
     row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
@@ -97,23 +71,8 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
     with device_guard(keys):
         _store_kernel[(batch * tokens, triton.cdiv(heads, block_heads))](
-            keys,
-            values,
-            key_blocks,
-            value_blocks,
-            slots,
-            tokens,
-            num_blocks * block_size,
-            *slots.stride(),
-            *keys.stride(),
-            *values.stride(),
-            *key_blocks.stride(),
-            *value_blocks.stride(),
-            HEADS=heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            BLOCK_SIZE=block_size,
-            BLOCK_HEADS=block_heads,
-            BLOCK_KEY=block_key,
-            BLOCK_VALUE=block_value,
-        )
+            keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
+            *keys.stride(), *values.stride(), *key_blocks.stride(), *value_blocks.stride(),
+            HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
+            BLOCK_HEADS=block_heads, BLOCK_KEY=block_key, BLOCK_VALUE=block_value,
+        )  # fmt: skip

@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
-from hf_paged.kernels.triton.configs import DecodeConfig
-from hf_paged.kernels.triton.prefill_configs import PrefillConfig, prefill_config
+from hf_paged.kernels.triton.configs import DecodeConfig, PrefillConfig, prefill_config
 from tests.support.kernels.device import DEVICE, available
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_paged.kernels.triton.merge import merge
-from hf_paged.kernels.triton.prefill import Launch, prefill_attention
+from hf_paged.kernels.triton.prefill import prefill_attention, prefill_parts
 from hf_paged.step import StepMetadata
 from tests.support.kernels.aot import AotCase
 
@@ -75,19 +75,11 @@ def _prefix(dim: int, queries: int) -> None:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     keys, values = empty(1000, 2 * kv_heads, 16, dim).chunk(2, dim=1)
-    query, partials = empty(64, heads, dim), empty(4, groups * queries, heads, dim, dtype=FULL)
-    tables = empty(groups, 64, dtype=torch.int32)
-    step = StepMetadata.rectangle(tables, (64,) * groups, 16, query_len=queries, causal=False)
-    Launch.choose(query, keys, values, step).run(
-        query,
-        keys,
-        values,
-        partials,
-        empty(4, groups * queries, heads, dtype=FULL),
-        step,
-        scale=dim**-0.5,
-        query_index=empty(groups * queries, dtype=torch.int32),
+    step = StepMetadata.rectangle(
+        empty(groups, 64, dtype=torch.int32), (64,) * groups, 16, query_len=queries, causal=False
     )
+    index = empty(groups * queries, dtype=torch.int32)
+    prefill_parts(empty(64, heads, dim), keys, values, step, scale=dim**-0.5, query_index=index, num_splits=4)
 
 
 def _merge(dim: int, dtype: torch.dtype) -> None:

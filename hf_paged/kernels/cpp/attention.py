@@ -1,4 +1,4 @@
-"""Attention by the C++ kernel (`kernels.cpp`): which calls it takes, and a call of it packed once for many steps."""
+"""Attention by the C++ kernel (`kernels.cpp`): a call of it, packed once for many steps."""
 
 from __future__ import annotations
 
@@ -21,30 +21,6 @@ _BIAS = struct.Struct("6q")
 _STEP = struct.Struct("3Q7q")
 _LAYER = struct.Struct("2Q17q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
-
-
-def unsupported_reason(
-    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, sinks: Tensor | None, bias: Tensor | None
-) -> str | None:
-    """What keeps [`Attention`] from taking these arguments, in words; `None` if nothing does."""
-    blocks = (key_blocks, value_blocks)
-    if (
-        not query.is_cpu
-        or query.dtype not in DTYPES
-        or any(x.dtype is not query.dtype or x.stride(3) != 1 for x in blocks)
-        or query.stride(2) != 1
-        or key_blocks.size(1) != value_blocks.size(1)
-    ):
-        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (query, *blocks)]
-        return (
-            "the C++ kernel takes float32, bfloat16 or float16, the same for all, in ordinary layouts: queries are "
-            f"{kinds[0]}, keys {kinds[1]}, values {kinds[2]}"
-        )
-    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_cpu or sinks.stride(0) != 1):
-        return f"sinks are {sinks.dtype} on {sinks.device}"
-    if bias is not None and (bias.dtype not in DTYPES or not bias.is_cpu):
-        return f"the bias is {bias.dtype} on {bias.device}"
-    return None
 
 
 def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
@@ -87,7 +63,7 @@ class Attention:
         query: Tensor,
         key_blocks: Tensor,
         value_blocks: Tensor,
-        query_len: int,
+        query_len: int | None,
         *,
         scale: float,
         softcap: float | None = None,
@@ -95,30 +71,28 @@ class Attention:
     ) -> None:
         """
         Args:
-            query (`torch.Tensor` of shape `(T, heads, key_dim)`): `query_len` of each row.
+            query (`torch.Tensor` of shape `(T, heads, key_dim)`): `query_len` of each row. Without that number
+                it cannot be called: the tensors are checked.
             key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`): Alive as long
                 as this is used.
             scale, softcap, sinks: As in `AttentionCall`.
 
         Raises:
-            TypeError: for dtypes and devices that do not fit one another.
-            ValueError: for shapes and strides that do not.
+            TypeError: for dtypes, devices and strides that the kernel does not take.
+            ValueError: for shapes that do not fit one another.
         """
-        for name, tensor, dims in (
-            ("query", query, 3),
-            ("key_blocks", key_blocks, 4),
-            ("value_blocks", value_blocks, 4),
-        ):
-            if not tensor.is_cpu or tensor.dtype is not query.dtype or tensor.dtype not in DTYPES:
-                raise TypeError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}: the kernel "
-                    f"takes one of {', '.join(map(str, DTYPES))} for all, on the CPU"
-                )
-            if tensor.dim() != dims or tensor.stride(-1) != 1:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: the kernel takes {dims} "
-                    "dimensions, the last one contiguous"
-                )
+        tensors = (query, key_blocks, value_blocks)
+        if any(not x.is_cpu or x.dtype is not query.dtype for x in tensors) or query.dtype not in DTYPES:
+            kinds = [str(x.dtype).removeprefix("torch.") for x in tensors]
+            raise TypeError(
+                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU: queries are "
+                f"{kinds[0]}, keys {kinds[1]}, values {kinds[2]}"
+            )
+        if [x.dim() for x in tensors] != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
+            raise TypeError(
+                f"queries, keys and values have strides {[x.stride() for x in tensors]}: the C++ kernel takes 3, 4 and "
+                "4 dimensions, the last one contiguous"
+            )
         keys, values = key_blocks.shape, value_blocks.shape
         if keys[:3] != values[:3] or not keys[1] or not keys[2] or query.size(1) % keys[1] or query.size(2) != keys[3]:
             raise ValueError(
@@ -126,16 +100,16 @@ class Attention:
                 f"of shape {tuple(values)}: (tokens, heads, dim) goes with (blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
-            if not sinks.is_cpu or sinks.dtype not in DTYPES:
-                raise TypeError(f"sinks are {sinks.dtype} on {sinks.device}: the kernel takes floats on the CPU")
-            if sinks.shape != query.shape[1:2] or sinks.stride(0) != 1:
+            if not sinks.is_cpu or sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.stride(0) != 1:
+                raise TypeError(f"sinks are {sinks.dtype} on {sinks.device}: the C++ kernel takes floats side by side")
+            if sinks.shape != query.shape[1:2]:
                 raise ValueError(
                     f"sinks have shape {tuple(sinks.shape)}, one for each of {query.size(1)} heads is needed"
                 )
         num_tokens, heads, key_dim = query.shape
         self._num_blocks, kv_heads, block_size, value_dim = values
         self._out_shape = num_tokens, heads, value_dim
-        self._step_shape = num_tokens // max(query_len, 1), query_len, block_size
+        self._step_shape = num_tokens // max(query_len or 1, 1), query_len, block_size
         kernels = library()
         assert kernels is not None
         self._kernel = kernels.hf_paged_attention
@@ -143,7 +117,7 @@ class Attention:
         self._packed = _LAYER.pack(
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), DTYPES[query.dtype]),
             *(0 if sinks is None else DTYPES[sinks.dtype], heads, kv_heads, key_dim, value_dim),
-            *(block_size, self._num_blocks, query_len * token_stride, head_stride, token_stride),
+            *(block_size, self._num_blocks, (query_len or 1) * token_stride, head_stride, token_stride),
             *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], scale, softcap or 0.0),
         )
         self.signature = self.sign(query, query_len, scale, softcap, sinks)

@@ -64,7 +64,7 @@ class PagedEngine:
     ) -> None:
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
-        self.config, self.tokenizer = PagedConfig.coerce(config), tokenizer
+        self.config = PagedConfig.coerce(config)
         self._core = EngineCore(self.model, self.config, tokenizer)
         self.timeline = self._core.current.timeline
 
@@ -129,6 +129,15 @@ class PagedEngine:
         Raises `ValueError` if no unfinished request has that id.
         """
         self._core.cancel(request_id)
+
+    @property
+    def tokenizer(self) -> Any:
+        """For prompts and stop strings that are text, and for text in the results."""
+        return self._core.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._core.tokenizer = tokenizer
 
     @property
     def has_unfinished(self) -> bool:

@@ -160,6 +160,11 @@ class Request:
         return any(sequence.swapped is not None for sequence in self.sequences)
 
     @property
+    def is_computed(self) -> bool:
+        """Whether all tokens that it has are computed: it waits for the next ones."""
+        return not any(sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished)
+
+    @property
     def is_answered(self) -> bool:
         """Whether, being preempted, it has nothing to compute until a sequence gets a token."""
         return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)

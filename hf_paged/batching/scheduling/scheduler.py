@@ -145,7 +145,7 @@ class Scheduler:
             self._admit(self.max_num_batched_tokens, any_rows=True)
             if plan.items:
                 break
-            victim = next((request for request in reversed(self._running) if _is_idle(request)), None)
+            victim = next((request for request in reversed(self._running) if request.is_computed), None)
             if victim is None:
                 if plan.preempted:  # the next step starts with the blocks that this one took back
                     break
@@ -396,8 +396,3 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"
-
-
-def _is_idle(request: Request) -> bool:
-    """Whether all that it has is computed: it waits for tokens."""
-    return not any(sequence.num_to_compute for sequence in request.sequences if not sequence.is_finished)

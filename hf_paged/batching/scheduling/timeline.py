@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,18 +41,6 @@ class Interval(NamedTuple):
     is_last: bool  # the request ended here
 
 
-@dataclass
-class _Open:
-    """What an unfinished request is doing."""
-
-    number: int
-    first_step: int
-    start: float
-    activity: Activity = Activity.WAITING
-    has_run: bool = False
-    recomputes: bool = False
-
-
 class Timeline:
     """
     What the requests of a scheduler did in which steps.
@@ -73,7 +60,8 @@ class Timeline:
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = self.num_dropped = 0
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
-        self._open: dict[Request, _Open] = {}
+        self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
+        self._recomputing: set[Request] = set()  # those whose tokens were computed before
         self._admitted: set[Request] = set()  # since the last step
         self._prefilling: set[Request] = set()  # in the last step
         self._num_requests = 0
@@ -85,15 +73,15 @@ class Timeline:
         """The request is new, or has just lost its blocks."""
         found = self._open.get(request)
         if found is None:
-            self._open[request] = _Open(self._num_requests, self.num_steps, self._now())
+            self._begin(request, self._num_requests, Activity.WAITING, self._now())
             self._num_requests += 1
             return
         self._admitted.discard(request)
         self._prefilling.discard(request)
         if request.is_swapped:
-            self._change(request, found, Activity.SWAPPED)
-        else:
-            self._change(request, found, Activity.PREEMPTED if found.has_run else Activity.WAITING)
+            self._change(request, Activity.SWAPPED)
+        elif found.activity is not Activity.WAITING:  # it was in a batch
+            self._change(request, Activity.PREEMPTED)
 
     def runs(self, request: Request) -> None:
         """The request has blocks, for the first time or again; it may still lose them before the step."""
@@ -107,35 +95,31 @@ class Timeline:
 
     def _note_changes(self, chunked: set[Request]) -> None:
         for request in self._admitted | self._prefilling | chunked:
-            found = self._open[request]
-            if request in self._admitted:
-                found.has_run = True
-                if found.activity is not Activity.SWAPPED:
-                    found.recomputes = found.activity is Activity.PREEMPTED
-            elif found.activity not in IN_BATCH:
+            before = self._open[request].activity
+            if request not in self._admitted and before not in IN_BATCH:
                 continue
-            if request not in chunked and not any(sequence.num_to_compute for sequence in request.open_sequences):
-                self._change(request, found, Activity.DECODE)
+            if before is Activity.PREEMPTED:
+                self._recomputing.add(request)
+            if request not in chunked and request.is_computed:
+                self._change(request, Activity.DECODE)
                 self._prefilling.discard(request)
             else:  # where it has no chunk in this step, the next one is still to come
-                self._change(request, found, Activity.RECOMPUTE if found.recomputes else Activity.PREFILL)
+                self._change(request, Activity.RECOMPUTE if request in self._recomputing else Activity.PREFILL)
                 self._prefilling.add(request)
         self._admitted.clear()
 
     def finished(self, request: Request) -> None:
         """The request needs nothing any more."""
-        found = self._open.pop(request, None)
-        self._prefilling.discard(request)
-        self._admitted.discard(request)
-        if found is not None:
-            self._close(self._interval(request, found, self._now(), is_last=True))
+        for requests in (self._prefilling, self._admitted, self._recomputing):
+            requests.discard(request)
+        if request in self._open:
+            self._close(request, is_last=True)
 
     # -- asked ----------------------------------------------------------------------------------------------------
 
     def intervals(self) -> list[Interval]:
         """All that is kept, by request in the order in which they came; what still goes on ends now."""
-        now = self._now()
-        going_on = [self._interval(request, found, now) for request, found in self._open.items()]
+        going_on = [interval._replace(end_step=self.num_steps, end=self._now()) for interval in self._open.values()]
         return sorted([*self._closed, *going_on], key=lambda interval: (interval.number, interval.start))
 
     def __repr__(self) -> str:
@@ -146,17 +130,17 @@ class Timeline:
     def _now(self) -> float:
         return time.perf_counter() - self._origin
 
-    def _change(self, request: Request, found: _Open, activity: Activity) -> None:
-        if found.activity is activity:
-            return
-        now = self._now()
-        self._close(self._interval(request, found, now))
-        found.activity, found.first_step, found.start = activity, self.num_steps, now
+    def _begin(self, request: Request, number: int, activity: Activity, now: float) -> None:
+        step = self.num_steps
+        self._open[request] = Interval(number, request.request_id, activity, step, step, now, now, is_last=False)
 
-    def _interval(self, request: Request, found: _Open, now: float, is_last: bool = False) -> Interval:
-        steps = found.first_step, self.num_steps
-        return Interval(found.number, request.request_id, found.activity, *steps, found.start, now, is_last)
+    def _change(self, request: Request, activity: Activity) -> None:
+        if self._open[request].activity is not activity:
+            ended = self._close(request)
+            self._begin(request, ended.number, activity, ended.end)
 
-    def _close(self, interval: Interval) -> None:
+    def _close(self, request: Request, is_last: bool = False) -> Interval:
+        interval = self._open.pop(request)._replace(end_step=self.num_steps, end=self._now(), is_last=is_last)
         self.num_dropped += len(self._closed) == self._closed.maxlen
         self._closed.append(interval)
+        return interval

@@ -23,10 +23,7 @@ VIOLATIONS: dict[tuple[str, str], str] = {}
 """Imports from below to above that remain, with the reason of each."""
 
 
-CIRCLES: dict[str, str] = dict.fromkeys(
-    ("kernels.triton", "kernels.triton.common", "kernels.triton.store"),
-    "the package chooses the store kernel, which asks the package whether Triton is interpreted",
-)
+CIRCLES: dict[str, str] = {}
 """Modules that import themselves by way of others, with the reason of each."""
 
 

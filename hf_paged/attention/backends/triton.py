@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...kernels.triton import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES
+from ...kernels.triton.limits import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES
 from ...step import StepMetadata
 from ..call import AttentionCall
 

@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import is_interpreted
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-INTERPRETED = tl.constexpr(is_interpreted())
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Set when Triton was imported, as Triton's own choice is."""
 
 

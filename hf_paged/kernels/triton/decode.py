@@ -16,9 +16,10 @@ import triton
 from torch import Tensor
 
 from ...step import StepMetadata
-from . import MAX_BATCH, configs
+from . import configs
 from .common import device_guard, dot_dtype, num_multiprocessors, split_dim
 from .decode_kernel import combine_kernel, decode_kernel
+from .limits import MAX_BATCH
 
 MIN_SPLIT = 256
 """Tokens that a split has at least, but for the last of a row: shorter ones cost more to merge than they gain."""

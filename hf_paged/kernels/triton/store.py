@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import DTYPES
 from .common import device_guard
+from .limits import DTYPES
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.machine import facts
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_manager import BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool
 
 MEAN_IN, MEAN_OUT, SIGMA, LONGEST = 161, 338, 1.0, 2048
@@ -52,7 +52,7 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
         measure_waste (`bool`): Count slots and tokens after each step, outside the time.
     """
     generator = random.Random(0)
-    blocks = BlockManager([ManagedGroup(BlockPool(num_blocks))], BLOCK_SIZE)
+    blocks = BlockManager([BlockGroup(BlockPool(num_blocks))], BLOCK_SIZE)
     scheduler = Scheduler(blocks, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
     for request in make_requests(num_waiting, generator):
         scheduler.add(request)
@@ -74,7 +74,7 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
         steps += 1
         preemptions += len(batch.preempted)
         if measure_waste:
-            for table in blocks.table_sets[0].tables:
+            for table in blocks.tables(0):
                 slots += len(table.block_ids) * BLOCK_SIZE
                 held += table.num_tokens
     return {

@@ -18,6 +18,7 @@ from benchmarks.paper.serving import serve_paged
 from benchmarks.paper.traces import ALPACA, SHAREGPT, make_trace
 from hf_paged.batching.scheduling.cost import CostModel
 from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.config import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
@@ -145,8 +146,8 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
     for block in SUPPORTED:
         count = -(-size.context // block)
         memory = PagedMemory(hf_paged.PagedConfig(block_size=block))
-        group = memory.group("full")
-        group.reserve(4 * count)  # so that what comes back lies elsewhere
+        group = memory.group(GroupSpec())
+        group.make_room(4 * count)  # so that what comes back lies elsewhere
         for layer in range(shape.layers):
             for tensor in group.storage.make(layer, state, state).data:
                 tensor.zero_()

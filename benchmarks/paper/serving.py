@@ -11,7 +11,7 @@ from benchmarks.paper.reservation import Buddy
 from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_manager import BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool
 
 MAX_SEQS, MAX_TOKENS = 256, 2048
@@ -236,9 +236,8 @@ def serve_paged(
     outcome, usage = Outcome(name, num_slots), Usage()
     outcome.usage = usage
     pool = BlockPool(num_slots // block_size)
-    blocks = BlockManager([ManagedGroup(pool)], block_size, prefix_caching=False)
+    blocks = BlockManager([BlockGroup(pool)], block_size, prefix_caching=False)
     scheduler = Scheduler(blocks, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
-    tables = blocks.table_sets[0]
     head, now, count, held = 0, 0.0, len(trace), 0
     while head < count or scheduler.has_unfinished:
         if not scheduler.has_unfinished:
@@ -253,7 +252,7 @@ def serve_paged(
         for _, query_len in items:
             new += query_len
         if batch.preempted:  # their tokens are gone, and will be computed again
-            held = sum(table.num_tokens for table in tables.tables)
+            held = sum(table.num_tokens for table in blocks.tables(0))
             outcome.preemptions += len(batch.preempted)
         else:
             held += new

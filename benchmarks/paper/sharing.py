@@ -11,7 +11,7 @@ from benchmarks.paper.measured import OPT_13B_KV_BYTES, model_of, prompt_of
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE
 from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
-from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_manager import BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool
 
 SAMPLES = {"Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"}, "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"}}
@@ -45,9 +45,7 @@ def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[i
 def sampling_saving(lengths: Lengths, count: int, requests: int, seed: int = 0) -> float:
     """Percent of the blocks that sharing saves, over all steps of a trace, all samples of a request equally long."""
     trace = make_trace(lengths, requests, seed=seed)
-    manager = BlockManager(
-        [ManagedGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False
-    )
+    manager = BlockManager([BlockGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False)
     named = taken = 0
     for prompt, output in zip(trace.prompts, trace.outputs):
         more = grow(manager, count, prompt, output)
@@ -153,7 +151,7 @@ def example(size: Size) -> list[Row]:
     """
     count, prompt, output = 16, 2048, 128
     apart, together = count * (prompt + output), prompt + count * output
-    manager = BlockManager([ManagedGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False)
+    manager = BlockManager([BlockGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False)
     _, _, peak = grow(manager, count, prompt, output)
     gib = OPT_13B_KV_BYTES / 2**30
     why_apart = f"{apart} tokens of {OPT_13B_KV_BYTES} bytes; S4 does not name its model"

@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..cache.block_manager import BlockManager, ManagedGroup
+from ..cache.block_manager import BlockManager
+from ..cache.groups import StateSpec
 from ..cache.memory import GroupMemory, PagedMemory
 from ..cache.paged_cache import PagedCache
-from ..cache.states import UNBOUNDED, state_layers
+from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
 from ..model.capability import packable, side_by_side
 from ..model.self_check import Sides
@@ -61,8 +62,8 @@ def packed_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, max_n
     """`make_loop` for a model that `capability.packable` allows."""
     memory = cache.memory
     config = memory.config
-    with memory.lock:
-        blocks = _manager(cache)
+    blocks = memory.manager(cache.groups)
+    blocks.prefix_caching = config.prefix_caching
     groups = [group.blocks for group in cache.groups.values()]
     cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
 
@@ -112,42 +113,14 @@ class MeasuredSwapper(BlockSwapper):
         return done
 
 
-def _manager(cache: PagedCache, has_states: bool = False) -> BlockManager:
-    """The memory's one manager, whose prefix cache outlives the calls; with states a slot for each sequence, too."""
-    memory = cache.memory
-    members = [group.blocks for group in cache.groups.values()]
-    windows = list(cache.groups)
-    keys = tuple(group.key for group in cache.groups.values())
-    if has_states:
-        keys, windows = (*keys, "states"), [*windows, None]
-        members.append(memory.group("states", UNBOUNDED))
-    if memory.manager is None or memory.manager_keys != keys:
-        # the manager hangs on the memory: nothing of it may hold the memory itself
-        groups = [
-            ManagedGroup(
-                blocks.pool,
-                window,
-                blocks.reserve,
-                blocks.copy_on_write,
-                UNBOUNDED if blocks.block_size == UNBOUNDED else None,
-            )
-            for blocks, window in zip(members, windows)
-        ]
-        manager = BlockManager(groups, memory.config.block_size, lambda: members[0].memory.num_obtainable)
-        for blocks, table_set in zip(members, manager.table_sets):
-            blocks.table_sets.add(table_set)
-        memory.manager, memory.manager_keys = manager, keys
-    memory.manager.prefix_caching = memory.config.prefix_caching
-    return memory.manager
-
-
 def make_rectangles(model: PreTrainedModel, cache: PagedCache, sides: Sides) -> tuple[BlockManager, RectangleRunner]:
     """What runs rows side by side, and what gives these their blocks."""
-    has_states = not sides.rows or bool(state_layers(cache))
-    with cache.memory.lock:
-        blocks = _manager(cache, has_states)
+    specs, states = list(cache.groups), None
+    if not sides.rows or state_layers(cache):
+        specs.append(StateSpec())
+        states = cache.memory.group(StateSpec()).storage
+    blocks = cache.memory.manager(specs)
     blocks.prefix_caching = False  # it would need the states at the end of each block
-    states = cache.memory.group("states").storage if has_states else None
     return blocks, RectangleRunner(model, cache, states, sides)
 
 

@@ -98,7 +98,7 @@ def captured_decodes(model: PreTrainedModel, cache: PagedCache) -> CapturedDecod
     found = memory.captured
     if found is None or not found.belongs_to(model, groups):
         backend = captured_graphs.graph_backend(model.device)
-        windows = list(cache.groups)
+        windows = [spec.window for spec in cache.groups]
         found = None if backend is None else CapturedDecodes(model, groups, windows, memory.config.block_size, backend)
         memory.captured = found
     return found

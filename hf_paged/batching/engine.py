@@ -282,7 +282,7 @@ class PagedEngine:
         """
         with self._core.lock, self.memory.lock:
             groups = self._core.loop.blocks.groups if self._core.loop is not None else []
-            return {group.window: group.pool.states() for group in groups}
+            return {group.spec.window: group.pool.states() for group in groups if group.spec.kind == "self"}
 
     def plot_memory(self, ax: Any = None) -> Any:
         """

@@ -63,7 +63,7 @@ class PackedRunner:
         self.model = model
         self.device = model.device
         self.cache = PackedCache(cache)
-        self.windows: list[int | None] = self.cache.windows
+        self.windows: list[int | None] = [spec.window for spec in self.cache.specs]
         """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]

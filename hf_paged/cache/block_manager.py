@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 from .block_pool import BlockPool, OutOfBlocksError
-from .block_table import BlockTable
+from .block_table import BlockTable, num_blocks_needed, num_copies
+from .groups import GroupSpec
 from .prefix_index import Node, PrefixIndex
 
 ALL_NAMESPACES = object()
@@ -14,26 +15,26 @@ UNCACHED = object()
 """The namespace of sequences that the prefix cache neither serves nor keeps."""
 
 
-@dataclass
-class ManagedGroup:
+class BlockGroup:
     """
-    One layer group, as the manager needs it.
+    One layer group, as the manager needs it: a pool of fixed size without memory behind it. `cache.memory` has the one
+    with memory.
 
     Args:
         pool ([`BlockPool`]): Its blocks.
-        window (`int`, *optional*): Tokens that a layer looks back, itself included; `None`: all.
-        make_room (`Callable[[int], None]`, *optional*): Grows the pool so that this many blocks can be allocated, or
-            raises `OutOfBlocksError` (`GroupMemory.reserve`).
-        copy_blocks (`Callable[[list[tuple[int, int]]], None]`, *optional*): Copies the first block of each pair to the
-            second, all sources read before any target is written (`Storage.copy_blocks`).
-        block_size (`int`, *optional*): Tokens in a block of this group, where that is not the manager's.
+        spec ([`GroupSpec`]): What its layers keep.
     """
 
-    pool: BlockPool
-    window: int | None = None
-    make_room: Callable[[int], None] | None = None
-    copy_blocks: Callable[[list[tuple[int, int]]], None] | None = None
-    block_size: int | None = None
+    can_grow = False
+
+    def __init__(self, pool: BlockPool, spec: GroupSpec = GroupSpec()) -> None:  # noqa: B008, it is frozen
+        self.pool, self.spec = pool, spec
+
+    def make_room(self, num_blocks: int) -> None:
+        """Sees to it that this many blocks can be allocated, or raises `OutOfBlocksError`."""
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies the first block of each pair to the second; all are read before one is written."""
 
 
 class SequenceBlocks:
@@ -59,24 +60,12 @@ NO_BLOCKS = SequenceBlocks()
 """What a sequence has before it is admitted and after its blocks went back."""
 
 
-class TableSet:
-    """The tables of every live sequence in one layer group, for `GroupMemory.table_sets`."""
-
-    def __init__(self, alive: dict[SequenceBlocks, None], group: int) -> None:
-        self._alive, self._group = alive, group
-
-    @property
-    def tables(self) -> Iterator[BlockTable]:
-        """Every table."""
-        return (blocks.tables[self._group] for blocks in self._alive)
-
-
 class BlockManager:
     """
     Gives sequences their blocks. Copies of shared blocks are queued (`flush_copies`), all others are bookkeeping only.
 
     Args:
-        groups (`Sequence[ManagedGroup]`): `SequenceBlocks.tables[i]` belongs to `groups[i]`.
+        groups (`Sequence[BlockGroup]`): `SequenceBlocks.tables[i]` belongs to `groups[i]`.
         block_size (`int`): Tokens in a block.
         num_free (`Callable[[], int]`, *optional*): Blocks that may still be taken over all groups, cached ones
             included; by default what the pools have.
@@ -85,17 +74,17 @@ class BlockManager:
 
     def __init__(
         self,
-        groups: Sequence[ManagedGroup],
+        groups: Sequence[BlockGroup],
         block_size: int,
         num_free: Callable[[], int] | None = None,
         prefix_caching: bool = True,
     ) -> None:
         self.groups, self.block_size, self.prefix_caching = list(groups), block_size, prefix_caching
-        self.index = PrefixIndex([group.pool for group in groups], [group.window for group in groups], block_size)
-        self.has_windows = any(group.window is not None for group in groups)
+        self.index = PrefixIndex([group.pool for group in groups], [group.spec.window for group in groups], block_size)
+        self.has_windows = any(group.spec.window is not None for group in groups)
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
-        self.table_sets = [TableSet(self._alive, group) for group in range(len(self.groups))]
+        self._block_sizes = [group.spec.block_size(block_size) for group in groups]
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
@@ -122,17 +111,11 @@ class BlockManager:
         For each group, the most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time,
         beside those that `blocks` has of what is in front; `first` is where a block begins.
         """
-        spans = []
-        for number, group in enumerate(self.groups):
-            size = self.block_size
-            if group.block_size is not None:
-                size = group.block_size
-            span = -(-end // size) - first // size
-            if group.window is not None:  # the oldest token seen may be the last of its block
-                held = len(blocks.tables[number].block_ids) if blocks.tables else 0
-                span = min(span, (group.window + chunk - 3 + size) // size + 1 - held)
-            spans.append(max(0, span))
-        return spans
+        held = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
+        return [
+            group.spec.num_spanned(first, end, chunk, count, size)
+            for group, count, size in zip(self.groups, held, self._block_sizes)
+        ]
 
     def has_room(self, needs: Sequence[int], reserve: int = 0) -> bool:
         """Whether `needs[i]` blocks of each group can be had together, and `reserve` be left."""
@@ -147,13 +130,16 @@ class BlockManager:
             group.pool.release(block_ids)
         return True
 
+    def tables(self, group: int) -> Iterator[BlockTable]:
+        """What every live sequence holds in a group."""
+        return (blocks.tables[group] for blocks in self._alive)
+
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def new(self) -> SequenceBlocks:
         """An empty sequence."""
-        blocks = SequenceBlocks(
-            tuple(BlockTable(group.pool, group.block_size or self.block_size) for group in self.groups)
-        )
+        tables = (BlockTable(group.pool, size) for group, size in zip(self.groups, self._block_sizes))
+        blocks = SequenceBlocks(tuple(tables))
         blocks.epoch = self._epoch
         self._alive[blocks] = None
         return blocks
@@ -176,8 +162,8 @@ class BlockManager:
         end = length + num_tokens
         if self.has_windows:
             for group, table in zip(self.groups, tables):
-                if skips and group.window is not None:
-                    table.skip(max(0, end - group.window + 1))
+                if skips and group.spec.window is not None:
+                    table.skip(max(0, end - group.spec.window + 1))
             self.trim(blocks)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
         taken = self._take(needs)
@@ -213,11 +199,40 @@ class BlockManager:
         blocks.capacity = (length // self.block_size + 1) * self.block_size
         return True
 
+    def extend(self, group: int, tables: Sequence[BlockTable], counts: Sequence[int]) -> bool:
+        """
+        Makes room for `counts[i]` more tokens in each of these tables of one group, counts them as held, and makes the
+        copies that this needs. Returns whether the tables hold other blocks now. Raises `OutOfBlocksError` with nothing
+        changed.
+        """
+        if not any(counts):
+            return False
+        needed = num_blocks_needed(tables, counts)
+        if needed:
+            self.groups[group].make_room(needed)
+        self._copy(group, [copy for table, n in zip(tables, counts) if (copy := table.append(n)) is not None])
+        return needed > 0
+
+    def own(self, group: int, tables: Sequence[BlockTable], ranges: Sequence[tuple[int, int]]) -> bool:
+        """
+        Sees to it that tokens `ranges[i]` of each table may be written to: blocks that others hold too are copied.
+        Returns whether any were. Raises `OutOfBlocksError` with nothing changed.
+        """
+        writers = Counter(block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens))
+        if writers:
+            self.groups[group].make_room(num_copies(self.groups[group].pool, writers))
+            self._copy(group, [copy for table, tokens in zip(tables, ranges) for copy in table.own(*tokens)])
+        return bool(writers)
+
+    def _copy(self, group: int, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            self.groups[group].copy_blocks(copies)
+
     def trim(self, blocks: SequenceBlocks) -> None:
         """Gives back the window blocks that no later query sees; not between scheduling tokens and computing them."""
         for group, table in zip(self.groups, blocks.tables):
-            if group.window is not None:
-                table.drop_before(table.num_tokens - group.window + 1)
+            if group.spec.window is not None:
+                table.drop_before(table.num_tokens - group.spec.window + 1)
 
     def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
         """New blocks for each group, or none at all."""
@@ -227,7 +242,7 @@ class BlockManager:
         taken: list[list[int]] = []
         try:
             for group, needed in zip(self.groups, needs):
-                if needed and group.make_room is not None:
+                if needed:
                     group.make_room(needed)
                 taken.append(group.pool.allocate(needed) if needed else [])
         except OutOfBlocksError:
@@ -273,8 +288,7 @@ class BlockManager:
         count = 0
         for group, copies in zip(self.groups, self._copies):
             if copies:
-                if group.copy_blocks is not None:
-                    group.copy_blocks([(source, target) for target, source in copies.items()])
+                group.copy_blocks([(source, target) for target, source in copies.items()])
                 count += len(copies)
                 copies.clear()
         return count
@@ -365,12 +379,9 @@ class BlockManager:
         block must have at least as many holders as sequences hold it.
         """
         self.index.check_integrity()
-        for group, table_set in zip(self.groups, self.table_sets):
+        for number, group in enumerate(self.groups):
             group.pool.check_counts()
-            holders: dict[int, int] = {}
-            for table in table_set.tables:
-                for block_id in table.block_ids:
-                    holders[block_id] = holders.get(block_id, 0) + 1
+            holders = Counter(block_id for table in self.tables(number) for block_id in table.block_ids)
             for block_id, count in holders.items():
                 if group.pool.refcount(block_id) < count:
                     raise AssertionError(
@@ -378,7 +389,7 @@ class BlockManager:
                     )
         for blocks in self._alive:
             lengths = {table.num_tokens for table in blocks.tables}
-            if len(lengths) != 1:
+            if blocks.capacity and len(lengths) != 1:  # tables of a cache's row may differ
                 raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
             for table in blocks.tables:
                 # a whole block where it was reserved for the next token

@@ -11,6 +11,7 @@ from packaging.version import Version
 from transformers import cache_utils
 
 from . import storage
+from .groups import GroupSpec
 from .handles import PagedTensor
 from .layer_group import LayerGroup
 
@@ -34,7 +35,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.index = index
         self.num_seen = 0
         group.num_layers += 1
-        self.num_operations = group.num_operations
+        self.num_operations = group.rows.num_operations
 
     # -- writing and reading --------------------------------------------------------------------------------------
 
@@ -66,10 +67,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         self._check_turn()
         group, context_len, query_len = self.group, self.num_seen, key_shape[2]
         with group.memory.lock:
-            num_begun = len(group.tables) if group.borrows else 0
-            group.blocks.layer(
-                group, self.index, key_states, value_states, is_empty=context_len == 0, num_begun=num_begun
-            )
+            num_begun = len(group.rows.held) if context_len == 0 else 0
+            group.blocks.layer(self.index, key_states, value_states, group.num_layers, num_begun)
             step, slots = group.advance(key_states.shape[0], context_len, query_len, key_states.device)
             blocks = group.blocks.storage.layers[self.index]  # may have grown
             storage.store(key_states.detach(), value_states.detach(), blocks.keys, blocks.values, slots)
@@ -89,7 +88,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 torch.cat([keys.dense()[:, :, :past], key_states], dim=2),
                 torch.cat([values.dense()[:, :, :past], value_states], dim=2),
             )
-        return group.remember(keys), group.remember(values)
+        return group.rows.remember(keys), group.rows.remember(values)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Notes dtype and device; blocks are taken by `update`."""
@@ -101,7 +100,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         if not self.num_seen or self.index not in self.group.blocks.storage.layers:
             return None
         blocks = self.group.blocks.storage.layers[self.index]
-        return self.group.remember(PagedTensor(self.group.view(self.num_seen), blocks, which))
+        return self.group.rows.remember(PagedTensor(self.group.view(self.num_seen), blocks, which))
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -136,24 +135,25 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and first position of the keys that the next `query_length` queries are shown."""
-        first = self.group.first_visible(self.num_seen)
+        first = self.group.spec.first_visible(self.num_seen)
         return self.num_seen + query_length - first, first
 
     def get_max_length(self) -> int:
         """The window, or -1 for no maximum."""
-        return -1 if self.group.window is None else self.group.window
+        return -1 if self.group.spec.window is None else self.group.spec.window
 
     # -- operations on rows: each layer asks, the group does each once -----------------------------------------------
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
-        """The group's `operation` if this layer is the first to ask; one that raises counts as not asked for."""
-        if self.num_operations == self.group.num_operations:
+        """The `operation` on all rows if this layer is the first to ask; one that raises counts as not asked for."""
+        rows = self.group.rows
+        if self.num_operations == rows.num_operations:
             operation(*args)
-            self.group.num_operations += 1
+            rows.num_operations += 1
         self.num_operations += 1
 
     def _check_turn(self) -> None:
-        if self.num_operations != self.group.num_operations:
+        if self.num_operations != self.group.rows.num_operations:
             raise RuntimeError(
                 f"layer {self.index} was left out of an operation on rows or lengths that layers of its kind were "
                 "given, with which it shares block tables: call it on the cache, and `reset` this cache"
@@ -167,15 +167,15 @@ class PagedLayer(cache_utils.DynamicLayer):
                 f"the cache takes row numbers, a vector of int32 or int64, not {beam_idx.dtype} of shape "
                 f"{tuple(beam_idx.shape)}"
             )
-        self._once(self.group.select_rows, beam_idx.tolist())
+        self._once(self.group.rows.select, beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        self.reorder_cache(row_numbers(indices, len(self.group.tables)))
+        self.reorder_cache(row_numbers(indices, len(self.group.rows.held)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks."""
-        self._once(self.group.select_rows, torch.arange(len(self.group.tables)).repeat_interleave(repeats).tolist())
+        self._once(self.group.rows.select, torch.arange(len(self.group.rows.held)).repeat_interleave(repeats).tolist())
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Forgets the last `-tokens_to_remove` positions (and, in a sliding layer, what left the window)."""
@@ -184,7 +184,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             if not _CROP_TAKES_A_LENGTH:
                 raise ValueError(f"`crop` takes the tokens to remove as a negative number, not {count}")
             count = min(0, count - self.num_seen)
-        window = self.group.window
+        window = self.group.spec.window
         if window is not None and self.num_seen >= window and not self.group.record_past:
             raise RuntimeError(
                 "`crop` was called, but the sliding window is full and older tokens were given back: call "
@@ -193,13 +193,13 @@ class PagedLayer(cache_utils.DynamicLayer):
         removed = min(self.num_seen, -count)
         self.num_seen -= removed
         # another layer may hold more: what is too long is written over
-        self._once(self.group.crop, self.group.length - removed)
+        self._once(self.group.rows.crop, removed)
 
     def reset(self) -> None:
         """Empties the layer; blocks go back to the pool."""
         self.num_seen = 0
         self.is_initialized = False
-        self._once(self.group.free)
+        self._once(self.group.rows.free)
 
     def offload(self) -> None:
         """Nothing: blocks stay where they are."""
@@ -215,9 +215,9 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 
     def _init_paged(self, group: LayerGroup, index: int) -> None:
         super()._init_paged(group, index)
-        assert group.window is not None
-        self.sliding_window = group.window
-        self._sliding_window_tensor = torch.tensor(group.window, dtype=torch.long)
+        assert group.spec.window is not None
+        self.sliding_window = group.spec.window
+        self._sliding_window_tensor = torch.tensor(group.spec.window, dtype=torch.long)
 
     @property
     def cumulative_length(self) -> int:
@@ -256,7 +256,7 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` of blocks and indexer keys."""
-        self.reorder_cache(row_numbers(indices, len(self.group.tables)))
+        self.reorder_cache(row_numbers(indices, len(self.group.rows.held)))
 
 
 class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
@@ -315,6 +315,17 @@ def num_state_rows(layer: Any) -> int:
     return next((state.shape[0] for state in states if state is not None), 0)
 
 
+SPECS: dict[type, type[GroupSpec]] = {}
+"""What layers of a stock class keep, where that is not [`GroupSpec`]."""
+
+
+def spec_of(layer: Any, kind: str) -> GroupSpec | None:
+    """The group of a stock layer in a cache of this kind; `None` for one that no paged layer stands for."""
+    if type(layer) not in _STAND_INS:
+        return None
+    return SPECS.get(type(layer), GroupSpec)(kind, getattr(layer, "sliding_window", None))
+
+
 _STAND_INS: dict[type, type[PagedLayer]] = {
     cache_utils.DynamicLayer: PagedLayer,
     cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
@@ -323,20 +334,19 @@ _STAND_INS: dict[type, type[PagedLayer]] = {
 }
 
 
-def stand_in(layer: Any, group_for: Any, index: int) -> Any:
+def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
     """
     The paged layer for a stock layer, or the layer itself if it is of another kind (Mamba states, compressed layers
     that a model defines, a window beside a linear state).
 
     Args:
         layer (`CacheLayerMixin`): A stock layer that holds nothing yet.
-        group_for (`Callable[[int | None], LayerGroup]`): The group of layers with that window.
+        group ([`LayerGroup`], *optional*): That of `spec_of`.
         index (`int`): The layer's place in the cache.
     """
-    paged = _STAND_INS.get(type(layer))
-    if paged is None:
+    if group is None:
         return layer
-    group = group_for(getattr(layer, "sliding_window", None))
+    paged = _STAND_INS[type(layer)]
     if paged is PagedHybridLayer:
         return PagedHybridLayer(group, index, layer.number_of_states)
     return paged(group, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from .. import forks
 from ..config import PagedConfig
 from ..interrupts import held
-from .block_manager import BlockManager
+from .block_manager import BlockGroup, BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
-from .block_table import BlockTable, num_blocks_needed
-from .states import UNBOUNDED, StateStorage
+from .block_table import BlockTable
+from .groups import UNBOUNDED, GroupSpec
+from .states import StateStorage
 from .storage import KVBlocks, Storage, free_bytes
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
@@ -51,16 +52,22 @@ class MemoryStats:
     shared_blocks: int = 0
 
 
-class GroupMemory:
-    """The pool and the storage of one layer group, with the tables that are alive in it."""
+class GroupMemory(BlockGroup):
+    """The pool and the storage of one layer group."""
 
-    def __init__(self, memory: PagedMemory, block_size: int) -> None:
+    can_grow = True
+
+    def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
+        super().__init__(BlockPool(), spec)
         self._memory = weakref.ref(memory)  # no cycle: a pool goes with its last user, not with the next collection
-        self.block_size = block_size
-        self.pool = BlockPool()
-        self.storage: Any = StateStorage(self.pool) if block_size == UNBOUNDED else Storage(block_size)
+        self.block_size = spec.block_size(memory.config.block_size)
+        self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size)
         self.block_bytes = 0  # of all layers, as far as the first that wrote tells
-        self.table_sets: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether its blocks are slots for states."""
+        return self.block_size == UNBOUNDED
 
     @property
     def memory(self) -> PagedMemory:
@@ -69,19 +76,9 @@ class GroupMemory:
         assert memory is not None
         return memory
 
-    def make_room(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> int:
-        """
-        Grows the pool so that appending `num_tokens[i]` to each table succeeds, and returns how many blocks that will
-        take. Raises `OutOfBlocksError`.
-        """
-        needed = num_blocks_needed(tables, num_tokens)
-        if needed:
-            self.reserve(needed)
-        return needed
-
     def take(self, num_blocks: int) -> list[int]:
         """`num_blocks` new blocks with refcount 1. Raises `OutOfBlocksError`."""
-        self.reserve(num_blocks)
+        self.make_room(num_blocks)
         return self.pool.allocate(num_blocks)
 
     def expect(self, num_blocks: int, share: float) -> None:
@@ -91,14 +88,14 @@ class GroupMemory:
             if not self.pool.num_used and not self.pool.num_cached:
                 self.storage.drop_smaller(num_blocks)
 
-    def reserve(self, needed: int) -> None:
+    def make_room(self, num_blocks: int) -> None:
         """
-        Sees to it that `needed` blocks can be allocated. Raises `OutOfBlocksError`.
+        Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`.
 
         With a budget the pool grows as far as that allows before cached blocks are given up; without one it grows only
         when there are no more cached blocks, so that caching takes no memory beyond what the calls need.
         """
-        memory, pool = self.memory, self.pool
+        memory, pool, needed = self.memory, self.pool, num_blocks
         memory.check_num_blocks(needed)
         memory.make_place(needed, self)
         missing = needed - (pool.num_free if memory.has_budget else pool.num_available)
@@ -123,60 +120,49 @@ class GroupMemory:
             f"({self.memory.config.memory_fraction}) in `cache_config`, which is an engine's `PagedConfig` ({error})"
         )
 
-    def copy_on_write(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, and counts them."""
         self.storage.copy_blocks(copies)
         self.memory.copied(len(copies))
 
-    def layer(
-        self,
-        owner: Any,
-        index: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        is_empty: bool,
-        num_begun: int = 0,
-    ) -> KVBlocks:
+    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int) -> KVBlocks:
         """
         The blocks of layer `index` for states like `keys` and `values`, made on first use.
 
         Args:
-            owner (`LayerGroup`): Whose layer asks.
-            is_empty (`bool`): Whether the owner's tables have no content in this layer yet.
-            num_begun (`int`): Number of other tables that have none either.
+            num_layers (`int`): Layers of the group.
+            num_begun (`int`): Number of tables whose sequences have no content in this layer yet.
 
         Raises:
             ValueError: if what the layer holds has other heads, dims or device.
             OutOfBlocksError: if there is no memory for them.
         """
-        layer = self.storage.find(index, keys, values)
+        layer: KVBlocks | None = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
         with held():
-            return self._make_layer(owner, index, keys, values, is_empty, num_begun)
+            return self._make_layer(index, keys, values, num_layers, num_begun)
 
     def _make_layer(
-        self, owner: Any, index: int, keys: torch.Tensor, values: torch.Tensor, is_empty: bool, num_begun: int
+        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int
     ) -> KVBlocks:
-        known = self.storage.layers.get(index)
-        others = sum(bool(t.block_ids) for tables in self.table_sets if tables is not owner for t in tables.tables)
-        if known is None or (is_empty and others <= num_begun):
-            self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
-            self.block_bytes = (
-                owner.num_layers
-                * self.block_size
-                * sum(states.shape[1] * states.shape[3] * states.element_size() for states in (keys, values))
-            )
-            try:
-                return self.storage.make(index, keys, values)
-            except (MemoryError, RuntimeError) as error:  # torch raises the latter
-                raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
-        return self.storage.promote(index, keys, values)
+        if index in self.storage.layers and sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
+            promoted: KVBlocks = self.storage.promote(index, keys, values)
+            return promoted
+        self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
+        token_bytes = sum(states.shape[1] * states.shape[3] * states.element_size() for states in (keys, values))
+        self.block_bytes = num_layers * self.block_size * token_bytes
+        try:
+            made: KVBlocks = self.storage.make(index, keys, values)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
+        return made
 
     def live_tables(self) -> Iterable[BlockTable]:
-        """Every table of every cache that is alive."""
-        for table_set in list(self.table_sets):
-            yield from table_set.tables
+        """Every table that holds blocks of the group, or may."""
+        for manager in self.memory.managers.values():
+            if self in manager.groups:
+                yield from manager.tables(manager.groups.index(self))
 
 
 class PagedMemory:
@@ -190,14 +176,13 @@ class PagedMemory:
     def __init__(self, config: PagedConfig) -> None:
         self.config = config
         self.lock = forks.rlock()
-        self.groups: dict[Hashable, GroupMemory] = {}
-        self.manager: BlockManager | None = None  # tables of the engine's sequences, and the prefix cache
-        self.manager_keys: tuple[Hashable, ...] = ()
+        self.groups: dict[GroupSpec, GroupMemory] = {}
+        self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # of models that differ in their groups
         self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
         self.captured: Any = None  # graphs of decode steps, which know where the blocks are
         self._limit_bytes: int | None = None
         self._copied_blocks = self._peak_blocks = 0
-        self._peak_used: dict[Hashable, int] = {}
+        self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
@@ -209,12 +194,22 @@ class PagedMemory:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["config"])  # type: ignore[misc]
 
-    def group(self, key: Hashable, block_size: int | None = None) -> GroupMemory:
-        """The pool and storage of the layer group `key`; `block_size` in tokens, where it is not the config's."""
+    def group(self, spec: GroupSpec) -> GroupMemory:
+        """The pool and storage of the layer group."""
         with self.lock:
-            if key not in self.groups:
-                self.groups[key] = GroupMemory(self, block_size or self.config.block_size)
-            return self.groups[key]
+            if spec not in self.groups:
+                self.groups[spec] = GroupMemory(self, spec)
+            return self.groups[spec]
+
+    def manager(self, specs: Iterable[GroupSpec]) -> BlockManager:
+        """What gives sequences with a table in each of these groups their blocks, and caches their prefixes."""
+        specs = tuple(specs)
+        with self.lock:
+            if specs not in self.managers:
+                ref = weakref.ref(self)  # nothing that hangs on the memory may hold it
+                groups = [self.group(spec) for spec in specs]
+                self.managers[specs] = BlockManager(groups, self.config.block_size, lambda: _num_obtainable(ref))
+            return self.managers[specs]
 
     @property
     def num_used(self) -> int:
@@ -302,7 +297,7 @@ class PagedMemory:
         self._peak_used = {key: group.pool.num_used for key, group in self.groups.items()}
         slots = unused = 0
         for group in self.groups.values():
-            if group.block_size == UNBOUNDED:
+            if group.holds_states:
                 continue
             tails = {t.block_ids[-1]: t.num_unused_slots for t in group.live_tables() if t.block_ids}
             slots += group.pool.num_used * group.block_size
@@ -335,7 +330,7 @@ class PagedMemory:
     def block_map(self) -> dict[Hashable, list[int]]:
         """By layer group, of every block the tables that hold it; 0 if it is free, -1 if it is cached."""
         with self.lock:
-            return {key: group.pool.states() for key, group in self.groups.items()}
+            return {spec.label: group.pool.states() for spec, group in self.groups.items()}
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless every pool agrees with the tables that are alive."""
@@ -345,6 +340,12 @@ class PagedMemory:
             total = self.config.num_blocks
             if total is not None and self.num_used + self.num_cached > total:
                 raise AssertionError(f"{self.num_used} blocks in use, {self.num_cached} cached, the budget is {total}")
+
+
+def _num_obtainable(ref: weakref.ref[PagedMemory]) -> int:
+    memory = ref()
+    assert memory is not None
+    return memory.num_obtainable
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

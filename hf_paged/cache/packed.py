@@ -232,9 +232,8 @@ class PackedLayer(cache_utils.DynamicLayer):
                 or states.blocks() is not blocks
                 or states.signature != states.sign(key_states, value_states)
             ):
-                blocks = group.blocks.layer(
-                    group, self.index, key_states, value_states, is_empty=step.begins, num_begun=step.num_rows
-                )
+                num_begun = step.num_rows if step.begins else 0
+                blocks = group.blocks.layer(self.index, key_states, value_states, group.num_layers, num_begun)
                 states = self._states = PackedStates(
                     self.share, self.index, blocks, key_states, value_states, step.slots
                 )
@@ -255,7 +254,7 @@ class PackedLayer(cache_utils.DynamicLayer):
 
     def get_max_length(self) -> int:
         """The window, or -1 for no maximum."""
-        return -1 if self.group.window is None else self.group.window
+        return -1 if self.group.spec.window is None else self.group.spec.window
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
@@ -270,9 +269,9 @@ class PackedSlidingWindowLayer(PackedLayer, cache_utils.DynamicSlidingWindowLaye
 
     def _init_packed(self, group: LayerGroup, share: Share, index: int) -> None:
         super()._init_packed(group, share, index)
-        assert group.window is not None
-        self.sliding_window, self.cumulative_length, self.record_past = group.window, 0, False
-        self._sliding_window_tensor = torch.tensor(group.window, dtype=torch.long)
+        assert group.spec.window is not None
+        self.sliding_window, self.cumulative_length, self.record_past = group.spec.window, 0, False
+        self._sliding_window_tensor = torch.tensor(group.spec.window, dtype=torch.long)
 
     activate_past_recording = PackedLayer._refuse
 
@@ -287,8 +286,8 @@ class PackedCache(cache_utils.DynamicCache):
     """
 
     def __init__(self, cache: PagedCache) -> None:
-        self.windows = list(cache.groups)
-        shares = {window: Share() for window in cache.groups}
+        self.specs = list(cache.groups)
+        shares = {spec: Share() for spec in cache.groups}
         layers: list[Any] = []
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, EMPTY_LAYERS):
@@ -296,7 +295,7 @@ class PackedCache(cache_utils.DynamicCache):
             else:
                 sliding = isinstance(layer, PagedSlidingWindowLayer)
                 kind = PackedSlidingWindowLayer if sliding else PackedLayer
-                layers.append(kind(layer.group, shares[layer.group.window], index))
+                layers.append(kind(layer.group, shares[layer.group.spec], index))
         cache_utils.Cache.__init__(self, layers=layers)
         self._shares = list(shares.values())
 
@@ -306,6 +305,6 @@ class PackedCache(cache_utils.DynamicCache):
         return False
 
     def begin(self, steps: list[PackedStep] | None) -> None:
-        """The next forward is this step, one share a group in the order of `windows`; `None`: there is none."""
+        """The next forward is this step, one share a group in the order of `specs`; `None`: there is none."""
         for number, share in enumerate(self._shares):
             share.step = None if steps is None else steps[number]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from ..config import PagedConfig
 from ..tools.pictures.block_map import plot_block_map
 from ..tools.pictures.html import cache_html
-from .block_table import BlockTable
+from .block_manager import SequenceBlocks
+from .groups import GroupSpec
 from .handles import ReadCounters
 from .layer_group import LayerGroup
-from .layers import PagedLayer, num_state_rows, row_numbers, stand_in
+from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
 from .memory import MemoryStats, PagedMemory
+from .rows import CacheRows
 
 
 class _NextLayer:
@@ -30,7 +32,7 @@ class _NextLayer:
     def __call__(self) -> PagedLayer:
         cache = self._cache()
         assert cache is not None
-        return PagedLayer(cache._group(None), len(cache.layers))
+        return PagedLayer(next(iter(cache.groups.values())), len(cache.layers))
 
 
 class PagedCache(DynamicCache):
@@ -74,8 +76,7 @@ class PagedCache(DynamicCache):
             raise ValueError(
                 f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}: pass one of the two"
             )
-        self._setup(memory, kind)
-        self._adopt(DynamicCache(config=config) if config is not None else DynamicCache())
+        self._setup(memory, kind, DynamicCache(config=config) if config is not None else DynamicCache())
 
     @classmethod
     def from_empty(
@@ -86,29 +87,27 @@ class PagedCache(DynamicCache):
         reads are counted, its tables are those that `borrow` is given.
         """
         paged = cls.__new__(cls)
-        paged._setup(memory, kind, borrows)
-        paged._adopt(cache)
+        paged._setup(memory, kind, cache, borrows)
         return paged
 
-    def _setup(self, memory: PagedMemory, kind: str, borrows: ReadCounters | None = None) -> None:
-        self.memory, self.kind, self._borrows = memory, kind, borrows is not None
+    def _setup(self, memory: PagedMemory, kind: str, cache: DynamicCache, borrows: ReadCounters | None = None) -> None:
+        self.memory, self.kind = memory, kind
         self.counters = ReadCounters() if borrows is None else borrows
-        self.groups: dict[int | None, LayerGroup] = {}
-
-    def _adopt(self, cache: DynamicCache) -> None:
-        layers = [stand_in(layer, self._group, index) for index, layer in enumerate(cache.layers)]
-        if cache.layer_class_to_replicate is None:
+        grows = cache.layer_class_to_replicate is not None
+        specs = [spec_of(layer, kind) for layer in cache.layers]
+        found = dict.fromkeys([GroupSpec(kind)] if grows else filter(None, specs))
+        self.rows = CacheRows(memory, found, self.counters, borrows is not None)
+        self.groups = {spec: LayerGroup(self.rows, spec) for spec in found}
+        layers = [
+            stand_in(layer, None if spec is None else self.groups[spec], index)
+            for index, (layer, spec) in enumerate(zip(cache.layers, specs))
+        ]
+        if not grows:
             Cache.__init__(self, layers=layers)
         else:
             Cache.__init__(self, layer_class_to_replicate=cache.layer_class_to_replicate)
             self.layer_class_to_replicate = _NextLayer(self)
             self.layers = layers
-
-    def _group(self, window: int | None) -> LayerGroup:
-        if window not in self.groups:
-            key = (self.kind, window)
-            self.groups[window] = LayerGroup(self.memory, key, window, self.counters, self._borrows)
-        return self.groups[window]
 
     @property
     def is_compileable(self) -> bool:
@@ -126,7 +125,7 @@ class PagedCache(DynamicCache):
         do not store them.
         """
         for group in self.groups.values():
-            if not group.tables:
+            if not group.paddings:
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int) -> None:
@@ -135,38 +134,23 @@ class PagedCache(DynamicCache):
         for group in self.groups.values():
             group.blocks.expect(num_blocks, share)
 
-    def adopt(self, tables: Mapping[int | None, list[BlockTable]], paddings: tuple[int, ...], length: int) -> None:
+    def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
         """
-        Holds, from now on, what the tables hold, as if the model had written it here.
+        Holds, from now on, what these rows hold, as if the model had written it here; or borrows them for a step.
 
         Args:
-            tables (`dict[int | None, list[BlockTable]]`): For each window (`None`: full attention) a table a row.
-            paddings (`tuple[int, ...]`): Leading positions of each row that are padding and not in its table.
-            length (`int`): Logical positions of every row, padding included.
+            rows (`list[SequenceBlocks]`): With a table for each of `groups`, in their order.
+            paddings (`tuple[int, ...]`): Leading positions of each row that are padding and not in its tables.
+            length (`int`, *optional*): Logical positions of every row, padding included; as many as it holds if left
+                out, which may be more than the tokens of a model that adds some of its own.
         """
-        for window, group in self.groups.items():
-            group.adopt(tables[window], paddings, length)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, PagedLayer):  # others hold nothing: they read what another layer wrote
-                blocks = layer.group.blocks.storage.layers[index]
-                layer.num_seen = length
-                layer.lazy_initialization(blocks.keys, blocks.values)
-
-    def borrow(self, tables: Sequence[list[BlockTable]], paddings: tuple[int, ...], length: int | None) -> None:
-        """
-        The rows of the next step: sequences of others, whose tables have room for it.
-
-        Args:
-            tables (`Sequence[list[BlockTable]]`): For each of `groups` a table a row.
-            paddings (`tuple[int, ...]`): Leading positions of each row that are padding and not in its table.
-            length (`int`, *optional*): Logical positions of every row before the step, padding included; as many as
-                it holds if left out, which may be more than the tokens of a model that adds some of its own.
-        """
-        for group, borrowed in zip(self.groups.values(), tables):
-            group.borrow(borrowed, paddings, group.length if length is None else length)
+        self.rows.take(rows, paddings, length)
         for layer in self.layers:
-            if isinstance(layer, PagedLayer) and length is not None:
+            if isinstance(layer, PagedLayer) and length is not None:  # others read what another layer wrote
                 layer.num_seen = length
+                blocks = layer.group.blocks.storage.layers.get(layer.index)
+                if length and blocks is not None:
+                    layer.lazy_initialization(blocks.keys, blocks.values)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""
@@ -179,15 +163,14 @@ class PagedCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
         rows = (num_state_rows(layer) if hasattr(layer, "conv_states") else 0 for layer in self.layers)
-        tables = (len(group.tables) for group in self.groups.values())
-        self.reorder_cache(row_numbers(indices, max((*tables, *rows), default=0)))
+        self.reorder_cache(row_numbers(indices, max((len(self.rows.held), *rows))))
 
     def reset(self) -> None:
         """Gives every block back; the cache is empty and can be used again."""
         super().reset()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                layer.num_operations = layer.group.num_operations  # what it missed is gone
+                layer.num_operations = self.rows.num_operations  # what it missed is gone
 
     def free(self) -> None:
         """Does what `reset` does."""
@@ -195,8 +178,7 @@ class PagedCache(DynamicCache):
 
     def discard(self) -> None:
         """`free` after a failure: handles that a traceback still holds are not gathered first."""
-        for group in self.groups.values():
-            group.free(keep_snapshots=False)
+        self.rows.free(keep_snapshots=False)
         self.reset()
 
     def stats(self) -> MemoryStats:

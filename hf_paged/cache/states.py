@@ -10,9 +10,6 @@ import torch
 
 from .block_pool import BlockPool
 
-UNBOUNDED = 1 << 40
-"""Tokens in a slot, which is one block for a sequence of any length: a fork shares it, and the next token copies it."""
-
 
 class StateStorage:
     """

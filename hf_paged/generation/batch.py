@@ -224,10 +224,7 @@ class BatchCall:
                 late.append((sequence, length - paddings[row]))
         _compute(loop, late)
         with loop.memory.lock:
-            tables = {
-                window: [blocks.tables[i].fork() for blocks, _ in kept] for i, window in enumerate(self.cache.groups)
-            }
-            self.cache.adopt(tables, tuple(paddings), length)
+            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(paddings), length)
 
 
 def _compute(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> None:

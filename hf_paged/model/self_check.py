@@ -18,7 +18,6 @@ from .. import compat
 from ..attention.latent import wrap_expansions
 from ..attention.switch import use_paged_attention
 from ..cache.block_manager import BlockManager
-from ..cache.block_table import BlockTable
 from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.packed import EMPTY_LAYERS
@@ -298,14 +297,12 @@ def _packed_logits(
     tokens = rows.tolist()
     first, second, third = (SimpleNamespace(num_computed_tokens=0, token_ids=[]) for _ in range(3))
     third.token_ids = tokens[2]
-    groups = [group.blocks for group in cache.groups.values()]
+    manager = cache.memory.manager(cache.groups)
     for row in (third, first, second):
-        row.blocks = SimpleNamespace(tables=[BlockTable(group.pool, group.block_size) for group in groups])
+        row.blocks = manager.new()
 
     def item(row: Any, query_len: int) -> tuple[Any, int]:
-        for group, table in zip(groups, row.blocks.tables):
-            group.make_room([table], [query_len])
-            table.append(query_len)
+        manager.append(row.blocks, query_len)
         row.num_computed_tokens += query_len
         return row, query_len
 

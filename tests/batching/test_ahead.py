@@ -18,7 +18,7 @@ from hf_paged.batching.ahead import Launched, LookAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.runner import PackedRunner
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager, ManagedGroup
+from hf_paged.cache.block_manager import BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
@@ -261,7 +261,7 @@ def test_requests_of_several_kinds_wait_for_the_host(seen: collections.Counter[s
 def test_only_what_was_launched_is_taken() -> None:
     """In scheduled order, up to the first item that is another: token, length, block, or more than one token."""
     pool = BlockPool(32)
-    manager = BlockManager([ManagedGroup(pool)], SIZE)
+    manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
     sequences = [Sequence([1] * length) for length in (3, SIZE, 9, 5)]
     for number, sequence in enumerate(sequences):
@@ -302,7 +302,7 @@ def test_only_what_was_launched_is_taken() -> None:
 def test_what_is_reserved() -> None:
     """A block for the next token where one is needed, named blocks before it; never by a copy, never the last one."""
     pool = BlockPool(6)
-    manager = BlockManager([ManagedGroup(pool)], SIZE)
+    manager = BlockManager([BlockGroup(pool)], SIZE)
     scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))

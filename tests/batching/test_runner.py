@@ -37,7 +37,7 @@ class Row:
         for group, window, table in zip(self.bench.groups, self.bench.runner.windows, tables):
             if window is not None:
                 table.drop_before(max(0, self.num_computed_tokens - window + 1))
-            group.make_room([table], [query_len])
+            group.make_room(table.num_needed(query_len))
             assert table.append(query_len) is None
         self.num_computed_tokens += query_len
         self.token_ids = self.tokens[: self.num_computed_tokens if known is None else known]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hf_paged.cache.block_manager import BlockManager, ManagedGroup, SequenceBlocks
+from hf_paged.cache.block_manager import BlockGroup, BlockManager, SequenceBlocks
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.config import PagedConfig
 
@@ -17,7 +18,9 @@ SIZE = 4
 
 def manager(*windows: int | None, num_blocks: int = 16, **options: object) -> BlockManager:
     """Pools of their own, one for each window."""
-    return BlockManager([ManagedGroup(BlockPool(num_blocks), window) for window in windows], SIZE, **options)
+    return BlockManager(
+        [BlockGroup(BlockPool(num_blocks), GroupSpec(window=window)) for window in windows], SIZE, **options
+    )
 
 
 def stored(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> SequenceBlocks:
@@ -142,7 +145,7 @@ def test_window_blocks_go_back_before_new_ones_are_taken() -> None:
 
 def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
     pools = [BlockPool(4), BlockPool(1)]
-    blocks = BlockManager([ManagedGroup(pool) for pool in pools], SIZE)
+    blocks = BlockManager([BlockGroup(pool) for pool in pools], SIZE)
     sequence = blocks.new()
     assert not blocks.append(sequence, 5)
     assert [pool.num_free for pool in pools] == [4, 1] and sequence.tables[0].num_tokens == 0
@@ -151,7 +154,9 @@ def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
 
 def test_copies_of_shared_tails_are_queued_and_flushed_once() -> None:
     made: list[tuple[int, int]] = []
-    blocks = BlockManager([ManagedGroup(BlockPool(8), copy_blocks=made.extend)], SIZE)
+    group = BlockGroup(BlockPool(8))
+    group.copy_blocks = made.extend  # type: ignore[method-assign]
+    blocks = BlockManager([group], SIZE)
     first = blocks.new()
     blocks.append(first, 6)
     second = blocks.fork(first)
@@ -166,7 +171,9 @@ def test_copies_of_shared_tails_are_queued_and_flushed_once() -> None:
 
 def test_a_copy_whose_target_went_back_is_not_made() -> None:
     made: list[tuple[int, int]] = []
-    blocks = BlockManager([ManagedGroup(BlockPool(3), copy_blocks=made.extend)], SIZE)
+    group = BlockGroup(BlockPool(3))
+    group.copy_blocks = made.extend  # type: ignore[method-assign]
+    blocks = BlockManager([group], SIZE)
     first = blocks.new()
     blocks.append(first, 6)
     second = blocks.fork(first)
@@ -220,13 +227,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 def paged(num_groups: int, **options: object) -> tuple[PagedMemory, BlockManager]:
     """A manager on a `PagedMemory`, as the engine makes it."""
     memory = PagedMemory(PagedConfig(block_size=8, **options))
-    members = [memory.group(number) for number in range(num_groups)]
-    blocks = BlockManager(
-        [ManagedGroup(member.pool, None, member.reserve) for member in members], 8, lambda: memory.num_obtainable
-    )
-    for member, table_set in zip(members, blocks.table_sets):
-        member.table_sets.add(table_set)
-    return memory, blocks
+    return memory, memory.manager([GroupSpec(), GroupSpec("second")][:num_groups])
 
 
 def test_the_budget_holds_for_used_and_cached_blocks_of_all_groups() -> None:
@@ -240,13 +241,13 @@ def test_the_budget_holds_for_used_and_cached_blocks_of_all_groups() -> None:
     assert blocks.append(second, 24) and memory.num_cached == 0
     assert memory.stats().used_blocks == 12
     with pytest.raises(OutOfBlocksError, match="needs 1 blocks of 8 tokens, 0 of 12 are free"):
-        memory.group(0).reserve(1)
+        memory.group(GroupSpec()).make_room(1)
     memory.check_integrity()
 
 
 def test_without_a_budget_cached_blocks_go_before_the_pool_grows() -> None:
     memory, blocks = paged(1)
-    pool = memory.group(0).pool
+    pool = memory.group(GroupSpec()).pool
     blocks.free(stored(blocks, range(8 * 16)))
     size = pool.num_blocks
     blocks.free(stored(blocks, range(1000, 1000 + 8 * 16)))
@@ -265,14 +266,10 @@ def test_with_a_budget_the_pool_grows_before_cached_blocks_go() -> None:
 
 def test_a_layer_made_anew_serves_nothing_from_before() -> None:
     memory, blocks = paged(1)
-    member = memory.group(0)
+    member = memory.group(GroupSpec())
     blocks.free(stored(blocks, range(32)))
 
-    class Owner:
-        num_layers = 1
-        tables: tuple[()] = ()
-
     states = torch.zeros(1, 2, 4, 16)
-    member.layer(Owner(), 0, states, states, is_empty=True)
+    member.layer(0, states, states, num_layers=1, num_begun=0)
     assert member.pool.num_cached == 0
     blocks.check_integrity()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from hf_paged.cache import swap
 from hf_paged.cache.block_pool import OutOfBlocksError
-from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import GroupMemory, PagedMemory
 from hf_paged.cache.storage import KVBlocks, Storage
 from hf_paged.cache.swap import BlockSwapper
@@ -39,14 +39,12 @@ class House:
     num_blocks: int | None = None
     device: str = "cpu"
     flushed: int = 0
-    tables: list[list[BlockTable]] = field(default_factory=lambda: [[], []])
 
     def __post_init__(self) -> None:
         self.memory = PagedMemory(PagedConfig(block_size=SIZE, num_blocks=self.num_blocks))
-        self.groups: list[GroupMemory] = [self.memory.group("full"), self.memory.group("window")]
-        self.sets = [TableSet(tables) for tables in self.tables]
-        for group, tables, layouts in zip(self.groups, self.sets, (("one", "pair"), ("side by side",))):
-            group.table_sets.add(tables)
+        self.manager = self.memory.manager([GroupSpec(), GroupSpec(window=2 * SIZE)])
+        self.groups: list[GroupMemory] = list(self.memory.groups.values())
+        for group, layouts in zip(self.groups, (("one", "pair"), ("side by side",))):
             for index, layout in enumerate(layouts):
                 group.storage.make(index, *states(layout, device=self.device))
         self.swapper = BlockSwapper(self.groups, self.flush)
@@ -57,30 +55,19 @@ class House:
 
     def sequence(self, num_tokens: int, num_dropped: int = 0) -> Any:
         """A sequence with random bytes in its blocks, `num_dropped` window blocks of which were given back."""
-        tables = tuple(BlockTable(group.pool, SIZE) for group in self.groups)
-        for group, table, alive in zip(self.groups, tables, self.tables):
-            group.reserve(-(-num_tokens // SIZE))
+        blocks = self.manager.new()
+        for group, table in zip(self.groups, blocks.tables):
+            group.make_room(-(-num_tokens // SIZE))
             table.append(num_tokens)
-            alive.append(table)
             fill(group.storage, table.block_ids)
-        tables[1].drop_before(num_dropped * SIZE)
-        return SimpleNamespace(blocks=SimpleNamespace(tables=tables), swapped=None)
+        blocks.tables[1].drop_before(num_dropped * SIZE)
+        return SimpleNamespace(blocks=blocks, swapped=None)
 
     def fork(self, sequence: Any) -> Any:
-        tables = tuple(table.fork() for table in sequence.blocks.tables)
-        for table, alive in zip(tables, self.tables):
-            alive.append(table)
-        return SimpleNamespace(blocks=SimpleNamespace(tables=tables), swapped=None)
+        return SimpleNamespace(blocks=self.manager.fork(sequence.blocks), swapped=None)
 
     def check(self) -> None:
         self.memory.check_integrity()
-
-
-class TableSet:
-    """What `GroupMemory.table_sets` holds weakly."""
-
-    def __init__(self, tables: list[BlockTable]) -> None:
-        self.tables = tables
 
 
 def request(*sequences: Any) -> Any:
@@ -145,7 +132,7 @@ def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
     second, third = house.fork(first), house.fork(first)
     for row, group in ((second, 0), (third, 1)):  # writes of their own: copy-on-write of the tail, then more
         table = row.blocks.tables[group]
-        house.groups[group].reserve(3)
+        house.groups[group].make_room(3)
         copy = table.append(SIZE + 2)
         assert copy is not None
         house.groups[group].storage.copy_blocks([copy])
@@ -198,7 +185,7 @@ def test_out_of_blocks_changes_nothing(left: int) -> None:
     before = content(house, row)
     assert house.swapper.swap_out(request(row))
     filler = [house.sequence(SIZE) for _ in range((12 - left) // 2)]
-    house.groups[0].reserve((12 - left) % 2)
+    house.groups[0].make_room((12 - left) % 2)
     odd = house.groups[0].take((12 - left) % 2)
     state, used, num_bytes = row.swapped, house.memory.num_used, house.swapper.num_bytes
     assert used == 12 - left
@@ -257,7 +244,7 @@ def test_sequences_that_end_meanwhile_take_no_blocks() -> None:
     first = house.sequence(2 * SIZE)
     second = house.fork(first)
     for group, table in zip(house.groups, second.blocks.tables):
-        group.reserve(2)
+        group.make_room(2)
         table.append(2 * SIZE)
         fill(group.storage, table.block_ids[-2:])
     finished = SimpleNamespace(blocks=SimpleNamespace(tables=()), swapped=None)

@@ -67,8 +67,7 @@ class Rectangle:
         """The cache reads and writes the rows' tables, whose first `num_cached` columns are computed."""
         if self.cache is not None:
             width = self.token_ids.shape[1]
-            tables = [[row.tables[group] for row in self.blocks] for group in range(len(self.cache.groups))]
-            self.cache.borrow(tables, tuple(width - length for length in self.lengths), num_cached)
+            self.cache.take(self.blocks, tuple(width - length for length in self.lengths), num_cached)
 
 
 class RectangleRunner:

@@ -67,7 +67,7 @@ class Preemption:
         needs = [together + rows * alone for together, alone in zip(common, own)]
         needed, total = sum(needs), self.blocks.num_total
         for group, group_needs in zip(self.blocks.groups, needs):
-            if group.make_room is None and group_needs > group.pool.num_blocks:
+            if not group.can_grow and group_needs > group.pool.num_blocks:
                 needed, total = group_needs, group.pool.num_blocks
         if needed > total:
             raise OutOfBlocksError(

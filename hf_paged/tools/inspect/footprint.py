@@ -14,8 +14,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...attention.latent import can_absorb
-from ...cache.block_manager import BlockManager, ManagedGroup
-from ...cache.block_pool import BlockPool
+from ...cache.groups import GroupSpec
 from ...cache.layers import PagedLayer
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
@@ -75,8 +74,7 @@ class GroupFootprint:
 
     def num_blocks(self, length: int) -> int:
         """Most blocks that a sequence which grows to `length` tokens holds at a time."""
-        manager = BlockManager([ManagedGroup(BlockPool(), self.window)], self.block_size)
-        return manager.num_spanned(0, length, 1)[0]
+        return GroupSpec(self.kind, self.window).num_spanned(0, length, 1, 0, self.block_size)
 
 
 def measure(model: PreTrainedModel, block_size: int) -> tuple[list[GroupFootprint], dict[str, int]]:
@@ -104,7 +102,7 @@ def measure(model: PreTrainedModel, block_size: int) -> tuple[list[GroupFootprin
                 others[type(stock).__name__] += 1
             elif stock.keys is not None:
                 states = stock.keys.to("meta"), stock.values.to("meta")
-                groups.setdefault((kind, paged.group.window), []).append(states)
+                groups.setdefault((kind, paged.group.spec.window), []).append(states)
     return [_group(*key, layers, block_size, has_latents) for key, layers in groups.items()], dict(others)
 
 

@@ -131,7 +131,7 @@ def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
         if isinstance(part, PreTrainedConfig) and part is not text and hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = 1
     kinds = [
-        (type(layer), layer.group.window) if isinstance(layer, PagedLayer) else type(layer) for layer in cache.layers
+        (type(layer), layer.group.spec) if isinstance(layer, PagedLayer) else type(layer) for layer in cache.layers
     ]
     before = text.num_hidden_layers
     count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))

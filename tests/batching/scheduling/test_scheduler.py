@@ -10,8 +10,9 @@ import pytest
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.plan import StepPlan
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
+from hf_paged.cache.block_manager import NO_BLOCKS, BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
+from hf_paged.cache.groups import GroupSpec
 
 SIZE = 4
 
@@ -19,7 +20,7 @@ SIZE = 4
 def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = None, **options: Any) -> Scheduler:
     """A scheduler over one pool; no watermark unless told."""
     caching = options.pop("prefix_caching", True)
-    blocks = BlockManager([ManagedGroup(BlockPool(num_blocks), window)], SIZE, prefix_caching=caching)
+    blocks = BlockManager([BlockGroup(BlockPool(num_blocks), GroupSpec(window=window))], SIZE, prefix_caching=caching)
     options = {"watermark": 0.0, **options}
     return Scheduler(blocks, max_num_batched_tokens=tokens, max_num_seqs=seqs, **options)
 

@@ -20,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager, ManagedGroup
+from hf_paged.cache.block_manager import NO_BLOCKS, BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.groups import GroupSpec
 
 SIZE = 4
 GARBAGE = ("garbage",)
@@ -58,10 +59,18 @@ class Host:
     contents: list[dict[int, list[Any]]]
 
 
+class Group(BlockGroup):
+    """A group whose blocks hold what `Memory` says."""
+
+    def __init__(self, pool: BlockPool, spec: GroupSpec, memory: Memory) -> None:
+        super().__init__(pool, spec)
+        self.copy_blocks = memory.copy_blocks  # type: ignore[method-assign]
+
+
 class FakeSwapper:
     """Keeps contents, each distinct block once; now and then it refuses."""
 
-    def __init__(self, groups: list[ManagedGroup], memories: list[Memory], generator: random.Random) -> None:
+    def __init__(self, groups: list[BlockGroup], memories: list[Memory], generator: random.Random) -> None:
         self.groups, self.memories, self.random = groups, memories, generator
         self.hosts: weakref.WeakSet[Host] = weakref.WeakSet()
         self.restored: list[Request] = []
@@ -97,8 +106,7 @@ class FakeSwapper:
         taken: list[dict[int, int]] = []
         try:
             for group, ids in zip(self.groups, self.held(request)):
-                if group.make_room is not None:
-                    group.make_room(len(ids))
+                group.make_room(len(ids))
                 taken.append(dict(zip(ids, group.pool.allocate(len(ids)))))
         except OutOfBlocksError:
             for group, blocks in zip(self.groups, taken):
@@ -149,9 +157,11 @@ class Engine(RuleBasedStateMachine):
         self.memories = [Memory() for _ in windows]
         pools = [BlockPool(0 if is_shared else num_blocks) for _ in windows]
         self.groups = [
-            ManagedGroup(pool, window, self.room(pool, pools) if is_shared else None, memory.copy_blocks)
-            for pool, window, memory in zip(pools, windows, self.memories)
+            Group(pool, GroupSpec(window=window), memory) for pool, window, memory in zip(pools, windows, self.memories)
         ]
+        if is_shared:
+            for group, pool in zip(self.groups, pools):
+                group.make_room, group.can_grow = self.room(pool, pools), True
         num_free = (lambda: num_blocks - sum(pool.num_used for pool in pools)) if is_shared else None
         self.manager = BlockManager(self.groups, SIZE, num_free, prefix_caching)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
@@ -258,8 +268,7 @@ class Engine(RuleBasedStateMachine):
         pool.release(self.outside[group])
         self.outside[group] = []
         count = min(count, self.manager.num_free if self.is_shared else pool.num_available)
-        if self.groups[group].make_room is not None:
-            self.groups[group].make_room(count)
+        self.groups[group].make_room(count)
         self.outside[group] = pool.allocate(count)
         for block_id in self.outside[group]:
             self.memories[group].fill(block_id, [GARBAGE] * SIZE)
@@ -362,8 +371,8 @@ class Engine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
-        for group, table_set, outside in zip(self.groups, self.manager.table_sets, self.outside):
-            group.pool.check_integrity([*(table.block_ids for table in table_set.tables), outside])
+        for number, (group, outside) in enumerate(zip(self.groups, self.outside)):
+            group.pool.check_integrity([*(table.block_ids for table in self.manager.tables(number)), outside])
         if self.is_shared:
             assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
         running = self.scheduler._running

@@ -1,0 +1,61 @@
+"""What the layers of a model keep of a sequence: the specs that tell layer groups apart. Plain Python: no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+UNBOUNDED = 1 << 40  # tokens in a block that holds a sequence of any length
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """
+    Full attention: all tokens are kept. Layers whose specs are equal keep the same tokens and share block tables; a
+    subclass with another storage, or other tokens to keep, is a group of its own.
+
+    Args:
+        kind (`str`): Which of a model's caches: `"self"`, `"cross"`.
+        window (`int`, *optional*): Tokens that a layer looks back, itself included; older ones are given back.
+    """
+
+    kind: str = "self"
+    window: int | None = None
+
+    def block_size(self, num_tokens: int) -> int:
+        """Tokens in a block, where the config says `num_tokens`."""
+        return num_tokens
+
+    def storage_dtype(self, dtype: Any) -> Any:
+        """The dtype in which states of `dtype` are stored."""
+        return dtype
+
+    def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
+        """
+        The most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
+        `num_held` that hold what is in front; `first` is where a block begins.
+        """
+        span = -(-end // block_size) - first // block_size
+        if self.window is not None:  # the oldest token seen may be the last of its block
+            span = min(span, (self.window + chunk - 3 + block_size) // block_size + 1 - num_held)
+        return max(0, span)
+
+    def first_visible(self, length: int) -> int:
+        """First position that the next query after `length` positions is shown, as transformers counts."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    @property
+    def label(self) -> tuple[str, int | None]:
+        """What reports name the group by."""
+        return self.kind, self.window
+
+
+@dataclass(frozen=True)
+class StateSpec(GroupSpec):
+    """States of linear attention and convolutions: one slot a sequence, a block for any number of tokens."""
+
+    kind: str = "states"
+
+    def block_size(self, num_tokens: int) -> int:
+        """As [`GroupSpec`]'s."""
+        return UNBOUNDED

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.assembly import empty_cache
-from hf_paged.batching.runner import PackedRunner
+from hf_paged.batching.execution.packed import PackedRunner
+from hf_paged.batching.factory import empty_cache
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.model.capability import packable
 from tests.support import models

@@ -11,7 +11,7 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.registry import Route, note_route, route_of
-from .assembly import choose_layout, empty_cache, make_loop
+from .factory import choose_layout, empty_cache, make_loop
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
 
@@ -75,7 +75,7 @@ class CurrentLoop:
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._past = {name: self.count(name) for name in _COUNTS}
-        self.memory.captured = None  # a cache that is held has no use for graphs
+        self.memory.graphs = None  # a cache that is held has no use for graphs
         self.loop, self.memory = None, PagedMemory(self.config)
 
     def count(self, name: str) -> Any:

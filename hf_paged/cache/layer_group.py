@@ -142,7 +142,7 @@ class LayerGroup:
         window = self.spec.window
         if window is not None and not self.record_past:
             self._drop_outside_window(tables, context_len)
-            if context_len == 0 and length >= window and not self.rows.borrows:
+            if context_len == 0 and length >= window and not (self.length or self.rows.borrows):
                 # a first prefill attends to its own states: what will be outside the window is never stored
                 for table, padding in zip(tables, self.paddings):
                     table.skip(max(0, length - window + 1 - padding))

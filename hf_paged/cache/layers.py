@@ -67,7 +67,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self._check_turn()
         group, context_len, query_len = self.group, self.num_seen, key_shape[2]
         with group.memory.lock:
-            num_begun = len(group.rows.held) if context_len == 0 else 0
+            num_begun = len(group.rows.held) if context_len == 0 else None
             group.blocks.layer(self.index, key_states, value_states, group.num_layers, num_begun)
             step, slots = group.advance(key_states.shape[0], context_len, query_len, key_states.device)
             blocks = group.blocks.storage.layers[self.index]  # may have grown

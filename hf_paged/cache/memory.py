@@ -125,13 +125,15 @@ class GroupMemory(BlockGroup):
         self.storage.copy_blocks(copies)
         self.memory.copied(len(copies))
 
-    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int) -> KVBlocks:
+    def layer(
+        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
+    ) -> KVBlocks:
         """
         The blocks of layer `index` for states like `keys` and `values`, made on first use.
 
         Args:
             num_layers (`int`): Layers of the group.
-            num_begun (`int`): Number of tables whose sequences have no content in this layer yet.
+            num_begun (`int`, *optional*): Number of tables that are written to, if none has content in this layer yet.
 
         Raises:
             ValueError: if what the layer holds has other heads, dims or device.
@@ -144,11 +146,12 @@ class GroupMemory(BlockGroup):
             return self._make_layer(index, keys, values, num_layers, num_begun)
 
     def _make_layer(
-        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int
+        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
     ) -> KVBlocks:
-        if index in self.storage.layers and sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
-            promoted: KVBlocks = self.storage.promote(index, keys, values)
-            return promoted
+        if index in self.storage.layers:
+            if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
+                promoted: KVBlocks = self.storage.promote(index, keys, values)
+                return promoted
         self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
         token_bytes = sum(states.shape[1] * states.shape[3] * states.element_size() for states in (keys, values))
         self.block_bytes = num_layers * self.block_size * token_bytes
@@ -179,7 +182,7 @@ class PagedMemory:
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # of models that differ in their groups
         self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
-        self.captured: Any = None  # graphs of decode steps, which know where the blocks are
+        self.graphs: Any = None  # graphs of decode steps, which know where the blocks are
         self._limit_bytes: int | None = None
         self._copied_blocks = self._peak_blocks = 0
         self._peak_used: dict[GroupSpec, int] = {}

@@ -232,7 +232,7 @@ class PackedLayer(cache_utils.DynamicLayer):
                 or states.blocks() is not blocks
                 or states.signature != states.sign(key_states, value_states)
             ):
-                num_begun = step.num_rows if step.begins else 0
+                num_begun = step.num_rows if step.begins else None
                 blocks = group.blocks.layer(self.index, key_states, value_states, group.num_layers, num_begun)
                 states = self._states = PackedStates(
                     self.share, self.index, blocks, key_states, value_states, step.slots

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..batching.assembly import choose_layout, make_loop
 from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.executor import Window
+from ..batching.factory import choose_layout, make_loop
 from ..batching.generation import Generation, KeptBlocks
 from ..batching.layout import PACKED, Layout
 from ..batching.loop import StepLoop

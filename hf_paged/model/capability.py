@@ -52,7 +52,7 @@ def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner)
 
     Args:
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
-        make_runner (`Callable`): What runs packed steps, `batching.runner.PackedRunner`.
+        make_runner (`Callable`): What runs packed steps, `batching.execution.packed.PackedRunner`.
     """
     state = ModelState(model)
     if reason := _visible_reason(_PACKED, model, cache, state):
@@ -72,7 +72,7 @@ def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRec
 
     Args:
         cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
-        make_runner (`Callable`): Makes what runs them, `batching.assembly.make_rectangles`.
+        make_runner (`Callable`): Makes what runs them, `batching.factory.make_rectangles`.
     """
     state = ModelState(model)
     if _visible_reason(_SIDE_BY_SIDE, model, cache, state):

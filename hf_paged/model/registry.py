@@ -107,7 +107,7 @@ def free(model: Any) -> None:
     """
     with _lock:
         for module in [module for module in model.modules() if module in _memories]:
-            _memories.pop(module)[1].captured = None  # graphs are of use to no cache
+            _memories.pop(module)[1].graphs = None  # graphs are of use to no cache
 
 
 def last_route(model: Any) -> Route | None:

@@ -33,10 +33,14 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND, _CHUNK = 8, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
+# Rows with their `query_len`: prompts side by side; decodes beside a chunk; a chunk after what is cached.
+_PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
+# A short and a long row; a row that joins them; one that has left.
+_SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
 
 
 class Runner(Protocol):
-    """What `batching.runner.PackedRunner` does for the check."""
+    """What `batching.execution.packed.PackedRunner` does for the check."""
 
     def run(self, items: list[Any], /) -> torch.Tensor:
         """Sequences and their `query_len` to logits `(n, vocab_size)`."""
@@ -149,7 +153,9 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
             whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
             decoded = _plain_logits(model, rows[:2, : _FIRST + 2], _FIRST)
             memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
-            found = _packed_logits(model, PagedCache.from_empty(_stock_twin(cache), memory), rows, make_runner)
+            paged = PagedCache.from_empty(_stock_twin(cache), memory)
+            runner, manager = make_runner(model, paged), memory.manager(paged.groups)
+            found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _LENGTH), _PACKED_STEPS, skips=False)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -180,7 +186,11 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
                     )
                     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
                     alone = torch.stack(order)
-                found = _side_logits(model, cache, rows, sides, make_runner)
+                stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+                paged = PagedCache.from_empty(stock, PagedMemory(PagedConfig(block_size=8)))
+                wrap_expansions(model.modules())
+                manager, runner = make_runner(model, paged, sides)
+                found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS, skips=True)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -213,34 +223,35 @@ def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
     return torch.stack(logits, dim=1)
 
 
-def _side_logits(
+def _step_logits(
     model: PreTrainedModel,
-    cache: PagedCache,
+    manager: BlockManager,
+    runner: Runner,
     rows: torch.Tensor,
-    sides: Sides,
-    make_runner: MakeRectangles,
+    prompts: tuple[int, int, int],
+    steps: tuple[tuple[tuple[int, int], ...], ...],
+    skips: bool,
 ) -> torch.Tensor:
     """
-    `(9, vocab_size)`: after the prompts of a short and a long row, after one more token each, after another prompt
-    beside the next of these two, and after the next of that one and the short one.
+    `(n, vocab_size)`: the logits of steps, after each row that is computed as far as its prompt goes.
+
+    Args:
+        prompts (`tuple[int, int, int]`): Tokens of each row's prompt; what follows is decoded.
+        steps: Of each step, rows with their `query_len`.
+        skips (`bool`): As in `BlockManager.append`.
     """
-    memory = PagedMemory(PagedConfig(block_size=8))
-    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
-    manager, runner = make_runner(model, PagedCache.from_empty(stock, memory), sides)
     tokens = rows.tolist()
     sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
 
-    def item(row: int) -> tuple[Any, int]:
+    def item(row: int, query_len: int) -> tuple[Any, int]:
         sequence = sequences[row]
-        count = 1 if sequence.num_computed_tokens else (_FIRST, _SECOND, _CHUNK)[row]
-        manager.append(sequence.blocks, count, skips=True)
-        sequence.num_computed_tokens += count
-        sequence.token_ids = tokens[row][: sequence.num_computed_tokens]
-        return sequence, count
+        manager.append(sequence.blocks, query_len, skips=skips)
+        sequence.num_computed_tokens += query_len
+        sequence.token_ids = tokens[row][: max(prompts[row], sequence.num_computed_tokens)]
+        return sequence, query_len
 
-    wrap_expansions(model.modules())
     with held(), use_paged_attention(model), let_in():
-        logits = [runner.run(list(map(item, step))) for step in ((0, 2), (0, 2), (1, 0, 2), (1, 0))]
+        logits = [runner.run([item(*each) for each in step]) for step in steps]
     for sequence in sequences:
         manager.free(sequence.blocks)
     return torch.cat(logits)
@@ -287,35 +298,6 @@ def _stock_twin(cache: PagedCache) -> DynamicCache:
         else:
             stock.layers.append(DynamicLayer() if isinstance(layer, PagedLayer) else type(layer)())
     return stock
-
-
-def _packed_logits(
-    model: PreTrainedModel, cache: PagedCache, rows: torch.Tensor, make_runner: MakeRunner
-) -> torch.Tensor:
-    """`(6, vocab_size)`: after both prompts, after one more token each, after another of the first and the chunks."""
-    runner = make_runner(model, cache)
-    tokens = rows.tolist()
-    first, second, third = (SimpleNamespace(num_computed_tokens=0, token_ids=[]) for _ in range(3))
-    third.token_ids = tokens[2]
-    manager = cache.memory.manager(cache.groups)
-    for row in (third, first, second):
-        row.blocks = manager.new()
-
-    def item(row: Any, query_len: int) -> tuple[Any, int]:
-        manager.append(row.blocks, query_len)
-        row.num_computed_tokens += query_len
-        return row, query_len
-
-    def decode(row: Any, source: list[int]) -> tuple[Any, int]:
-        row.token_ids = source[: row.num_computed_tokens + 1]
-        return item(row, 1)
-
-    first.token_ids, second.token_ids = tokens[0][:_FIRST], tokens[1][:_SECOND]
-    with held(), use_paged_attention(model), let_in():
-        logits = [runner.run([item(first, _FIRST), item(second, _SECOND)])]
-        logits.append(runner.run([decode(first, tokens[0]), decode(second, tokens[1]), item(third, _CHUNK)]))
-        logits.append(runner.run([decode(first, tokens[0]), item(third, _LENGTH - _CHUNK)]))
-    return torch.cat(logits)
 
 
 @contextlib.contextmanager

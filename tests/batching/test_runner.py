@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged.attention.switch import use_paged_attention
-from hf_paged.batching.runner import PackedRunner, TableRows, chunk_slots
+from hf_paged.batching.execution.packed import PackedRunner, TableRows, chunk_slots
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.memory import PagedMemory

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_paged.batching.runner import PackedRunner
+from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig

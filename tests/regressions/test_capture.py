@@ -13,7 +13,7 @@ import hf_paged
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.captured_helpers import FakeGraphs, use_fake_graphs
+from tests.support.graph_helpers import FakeGraphs, use_fake_graphs
 
 OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
 

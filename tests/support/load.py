@@ -36,8 +36,8 @@ import hf_paged
 from hf_paged import OutOfBlocksError, PagedEngine, RequestOutput
 from tests.batching.test_invariance import count_chunks
 from tests.support import load_cases, models
-from tests.support.captured_helpers import addresses_of, use_fake_graphs
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone
+from tests.support.graph_helpers import addresses_of, use_fake_graphs
 from tests.support.load_cases import Run, Wanted
 
 RUN_STEPS = 2500

@@ -20,13 +20,13 @@ from ...interrupts import let_in
 from ...locks import step_lock
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
-from ..ahead import LookAhead
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
 from .adapters import use_adapter
+from .run_ahead import RunAhead
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Executor:
         self.lock = step_lock(model)
         self.num_embeddings = num_embeddings(model)
         self.slowed_by: set[str] = set()
-        self._ahead = LookAhead(memory, scheduler) if runner.can_capture else None
+        self._ahead = RunAhead(memory, scheduler) if runner.can_capture else None
         self._autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
         self._checks_weights = self._switches_attention = True
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched

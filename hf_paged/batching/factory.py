@@ -20,11 +20,11 @@ from ..model.capability import packable, side_by_side
 from ..model.self_check import Sides
 from ..model.weights import WeightsGuard
 from .execution.executor import Executor
+from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .layout import PACKED, Layout
 from .loop import StepLoop
 from .request import Request
-from .runner import PackedRunner
 from .scheduling.cost import CostModel
 from .scheduling.scheduler import Scheduler
 

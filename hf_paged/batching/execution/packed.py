@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..cache.packed import Chunk, PackedCache, PackedStep
-from ..cache.paged_cache import PagedCache
-from ..model.state import ModelState
-from .captured import captured_decodes
+from ...cache.packed import Chunk, PackedCache, PackedStep
+from ...cache.paged_cache import PagedCache
+from ...model.state import ModelState
+from .graphs.decodes import decode_graphs
 
 if TYPE_CHECKING:
-    from ..cache.block_table import BlockTable
-    from .request import Sequence
+    from ...cache.block_table import BlockTable
+    from ..request import Sequence
 
 
 class GroupShare(NamedTuple):
@@ -68,7 +68,7 @@ class PackedRunner:
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._captured = captured_decodes(model, cache)
+        self._captured = decode_graphs(model, cache)
         self.can_capture, self.has_states = self._captured is not None, False
         self._is_known = False  # whether the model's state was read when this work began
         self.num_captured_steps = 0

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import kernels
-from ..cache.packed import NotCapturable
+from .... import kernels
+from ....cache.packed import NotCapturable
 
 
 class Graph(Protocol):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.memory import GroupMemory
-from ..kernels.triton.cascade_plan import CascadeCosts, plan_cascade
+from ....cache.memory import GroupMemory
+from ....kernels.triton.cascade_plan import CascadeCosts, plan_cascade
 
 if TYPE_CHECKING:
-    from .runner import GroupShare
+    from ..packed import GroupShare
 
 EAGER_LAYER_BYTES = 800 << 20
 """What a GPU reads while the host launches one layer kernel by kernel: about 0.2 ms at 4 TB/s. An estimate, not a
@@ -23,7 +23,7 @@ measurement."""
 
 def eager_costs(groups: Sequence[GroupMemory], num_heads: int) -> list[CascadeCosts]:
     """For each layer group what its layers move together, and what launching all layers of the model takes."""
-    from ..kernels.triton.cascade import default_costs  # needs Triton
+    from ....kernels.triton.cascade import default_costs  # needs Triton
 
     query = torch.empty(1, num_heads, 1, 1, device="meta")
     num_layers, found = sum(len(group.storage.layers) for group in groups), []

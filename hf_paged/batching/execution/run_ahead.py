@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.memory import PagedMemory
-from .decoding.base import Fetch
-from .decoding.sample import SampleDecoding
-from .generation import Generation
-from .request import Sequence
-from .scheduling.scheduler import Scheduler
+from ...cache.memory import PagedMemory
+from ..decoding.base import Fetch
+from ..decoding.sample import SampleDecoding
+from ..generation import Generation
+from ..request import Sequence
+from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Launched(NamedTuple):
     tails: list[list[int]]  # block that each sequence's token is stored in, for each layer group
 
 
-class LookAhead:
+class RunAhead:
     """
     Launches steps before their time, and gives their logits when it has come.
 

@@ -14,9 +14,9 @@ from transformers import StoppingCriteria
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.ahead import Launched, LookAhead
+from hf_paged.batching.execution.packed import PackedRunner
+from hf_paged.batching.execution.run_ahead import Launched, RunAhead
 from hf_paged.batching.request import Request, Sequence
-from hf_paged.batching.runner import PackedRunner
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockGroup, BlockManager
 from hf_paged.cache.block_pool import BlockPool
@@ -26,7 +26,6 @@ from tests.batching import test_invariance
 from tests.batching.test_invariance import Schedule
 from tests.batching.test_runner import SIZE
 from tests.support import models
-from tests.support.captured_helpers import results, use_fake_graphs
 from tests.support.engine_helpers import (
     MANY_ENDS,
     MODES,
@@ -36,6 +35,7 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
+from tests.support.graph_helpers import results, use_fake_graphs
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 CONFIG = PagedConfig(block_size=SIZE)
@@ -54,9 +54,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
     """What became of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
     use_fake_graphs(monkeypatch)
     counts: collections.Counter[str] = collections.Counter()
-    take, run_ahead = LookAhead.take, PackedRunner.run_ahead
+    take, run_ahead = RunAhead.take, PackedRunner.run_ahead
 
-    def counted_take(self: LookAhead, items: list[Any]) -> Any:
+    def counted_take(self: RunAhead, items: list[Any]) -> Any:
         launched = self._launched
         logits, count = take(self, items)
         if launched is not None:
@@ -69,7 +69,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
         counts["launched"] += logits is not None
         return logits
 
-    monkeypatch.setattr(LookAhead, "take", counted_take)
+    monkeypatch.setattr(RunAhead, "take", counted_take)
     monkeypatch.setattr(PackedRunner, "run_ahead", counted_run)
     yield counts
 
@@ -193,7 +193,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(PackedRunner, "run_ahead", fail)
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.ahead")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
     model, jobs = models.get("llama"), [job(5, 20, 0), job(9, 15, 1)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
@@ -211,7 +211,7 @@ def test_item_05_an_id_without_embedding_does_not_reach_the_device(
         best = torch.full((len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf"))
         return torch.cat([scores, best], dim=1)
 
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.ahead")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         result = engine.generate([prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen])[0]
         assert_drained(engine)
@@ -237,7 +237,7 @@ def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> 
             engine.add_request(prompt, **options)
         for _ in range(20):
             engine.step()
-        graphs = engine.memory.captured._graphs
+        graphs = engine.memory.graphs._graphs
         *others, used = graphs
         assert others, "tables of other widths came before"
         for key in others:
@@ -269,8 +269,8 @@ def test_only_what_was_launched_is_taken() -> None:
     scheduler.schedule()
     logits = torch.arange(4.0)[:, None].expand(4, 7)
 
-    def launched() -> LookAhead:
-        ahead = LookAhead(PagedMemory(CONFIG), scheduler)
+    def launched() -> RunAhead:
+        ahead = RunAhead(PagedMemory(CONFIG), scheduler)
         rows = {sequence: row for row, sequence in enumerate(sequences)}
         lengths, tails = [s.num_tokens for s in sequences], [[s.blocks.tables[0].block_ids[-1]] for s in sequences]
         ahead._launched = Launched(rows, logits, [7] * 4, lengths, tails)

@@ -13,12 +13,13 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching import ahead, captured, captured_graphs
+from hf_paged.batching.execution import run_ahead
+from hf_paged.batching.execution.graphs import capture, decodes
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
-from tests.support.captured_helpers import results
 from tests.support.engine_helpers import assert_drained, prompts
+from tests.support.graph_helpers import results
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +35,7 @@ JOBS: list[Any] = [
 def full_precision() -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
-    captured._log_once.cache_clear()
+    decodes._log_once.cache_clear()
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -62,23 +63,23 @@ def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
 def test_steps_ahead_give_the_tokens_of_steps_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step runs while the host waits for the tokens of the one before, which a copy of its own brings."""
     model, taken = models.build(name).to("cuda"), []
-    take = ahead.LookAhead.take
+    take = run_ahead.RunAhead.take
 
-    def counted(self: ahead.LookAhead, items: list[Any]) -> Any:
+    def counted(self: run_ahead.RunAhead, items: list[Any]) -> Any:
         found = take(self, items)
         taken.append(found[1])
         return found
 
-    monkeypatch.setattr(ahead.LookAhead, "take", counted)
+    monkeypatch.setattr(run_ahead.RunAhead, "take", counted)
     found, stats = texts(model, later=3)
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
-    monkeypatch.setattr(ahead.LookAhead, "fetch", lambda *arguments: None)
+    monkeypatch.setattr(run_ahead.RunAhead, "fetch", lambda *arguments: None)
     assert found == texts(model, later=3)[0]
 
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
-    arrived = ahead._send(tokens)
+    arrived = run_ahead._send(tokens)
     tokens.fill_(9)  # stands for the next step, which must not be waited for, nor overtake
     assert arrived() == [0, 1, 2, 3, 4]
 
@@ -141,7 +142,7 @@ def test_a_replay_does_not_wait_for_the_device() -> None:
     bench.cache.reserve(64)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
     bench.run([row.take(4) for row in rows])
-    for _ in range(captured.MIN_USES + 1):
+    for _ in range(decodes.MIN_USES + 1):
         bench.run([row.take(1) for row in rows])
     count = bench.runner.num_captured_steps
     assert count
@@ -188,7 +189,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(noticed: str, monkeypa
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        monkeypatch.setattr(captured_graphs, "NothingUnrecorded", contextlib.nullcontext)
+        monkeypatch.setattr(capture, "NothingUnrecorded", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     numbers = torch.rand(3, device="cuda")

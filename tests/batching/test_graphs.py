@@ -15,16 +15,16 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
-from hf_paged.batching import captured, captured_cascade, captured_graphs
-from hf_paged.batching.captured import CapturedDecodes, Key, bucket
-from hf_paged.batching.captured_graphs import NothingUnrecorded
+from hf_paged.batching.execution.graphs import capture, cascade, decodes
+from hf_paged.batching.execution.graphs.capture import NothingUnrecorded
+from hf_paged.batching.execution.graphs.decodes import DecodeGraphs, Key, bucket
 from hf_paged.cache.packed import NotCapturable
 from hf_paged.kernels import cpp
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
-from tests.support.captured_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
 
 NAMES = ("llama", "gemma3")  # one group; a window beside full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
@@ -43,8 +43,8 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any
     return model.generate(**inputs, **options, cache_implementation="paged", cache_config=config)
 
 
-def decodes_of(owner: Any) -> CapturedDecodes:
-    found: CapturedDecodes = owner.memory.captured
+def decodes_of(owner: Any) -> DecodeGraphs:
+    found: DecodeGraphs = owner.memory.graphs
     return found
 
 
@@ -66,7 +66,7 @@ def test_buckets() -> None:
     assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert sorted(set(sizes[:128])) == [1, 2, 4, *range(8, 129, 8)]
     assert all(n <= size and size - n < max(8, n / 8) for n, size in enumerate(sizes, 1))
-    assert len(set(sizes[:256])) == 27 <= captured.MAX_GRAPHS
+    assert len(set(sizes[:256])) == 27 <= decodes.MAX_GRAPHS
 
 
 # ----------------------------------------------------------------------------------------------------------- parity
@@ -196,14 +196,14 @@ def test_a_larger_graph_serves_until_there_is_one_of_the_size(
     bench.run([row.take(SIZE + 1) for row in rows])
     for _ in range(2):
         bench.decode(*rows)
-    monkeypatch.setattr(captured, "MIN_USES", 3)
+    monkeypatch.setattr(decodes, "MIN_USES", 3)
     for number in range(5):
         assert_close(bench.decode(*rows[:2]), [bench.plain(row) for row in rows[:2]])
         assert [graph.num_replays for graph in graphs.graphs] == ([1 + number + 1] if number < 3 else [4, number - 2])
 
 
 def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(decodes, "MAX_GRAPHS", 2)
     bench = CapturedBench(models.get("llama"), graphs)
     rows = [Row(tokens(40, seed), bench) for seed in range(4)]
     bench.run([row.take(SIZE + 1) for row in rows])
@@ -231,7 +231,7 @@ def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
 
 
 def test_tables_start_wide_enough_for_short_texts(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "MIN_TABLE_TOKENS", 128)
+    monkeypatch.setattr(decodes, "MIN_TABLE_TOKENS", 128)
     bench = CapturedBench(models.get("llama"), graphs)
     row = Row(tokens(80, 0), bench)
     bench.run([row.take(2)])
@@ -384,8 +384,8 @@ def test_a_cascade_that_pays_more_than_launches_cost_is_eager(
     for _ in range(3):
         bench.decode(*rows)
     assert graphs.num_replays == 2
-    monkeypatch.setattr(captured_cascade, "EAGER_LAYER_BYTES", 0)
-    bench.memory.captured._costs = None
+    monkeypatch.setattr(cascade, "EAGER_LAYER_BYTES", 0)
+    bench.memory.graphs._costs = None
     assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
     assert graphs.num_replays == 2
     bench.decode(rows[0])  # shares with no row in this step
@@ -553,7 +553,7 @@ def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *args, name=name: done.append((name, args)), raising=False)
-    backend = object.__new__(captured_graphs.CudaGraphs)
+    backend = object.__new__(capture.CudaGraphs)
     backend._device, backend._pool = torch.device("cuda", 1), (0, 7)
 
     def run() -> None:
@@ -561,7 +561,7 @@ def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pyte
 
     with pytest.raises(RuntimeError) as error:
         backend._record(_BrokenGraph(ends), run)  # type: ignore[arg-type]
-    assert captured._reason(error.value) == "on purpose"
+    assert decodes._reason(error.value) == "on purpose"
     repaired = ["before", ("_cuda_endAllocateToPool", (1, (0, 7))), ("_cuda_releasePool", (1, (0, 7)))]
     assert done == ([] if ends else repaired)
 
@@ -591,7 +591,7 @@ def test_operations_that_cannot_be_recorded() -> None:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def _refs(decodes: CapturedDecodes) -> list[weakref.ref[Any]]:
+def _refs(decodes: DecodeGraphs) -> list[weakref.ref[Any]]:
     steps = list(decodes._graphs.values())
     assert steps
     inner = [part for step in steps for part in (step, step.graph, step.inputs, step.inputs._buffer)]
@@ -604,13 +604,13 @@ def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
     gc.disable()
     try:
         generate(model, inputs, do_sample=False, max_new_tokens=50)
-        refs = _refs(hf_paged.model.registry._memories[model][1].captured)
+        refs = _refs(hf_paged.model.registry._memories[model][1].graphs)
         graphs.graphs.clear()
         hf_paged.free(model)
         assert [ref() for ref in refs] == [None] * len(refs)
 
         cached = generate(model, inputs, do_sample=False, max_new_tokens=50, return_dict_in_generate=True)
-        refs = _refs(hf_paged.model.registry._memories[model][1].captured)
+        refs = _refs(hf_paged.model.registry._memories[model][1].graphs)
         graphs.graphs.clear()
         hf_paged.free(model)
         assert [ref() for ref in refs] == [None] * len(refs), "a cache that is still held needs no graphs"
@@ -629,7 +629,7 @@ def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
 def test_graphs_do_not_keep_the_model(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     generate(model, inputs, do_sample=False, max_new_tokens=50)
-    refs = [*_refs(hf_paged.model.registry._memories[model][1].captured), weakref.ref(model)]
+    refs = [*_refs(hf_paged.model.registry._memories[model][1].graphs), weakref.ref(model)]
     graphs.graphs.clear()
     del model
     gc.collect()
@@ -648,7 +648,7 @@ def test_capture_can_be_turned_off(graphs: FakeGraphs) -> None:
 
 def test_there_are_no_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert captured_graphs.graph_backend(torch.device("cpu")) is None
+    assert capture.graph_backend(torch.device("cpu")) is None
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
-        assert engine.stats().num_captured_steps == 0 and engine.memory.captured is None
+        assert engine.stats().num_captured_steps == 0 and engine.memory.graphs is None

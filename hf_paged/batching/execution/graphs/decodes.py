@@ -3,7 +3,7 @@ Steps of nothing but decodes as graphs: recorded once for a number of rows, repl
 
 A small model's decode step takes the host longer to launch than the device to compute. A graph is launched at once. It
 reads and writes the addresses it was recorded with, so it is right only while these are what they were; everything
-that changes from step to step is in buffers at fixed addresses (`captured_inputs`).
+that changes from step to step is in buffers at fixed addresses (`inputs`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.switch import model_attention
-from ..cache.memory import GroupMemory, autocast_dtype
-from ..cache.packed import PackedStep
-from ..cache.paged_cache import PagedCache
-from ..cache.storage import KVBlocks
-from ..kernels import VARIABLE
-from ..kernels.triton.cascade_plan import CascadeCosts
-from ..model.state import ModelState
-from . import captured_graphs
-from .captured_cascade import eager_costs, has_shared_blocks, prefers_cascade
-from .captured_graphs import Graph, GraphBackend, no_autocast_cache
-from .captured_inputs import StaticInputs
+from ....attention.switch import model_attention
+from ....cache.memory import GroupMemory, autocast_dtype
+from ....cache.packed import PackedStep
+from ....cache.paged_cache import PagedCache
+from ....cache.storage import KVBlocks
+from ....kernels import VARIABLE
+from ....kernels.triton.cascade_plan import CascadeCosts
+from ....model.state import ModelState
+from . import capture
+from .capture import Graph, GraphBackend, no_autocast_cache
+from .cascade import eager_costs, has_shared_blocks, prefers_cascade
+from .inputs import StaticInputs
 
 if TYPE_CHECKING:
-    from .runner import Layout
+    from ..packed import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Key(NamedTuple):
 
 
 @dataclass
-class CapturedStep:
+class RecordedStep:
     """A graph with the buffers it reads and writes; `logits` is `(num_rows, vocab_size)`."""
 
     inputs: StaticInputs
@@ -86,7 +86,7 @@ def bucket(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def captured_decodes(model: PreTrainedModel, cache: PagedCache) -> CapturedDecodes | None:
+def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | None:
     """
     The graphs of `model` over the memory of `cache`, which keeps them for the next call; `None` where there can be none
     or the config wants none.
@@ -95,16 +95,16 @@ def captured_decodes(model: PreTrainedModel, cache: PagedCache) -> CapturedDecod
     if not memory.config.capture:
         return None
     groups = [group.blocks for group in cache.groups.values()]
-    found = memory.captured
+    found = memory.graphs
     if found is None or not found.belongs_to(model, groups):
-        backend = captured_graphs.graph_backend(model.device)
+        backend = capture.graph_backend(model.device)
         windows = [spec.window for spec in cache.groups]
-        found = None if backend is None else CapturedDecodes(model, groups, windows, memory.config.block_size, backend)
-        memory.captured = found
+        found = None if backend is None else DecodeGraphs(model, groups, windows, memory.config.block_size, backend)
+        memory.graphs = found
     return found
 
 
-class CapturedDecodes:
+class DecodeGraphs:
     """
     The graphs of one model over one memory. It holds neither, nor anything that does; graphs and buffers go with it.
 
@@ -134,7 +134,7 @@ class CapturedDecodes:
         self._device = model.device
         self._groups, self._windows, self._block_size, self._backend = groups, windows, block_size, backend
         self._signature: Hashable = None  # of the model that the graphs were recorded of
-        self._graphs: dict[Key, CapturedStep] = {}  # the one used last at the end
+        self._graphs: dict[Key, RecordedStep] = {}  # the one used last at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
         self._costs: list[CascadeCosts] | None = None  # of each group's layers together
         self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant
@@ -219,7 +219,7 @@ class CapturedDecodes:
         finally:
             self._forward = None
 
-    def _replay(self, step: CapturedStep, layout: Layout, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def _replay(self, step: RecordedStep, layout: Layout, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         count = len(layout.token_ids)
         with self._backend.in_order():
             step.inputs.fill(layout)
@@ -233,7 +233,7 @@ class CapturedDecodes:
         if self._eager is not None:
             self._kinds[self._eager] = logits.shape[1], logits.dtype
 
-    def _find(self, layout: Layout, adapter: str | None) -> CapturedStep | None:
+    def _find(self, layout: Layout, adapter: str | None) -> RecordedStep | None:
         """The graph for a step, recorded if it is time; else a larger one, or none."""
         wanted = self._key(layout, adapter)
         variant = wanted.variant
@@ -265,7 +265,7 @@ class CapturedDecodes:
 
     # -- recording --------------------------------------------------------------------------------------------------
 
-    def _capture(self, key: Key, layout: Layout) -> CapturedStep | None:
+    def _capture(self, key: Key, layout: Layout) -> RecordedStep | None:
         """Records a graph; if that fails, says why, once, and gives up on this model."""
         start = time.perf_counter()
         try:
@@ -283,7 +283,7 @@ class CapturedDecodes:
             return None
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        self._graphs[key] = step = CapturedStep(inputs, logits, graph)
+        self._graphs[key] = step = RecordedStep(inputs, logits, graph)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return step
 
@@ -324,9 +324,9 @@ class CapturedDecodes:
 
 
 class _Recording:
-    """`CapturedDecodes.record` for one graph. A graph that is run again by calling it keeps nothing else alive."""
+    """`DecodeGraphs.record` for one graph. A graph that is run again by calling it keeps nothing else alive."""
 
-    def __init__(self, owner: CapturedDecodes, inputs: StaticInputs, logits: torch.Tensor) -> None:
+    def __init__(self, owner: DecodeGraphs, inputs: StaticInputs, logits: torch.Tensor) -> None:
         self._owner, self._inputs, self._logits = weakref.ref(owner), inputs, logits
 
     def __call__(self) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.packed import PackedStep
+from ....cache.packed import PackedStep
 
 if TYPE_CHECKING:
-    from .runner import Layout
+    from ..packed import Layout
 
 
 class StaticInputs:

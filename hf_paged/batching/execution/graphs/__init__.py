@@ -1,0 +1,1 @@
+"""Steps of nothing but decodes as graphs."""

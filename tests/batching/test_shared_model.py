@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 import hf_paged
 from hf_paged import PagedEngine
+from hf_paged.cache.groups import GroupSpec
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
@@ -87,7 +88,7 @@ def test_forwards_compute_as_when_the_request_was_added() -> None:
             engine.add_request(prompt, GREEDY)
         while engine.has_unfinished:
             engine.step()
-        assert engine.memory.groups[("self", None)].storage.layers[0].values.dtype == torch.bfloat16
+        assert engine.memory.groups[GroupSpec()].storage.layers[0].values.dtype == torch.bfloat16
         assert engine.generate([prompt], GREEDY)[0].num_prefix_hit_tokens == 0
         expected = model.generate(torch.tensor([prompt]), **GREEDY)[0, 40:].tolist()
         assert engine.generate([prompt], GREEDY)[0].token_ids == expected

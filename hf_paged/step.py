@@ -39,8 +39,25 @@ class RowGroup(NamedTuple):
     step: StepMetadata
 
 
+class Derives:
+    """A step, with what is worked out of it once for all layers."""
+
+    @functools.cached_property
+    def _plans(self) -> dict[tuple[object, ...], Any]:
+        return {}
+
+    def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
+        """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
+        key = (make, *args)
+        try:
+            found: Plan = self._plans[key]
+        except KeyError:
+            found = self._plans[key] = make(self, *args)
+        return found
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class StepMetadata:
+class StepMetadata(Derives):
     """
     Args:
         block_tables (`torch.Tensor` of shape `(n, max_blocks)`, int32, rows contiguous, on the pool's device):
@@ -72,7 +89,6 @@ class StepMetadata:
     slots: Tensor | None = None
     block_ids: Sequence[list[int]] = ()
     lengths: Lengths | None = None
-    _plans: dict[Callable[..., Any], Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def rectangle(
@@ -134,13 +150,6 @@ class StepMetadata:
 
     def _sees_all(self, seq_len: int) -> bool:
         return self.window is None or self.window >= seq_len
-
-    def plan(self, make: Callable[[StepMetadata], Plan]) -> Plan:
-        """What `make` derives from the step, worked out once for all layers."""
-        found: Plan | None = self._plans.get(make)
-        if found is None:
-            found = self._plans[make] = make(self)
-        return found
 
     def rows(self, first: int, last: int) -> StepMetadata:
         """Rows `[first, last)` as a step of their own."""

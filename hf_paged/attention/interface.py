@@ -11,14 +11,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..cache.handles import PagedTensor, Step, implements
-from ..cache.packed import NotPackable, PackedStep, PackedTensor
+from ..cache.packed import NotPackable, PackedTensor
 from ..cache.storage import KVBlocks
-from ..step import StepMetadata
+from ..step import Derives, StepMetadata
 from . import backends
 from .call import AttentionCall
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
-from .plan import in_table_coordinates, packed_step, plan_attention, table_shift
+from .plan import in_table_coordinates, packed_step, rectangle_step, table_shift
 from .switch import (
     NAME,
     STOCK_FUNCTIONS,
@@ -169,7 +169,7 @@ def _packed(
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     softcap, sinks, _ = features
     scaling = kwargs.get("scaling")
-    metadata = packed_step(step, attention_mask, query.device)
+    metadata = step.plan(packed_step, attention_mask, query.device)
     fresh = None
     if metadata.query_len != 1:
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
@@ -208,7 +208,7 @@ def _in_place(
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    plan = plan_attention(step, query.shape[2], attention_mask, bool(is_causal), query.device)
+    plan = step.plan(rectangle_step, query.shape[2], attention_mask, bool(is_causal), query.device)
     if plan is None:
         return None
     metadata, bias = plan
@@ -239,13 +239,16 @@ def _implementation(module: nn.Module) -> str:
     return model_attention(getattr(module, "config", None), module)
 
 
-def _stock_function(step: Step | PackedStep, module: nn.Module) -> Callable[..., Any] | None:
+def _stock_function(step: Derives, module: nn.Module) -> Callable[..., Any] | None:
     """`switch.stock_function`, asked once a step for all layers of a class with one config."""
-    key = (type(module), id(getattr(module, "config", None)))
-    if key not in step.memo:
-        step.memo[key] = stock_function(type(module), _implementation(module))
-    found: Callable[..., Any] | None = step.memo[key]
-    return found
+    known, key = step.plan(_no_functions), (type(module), id(getattr(module, "config", None)))
+    if key not in known:
+        known[key] = stock_function(type(module), _implementation(module))
+    return known[key]
+
+
+def _no_functions(step: Derives) -> dict[tuple[type, int], Callable[..., Any] | None]:
+    return {}
 
 
 def _features(
@@ -294,7 +297,7 @@ def sdpa_on_handles(
     if both and not (is_causal or dropout_p or _needs_grad(query)) and query.dim() == 4:
         assert isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
         few = query.shape[2] <= MAX_IN_PLACE_QUERIES and key.fresh is None
-        plan = plan_attention(key.step, query.shape[2], attn_mask, False, query.device) if few else None
+        plan = key.step.plan(rectangle_step, query.shape[2], attn_mask, False, query.device) if few else None
         if plan is not None:
             metadata, bias = plan
             scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class PagedMask(torch.Tensor):
     arguments: dict[str, Any]
     model_attention: str
     pattern: MaskPattern | None
-    memo: dict[Any, Any]
+    _resolved: dict[str, Any]
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any], model_attention: str) -> PagedMask:
@@ -88,7 +89,7 @@ class PagedMask(torch.Tensor):
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         dtype = torch.bool if model_attention == "sdpa" else arguments.get("dtype", torch.float32)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=arguments.get("device", "cpu"))
-        mask.arguments, mask.model_attention, mask.memo = arguments, model_attention, {}
+        mask.arguments, mask.model_attention, mask._resolved = arguments, model_attention, {}
         mask.pattern = parse(arguments.get("mask_function", causal_mask_function))
         return mask
 
@@ -97,30 +98,34 @@ class PagedMask(torch.Tensor):
 
     def resolve(self, implementation: str) -> Any:
         """What the mask interface of `implementation` makes of the same arguments (for sdpa that may be `None`)."""
-        if implementation not in self.memo:
+        if implementation not in self._resolved:
             function = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-            self.memo[implementation] = function(**self.arguments)
-        return self.memo[implementation]
+            self._resolved[implementation] = function(**self.arguments)
+        return self._resolved[implementation]
 
     def dense(self) -> torch.Tensor:
         """The numbers, in the dense format of the model's own implementation."""
-        if "dense" not in self.memo:
-            arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            dense_format = self.model_attention if self.model_attention in DENSE_FORMATS else "sdpa"
-            dense = ALL_MASK_ATTENTION_FUNCTIONS[dense_format](**arguments)
-            self.memo["dense"] = dense.expand(self.shape)
-        return self.memo["dense"]
+        return self._dense
+
+    @functools.cached_property
+    def _dense(self) -> torch.Tensor:
+        arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        dense_format = self.model_attention if self.model_attention in DENSE_FORMATS else "sdpa"
+        dense: torch.Tensor = ALL_MASK_ATTENTION_FUNCTIONS[dense_format](**arguments)
+        return dense.expand(self.shape)
 
     def visible_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """
         For each row, the half-open range of key positions that the 2D padding mask leaves visible, counted in the
         padded batch; `None` if it leaves holes.
         """
-        if "columns" not in self.memo:
-            arguments = self.arguments
-            end = arguments["kv_length"] + arguments.get("kv_offset", 0)
-            self.memo["columns"] = padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
-        return self.memo["columns"]
+        return self._columns
+
+    @functools.cached_property
+    def _columns(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        arguments = self.arguments
+        end = arguments["kv_length"] + arguments.get("kv_offset", 0)
+        return padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PagedMask(shape={tuple(self.shape)}, pattern={self.pattern}, model_attention={self.model_attention!r})"

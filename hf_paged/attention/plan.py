@@ -4,8 +4,6 @@ once for all layers."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,24 +13,10 @@ from ..cache.packed import NotPackable, PackedStep
 from ..step import Lengths, StepMetadata
 from .masks import MaskPattern, PagedMask
 
-Plan = TypeVar("Plan")
-
-
-def _once(memo: dict[Any, Any], mask: torch.Tensor | None, key: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-    """What `make` gives for a mask, worked out once a step."""
-    found = memo.get((id(mask), key))
-    if found is None or found[0] is not mask:
-        found = memo[id(mask), key] = (mask, make())
-    plan: Plan = found[1]
-    return plan
-
 
 def packed_step(step: PackedStep, mask: torch.Tensor | None, device: torch.device) -> StepMetadata:
     """A packed step under the window of its mask. Raises `NotPackable` for any other mask."""
-    return _once(step.memo, mask, (device,), lambda: _packed_step(step, _window(step, mask), device))
-
-
-def _packed_step(step: PackedStep, window: int | None, device: torch.device) -> StepMetadata:
+    window = _window(step, mask)
     chunks, num_decodes = step.chunks, step.num_decodes
     tables = step.tables
     if chunks:
@@ -75,20 +59,13 @@ def _window(step: PackedStep, mask: torch.Tensor | None) -> int | None:
     return pattern.window
 
 
-def plan_attention(
+def rectangle_step(
     step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
 ) -> tuple[StepMetadata, torch.Tensor | None] | None:
     """
     Metadata and additive bias (in table coordinates) of a step of rows of equally many queries that say the same as
     `attention_mask`, or `None` if nothing short of a dense mask does.
     """
-    key = (query_len, is_causal, device)
-    return _once(step.memo, attention_mask, key, lambda: _plan(step, query_len, attention_mask, is_causal, device))
-
-
-def _plan(
-    step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
-) -> tuple[StepMetadata, torch.Tensor | None] | None:
     if attention_mask is None:
         # without a mask, implementations attend to everything unless several queries are causal among themselves
         if (is_causal and query_len > 1) or any(step.paddings):

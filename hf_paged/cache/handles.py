@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..step import Derives
 from .storage import KVBlocks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +29,7 @@ class ReadCounters:
 
 
 @dataclass(eq=False)
-class Step:
+class Step(Derives):
     """
     The state of a layer group's tables at one step: what its layers' handles read through.
 
@@ -56,7 +57,6 @@ class Step:
     host_tables: tuple[tuple[int, ...], ...]
     tables: dict[torch.device, torch.Tensor]
     counters: ReadCounters
-    memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def query_len(self) -> int:
@@ -87,7 +87,7 @@ class Step:
             return blocks.new_empty(len(self.host_tables), heads, self.length - self.first, dim)
         stride = blocks.stride(2)  # blocks and heads lie whole rows of one token and head apart
         step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
-        rows, hidden = self._rows(step_block, step_head, heads, blocks.device)
+        rows, hidden = self.plan(Step._rows, step_block, step_head, heads, blocks.device)
         num_rows = max(0, (blocks.shape[0] - 1) * step_block + (heads - 1) * step_head + size)
         dense = blocks.as_strided((num_rows, dim), (stride, 1)).index_select(0, rows)
         if hidden is not None:
@@ -101,26 +101,22 @@ class Step:
         Where `gather` finds what it returns, and which of it is padding: made once for all layers that are laid out
         alike, from one token and head to the next.
         """
-        key = ("rows", step_block, step_head, heads, device)
-        found = self.memo.get(key)
-        if found is None:
-            tables = self.block_tables(device)
-            behind = [padding + dropped for padding, dropped in zip(self.paddings, self.dropped)]
-            tokens = torch.arange(self.first, self.length, device=device)[None, :]
-            tokens = tokens - torch.tensor(behind, device=device)[:, None]  # (batch, length - first)
-            is_padded = max(behind) > self.first
-            hidden = None
-            if is_padded:
-                shape = (len(behind), heads, self.length - self.first)
-                hidden = (tokens < 0)[:, None].expand(shape).flatten().nonzero().squeeze(1)
-                tokens = tokens.clamp_(min=0)
-            if tables.shape[1]:
-                slots = tables.gather(1, tokens // self.block_size).long() * step_block + tokens % self.block_size
-            else:  # padding is all there is
-                slots = torch.zeros_like(tokens)
-            rows = slots[:, None] + torch.arange(0, heads * step_head, step_head, device=device)[:, None]
-            found = self.memo[key] = rows.flatten(), hidden
-        return found
+        tables = self.block_tables(device)
+        behind = [padding + dropped for padding, dropped in zip(self.paddings, self.dropped)]
+        tokens = torch.arange(self.first, self.length, device=device)[None, :]
+        tokens = tokens - torch.tensor(behind, device=device)[:, None]  # (batch, length - first)
+        is_padded = max(behind) > self.first
+        hidden = None
+        if is_padded:
+            shape = (len(behind), heads, self.length - self.first)
+            hidden = (tokens < 0)[:, None].expand(shape).flatten().nonzero().squeeze(1)
+            tokens = tokens.clamp_(min=0)
+        if tables.shape[1]:
+            slots = tables.gather(1, tokens // self.block_size).long() * step_block + tokens % self.block_size
+        else:  # padding is all there is
+            slots = torch.zeros_like(tokens)
+        rows = slots[:, None] + torch.arange(0, heads * step_head, step_head, device=device)[:, None]
+        return rows.flatten(), hidden
 
 
 _OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}

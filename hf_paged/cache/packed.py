@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from transformers import cache_utils
 
+from ..step import Derives
 from . import storage
 from .layer_group import LayerGroup
 from .layers import PagedSlidingWindowLayer
@@ -45,7 +46,7 @@ class LayerStates(NamedTuple):
 
 
 @dataclass(eq=False)
-class PackedStep:
+class PackedStep(Derives):
     """
     One layer group's share of a packed step: `num_decodes` sequences with one new token each, then chunks.
 
@@ -77,7 +78,6 @@ class PackedStep:
     chunks: tuple[Chunk, ...]
     block_ids: Sequence[list[int]] = ()
     lengths: torch.Tensor | None = None
-    memo: dict[Any, Any] = field(default_factory=dict)
     states: dict[int, LayerStates] = field(default_factory=dict)
     """What each layer has stored so far, by its index. It goes with the step, so that nothing outlives it."""
 

@@ -169,8 +169,8 @@ def test_layers_share_a_plan_and_another_mask_gets_its_own() -> None:
     built = Built(Case(MIXED))
     mask, sliding = causal_mask(built.step.num_tokens), causal_mask(built.step.num_tokens, window=5)
     first = built.attend(mask)
-    plans = dict(built.step.memo)
-    assert torch.equal(built.attend(mask), first) and built.step.memo == plans
+    plans = dict(built.step._plans)
+    assert torch.equal(built.attend(mask), first) and built.step._plans == plans
     assert not torch.allclose(built.attend(sliding), first)
     assert torch.equal(built.attend(mask), first)
 

@@ -12,7 +12,6 @@ block `block_tables[row, t // block_size]` at offset `t % block_size`. A row who
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -42,9 +41,13 @@ class RowGroup(NamedTuple):
 class Derives:
     """A step, with what is worked out of it once for all layers."""
 
-    @functools.cached_property
-    def _plans(self) -> dict[tuple[object, ...], Any]:
-        return {}
+    _plans: dict[tuple[object, ...], Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Not a `functools.cached_property`, whose lock a child process may find held."""
+        step = super().__new__(cls)
+        object.__setattr__(step, "_plans", {})
+        return step
 
     def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
         """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
@@ -77,6 +80,9 @@ class StepMetadata(Derives):
         lengths ([`Lengths`], *optional*):
             For a step that is recorded to be run again with other lengths: where it reads them. The queries of all
             rows are then equally many.
+
+    Attributes:
+        query_len (`int`, *optional*): New tokens of each row, where all rows have equally many; without rows 1.
     """
 
     block_tables: Tensor
@@ -89,6 +95,12 @@ class StepMetadata(Derives):
     slots: Tensor | None = None
     block_ids: Sequence[list[int]] = ()
     lengths: Lengths | None = None
+    query_len: int | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Sets `query_len`."""
+        found = {end - start for start, end in itertools.pairwise(self.query_start)} or {1}
+        object.__setattr__(self, "query_len", found.pop() if len(found) == 1 else None)
 
     @classmethod
     def rectangle(
@@ -123,21 +135,10 @@ class StepMetadata(Derives):
         """Tokens of all rows that are new in this step."""
         return self.query_start[-1]
 
-    @functools.cached_property
-    def query_len(self) -> int | None:
-        """New tokens of each row, where all rows have equally many; without rows 1."""
-        found = {end - start for start, end in itertools.pairwise(self.query_start)}
-        return (found.pop() if found else 1) if len(found) < 2 else None
-
-    @functools.cached_property
+    @property
     def on_device(self) -> Lengths:
         """Lengths on the device, one copy for all."""
-        if self.lengths is not None:
-            return self.lengths
-        # an array's buffer becomes a tensor three times as fast as a list does
-        buffer = array("i", (*self.seq_lens, *self.starts, *self.query_start))
-        copied = torch.frombuffer(buffer, dtype=torch.int32).to(self.block_tables.device, non_blocking=True)
-        return Lengths(*copied.split((self.num_rows, self.num_rows, self.num_rows + 1)))
+        return self.lengths or self.plan(_copy_lengths)
 
     @property
     def begins(self) -> bool:
@@ -178,6 +179,13 @@ class StepMetadata(Derives):
             if self.window is not None:
                 low = max(low, position - self.window + 1)
         return low, max(low, high)
+
+
+def _copy_lengths(step: StepMetadata) -> Lengths:
+    # an array's buffer becomes a tensor three times as fast as a list does
+    buffer = array("i", (*step.seq_lens, *step.starts, *step.query_start))
+    copied = torch.frombuffer(buffer, dtype=torch.int32).to(step.block_tables.device, non_blocking=True)
+    return Lengths(*copied.split((step.num_rows, step.num_rows, step.num_rows + 1)))
 
 
 def _row_groups(step: StepMetadata) -> tuple[RowGroup, ...]:

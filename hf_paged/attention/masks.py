@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -82,6 +81,8 @@ class PagedMask(torch.Tensor):
     model_attention: str
     pattern: MaskPattern | None
     _resolved: dict[str, Any]
+    _dense: torch.Tensor | None
+    _columns: list[tuple[tuple[int, ...], tuple[int, ...]] | None]  # what `visible_columns` returns, once it was asked
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any], model_attention: str) -> PagedMask:
@@ -90,6 +91,7 @@ class PagedMask(torch.Tensor):
         dtype = torch.bool if model_attention == "sdpa" else arguments.get("dtype", torch.float32)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=arguments.get("device", "cpu"))
         mask.arguments, mask.model_attention, mask._resolved = arguments, model_attention, {}
+        mask._dense, mask._columns = None, []
         mask.pattern = parse(arguments.get("mask_function", causal_mask_function))
         return mask
 
@@ -105,27 +107,22 @@ class PagedMask(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """The numbers, in the dense format of the model's own implementation."""
+        if self._dense is None:
+            arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            dense_format = self.model_attention if self.model_attention in DENSE_FORMATS else "sdpa"
+            self._dense = ALL_MASK_ATTENTION_FUNCTIONS[dense_format](**arguments).expand(self.shape)
         return self._dense
-
-    @functools.cached_property
-    def _dense(self) -> torch.Tensor:
-        arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        dense_format = self.model_attention if self.model_attention in DENSE_FORMATS else "sdpa"
-        dense: torch.Tensor = ALL_MASK_ATTENTION_FUNCTIONS[dense_format](**arguments)
-        return dense.expand(self.shape)
 
     def visible_columns(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """
         For each row, the half-open range of key positions that the 2D padding mask leaves visible, counted in the
         padded batch; `None` if it leaves holes.
         """
-        return self._columns
-
-    @functools.cached_property
-    def _columns(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        arguments = self.arguments
-        end = arguments["kv_length"] + arguments.get("kv_offset", 0)
-        return padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
+        if not self._columns:
+            arguments = self.arguments
+            end = arguments["kv_length"] + arguments.get("kv_offset", 0)
+            self._columns.append(padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end))
+        return self._columns[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PagedMask(shape={tuple(self.shape)}, pattern={self.pattern}, model_attention={self.model_attention!r})"

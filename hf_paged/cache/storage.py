@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +37,14 @@ class KVBlocks:
     values: torch.Tensor
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
 
-    @functools.cached_property
+    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
+
+    @property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
-        return KVBlocks(self.data, self.data[0], self.data[0])
+        if self._latents is None:
+            self._latents = KVBlocks(self.data, self.data[0], self.data[0])
+        return self._latents
 
     @property
     def block_bytes(self) -> int:

@@ -5,7 +5,6 @@ and a recorded graph replayed, as long as it is.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import marshal
@@ -86,15 +85,22 @@ class ModelState:
         self.model = model
         self.modules: list[tuple[str, nn.Module]] = list(model.named_modules())
         self._watch: _Watch | None = None
+        # no `functools.cached_property`, whose lock a child process may find held
+        self._configs: list[PreTrainedConfig] | None = None
+        self._walked: ModelWalk | None = None
 
-    @functools.cached_property
+    @property
     def configs(self) -> list[PreTrainedConfig]:
         """The configs that a call switches to our attention."""
-        return switchable_configs(module for _, module in self.modules)
+        if self._configs is None:
+            self._configs = switchable_configs(module for _, module in self.modules)
+        return self._configs
 
-    @functools.cached_property
+    @property
     def _walk(self) -> ModelWalk:
-        return ModelWalk(self.model)
+        if self._walked is None:
+            self._walked = ModelWalk(self.model)
+        return self._walked
 
     @property
     def tensors(self) -> list[Tensor]:

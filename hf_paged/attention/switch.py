@@ -238,10 +238,19 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     return switchable
 
 
+_parsing = forks.lock()
+
+
+def _parse(code: Any) -> ast.Module:
+    """The syntax tree of a class or a function. One at a time: CPython 3.11 counts depth over all threads."""
+    with _parsing:
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
+
+
 @functools.cache
 def _tree(cls: type) -> ast.AST | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        return _parse(cls)
     except (OSError, TypeError, SyntaxError):
         return None
 
@@ -301,7 +310,7 @@ def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None
     if function is None:
         return None
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = _parse(function)
     except (OSError, TypeError, SyntaxError):
         return None
     definition = tree.body[0]

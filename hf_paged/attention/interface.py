@@ -174,13 +174,14 @@ def _packed(
     if metadata.query_len != 1:
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
     call = AttentionCall(
-        query[0].transpose_(0, 1),
+        query.squeeze(2) if step.num_tokens == 1 else query[0].transpose_(0, 1),  # the former is one view less
         _pair(step.states[key.layer.index].blocks, key.blocks, value.blocks),
         metadata,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
         sinks,
-        fresh=fresh,
+        None,
+        fresh,
     )
     return backends.attend(call).unsqueeze_(0)
 

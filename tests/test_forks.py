@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +100,12 @@ def test_what_is_gone_is_not_told() -> None:
     assert holds_in_child(lambda: len(told) == 1)
     del survivor
     assert holds_in_child(lambda: not told)
+
+
+def test_no_cached_property() -> None:
+    """Up to Python 3.11 it holds a lock while it computes, one for all instances, which `forks` does not know."""
+    for path in Path(forks.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {node.name for node in nodes if isinstance(node, ast.alias)}
+        assert "cached_property" not in names, path

@@ -18,6 +18,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.model import state
 from tests.support import models
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -203,6 +204,33 @@ def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> N
             stop.set()
     assert told == ["fine"] * 12
     engine.check_integrity()
+
+
+@needs_fork
+def test_item_11_a_child_reads_the_model_while_a_thread_of_its_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, is_there, may_go_on = models.build("llama", num_hidden_layers=1), threading.Event(), threading.Event()
+
+    class Waits(state.ModelWalk):
+        def __init__(self, model: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                is_there.set()
+                assert may_go_on.wait(120)
+            super().__init__(model)
+
+    monkeypatch.setattr(state, "ModelWalk", Waits)
+    expected = state.fingerprint(model)
+
+    def work() -> None:
+        assert expected is not None and state.fingerprint(model) == expected
+
+    with another_thread(lambda: state.fingerprint(model)) as got:
+        assert is_there.wait(60)
+        try:
+            told = in_child(work, seconds=20)
+        finally:
+            may_go_on.set()
+    assert told == "fine"
+    assert got == [expected]
 
 
 @needs_fork

@@ -52,7 +52,7 @@ def as_seed(value: Any) -> int | None:
 
 
 def check_generates(model: Any) -> None:
-    """Raises `ValueError` for what is no model, for one without a head, and for one with an encoder."""
+    """Raises `ValueError` for what is no model, or has no head, an encoder, or states in its modules."""
     if not callable(getattr(model, "can_generate", None)):
         raise ValueError(
             f"`model` is {shown(model)}: it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
@@ -66,6 +66,11 @@ def check_generates(model: Any) -> None:
         raise ValueError(
             f'{name} is an encoder-decoder model: call `model.generate(..., cache_implementation="paged")`; the engine '
             "takes decoder-only models"
+        )
+    if any(hasattr(module, "_setup_cache") for module in model.modules()):
+        raise ValueError(
+            f"{name} keeps states in its modules, outside of any cache, so that its requests cannot run beside one "
+            'another: call `model.generate(..., cache_implementation="paged")`'
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed, num_copies
-from .groups import GroupSpec
+from .groups import FULL_ATTENTION, GroupSpec
 from .prefix_index import Node, PrefixIndex
 
 ALL_NAMESPACES = object()
@@ -27,7 +27,7 @@ class BlockGroup:
 
     can_grow = False
 
-    def __init__(self, pool: BlockPool, spec: GroupSpec = GroupSpec()) -> None:  # noqa: B008, it is frozen
+    def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION) -> None:
         self.pool, self.spec = pool, spec
 
     def make_room(self, num_blocks: int) -> None:

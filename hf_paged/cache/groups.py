@@ -50,6 +50,9 @@ class GroupSpec:
         return self.kind, self.window
 
 
+FULL_ATTENTION = GroupSpec()
+
+
 @dataclass(frozen=True)
 class StateSpec(GroupSpec):
     """States of linear attention and convolutions: one slot a sequence, a block for any number of tokens."""

@@ -161,7 +161,7 @@ class PagedTensor(torch.Tensor):
             cls,
             (batch, heads, length, dim),
             strides=strides,
-            dtype=blocks.dtype if fresh is None else fresh.dtype,
+            dtype=layer.dtypes[which == "values"] if fresh is None else fresh.dtype,
             device=blocks.device,
         )
         handle.step, handle.layer, handle.blocks, handle.fresh, handle._dense = step, layer, blocks, fresh, None
@@ -176,7 +176,7 @@ class PagedTensor(torch.Tensor):
             if self.fresh is not None:
                 self._dense = self.fresh
             else:
-                self._dense = self.step.gather(self.blocks)
+                self._dense = self.step.gather(self.blocks).to(self.dtype)
                 self.step.counters.gathered += 1
                 self.step.counters.gathered_decodes += self.step.query_len == 1
         return self._dense

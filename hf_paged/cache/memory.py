@@ -61,7 +61,7 @@ class GroupMemory(BlockGroup):
         super().__init__(BlockPool(), spec)
         self._memory = weakref.ref(memory)  # no cycle: a pool goes with its last user, not with the next collection
         self.block_size = spec.block_size(memory.config.block_size)
-        self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size)
+        self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec)
         self.block_bytes = 0  # of all layers, as far as the first that wrote tells
 
     @property
@@ -153,7 +153,7 @@ class GroupMemory(BlockGroup):
                 promoted: KVBlocks = self.storage.promote(index, keys, values)
                 return promoted
         self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
-        token_bytes = sum(states.shape[1] * states.shape[3] * states.element_size() for states in (keys, values))
+        token_bytes = sum(x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
         self.block_bytes = num_layers * self.block_size * token_bytes
         try:
             made: KVBlocks = self.storage.make(index, keys, values)

@@ -148,7 +148,12 @@ class CacheRows:
             numbers = {block_id: number for number, block_id in enumerate(ids)}
             state["tables"].append([([numbers[i] for i in t.block_ids], t.num_dropped, t.num_tokens) for t in tables])
             layers = self.memory.group(group.spec).storage.layers.items() if ids else ()
-            state["contents"].append({index: (layer.keys[ids], layer.values[ids]) for index, layer in layers})
+            state["contents"].append(
+                {
+                    index: tuple(x[ids].to(dtype) for x, dtype in zip((layer.keys, layer.values), layer.dtypes))
+                    for index, layer in layers
+                }
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,4 +173,4 @@ class CacheRows:
                 group.pool.release(taken)
                 for index, (keys, values) in contents.items():
                     layer = group.layer(index, keys, values, num_layers=len(contents), num_begun=len(tables))
-                    layer.keys[taken], layer.values[taken] = keys, values
+                    layer.keys[taken], layer.values[taken] = keys.to(layer.keys), values.to(layer.values)

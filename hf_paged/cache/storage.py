@@ -12,6 +12,7 @@ import torch
 from ..kernels import cpp, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.cpp import store as cpp_store
+from .groups import FULL_ATTENTION, GroupSpec
 
 
 @dataclass(eq=False)
@@ -26,6 +27,8 @@ class KVBlocks:
             `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two.
         keys (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, key_dim)`): View of the keys.
         values (`torch.Tensor` of shape `(num_blocks, value_heads, block_size, value_dim)`): View of the values.
+        dtypes (`tuple[torch.dtype, torch.dtype]`, *optional*): Of the states that keys and values stand for, where they
+            are stored in another (`GroupSpec.storage_dtype`).
 
     Attributes:
         attention ([`kernels.cpp.attention.Attention`], *optional*):
@@ -35,15 +38,19 @@ class KVBlocks:
     data: tuple[torch.Tensor, ...]
     keys: torch.Tensor
     values: torch.Tensor
+    dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
 
     _latents: KVBlocks | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
 
     @property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
         if self._latents is None:
-            self._latents = KVBlocks(self.data, self.data[0], self.data[0])
+            self._latents = KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
         return self._latents
 
     @property
@@ -54,31 +61,43 @@ class KVBlocks:
     def matches(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether new states `(batch, heads, n, dim)` fit these blocks."""
         return all(
-            (blocks.shape[1], blocks.shape[3], blocks.dtype, blocks.device)
+            (blocks.shape[1], blocks.shape[3], dtype, blocks.device)
             == (states.shape[1], states.shape[3], states.dtype, states.device)
-            for blocks, states in ((self.keys, keys), (self.values, values))
+            for blocks, dtype, states in zip((self.keys, self.values), self.dtypes, (keys, values))
         )
 
     @classmethod
-    def allocate(cls, num_blocks: int, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
+    def allocate(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        spec: GroupSpec = FULL_ATTENTION,
+    ) -> KVBlocks:
         """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
+        dtypes = keys.dtype, values.dtype
+        keys, values = (states[:, :, :0].to(spec.storage_dtype(states.dtype)) for states in (keys, values))
         if (keys.shape[1], keys.dtype) != (values.shape[1], values.dtype):
             shapes = [(num_blocks, x.shape[1], block_size, x.shape[3]) for x in (keys, values)]
             pair = [_empty(shape, states) for shape, states in zip(shapes, (keys, values))]
-            return cls(tuple(pair), *pair)
+            return cls(tuple(pair), pair[0], pair[1], dtypes)
         heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
         if key_dim == value_dim:
             shape = (num_blocks, 2 * heads, block_size, key_dim)
         else:
             shape = (num_blocks, heads, block_size, key_dim + value_dim)
-        return cls.view(_empty(shape, keys), heads, key_dim)
+        return cls.view(_empty(shape, keys), heads, key_dim, dtypes)
 
     @classmethod
-    def view(cls, both: torch.Tensor, heads: int, key_dim: int) -> KVBlocks:
+    def view(
+        cls, both: torch.Tensor, heads: int, key_dim: int, dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    ) -> KVBlocks:
         """Keys and values as views of the one tensor that holds both."""
+        dtypes = dtypes or (both.dtype, both.dtype)
         if both.shape[1] == 2 * heads:
-            return cls((both,), both[:, :heads], both[:, heads:])
-        return cls((both,), both[..., :key_dim], both[..., key_dim:])
+            return cls((both,), both[:, :heads], both[:, heads:], dtypes)
+        return cls((both,), both[..., :key_dim], both[..., key_dim:], dtypes)
 
     def grown(self, num_blocks: int) -> KVBlocks:
         """A copy with room for `num_blocks`."""
@@ -86,8 +105,8 @@ class KVBlocks:
         for new, old in zip(tensors, self.data):
             new[: old.shape[0]] = old
         if len(tensors) == 1:
-            return self.view(tensors[0], self.keys.shape[1], self.keys.shape[3])
-        return KVBlocks(tuple(tensors), *tensors)
+            return self.view(tensors[0], self.keys.shape[1], self.keys.shape[3], self.dtypes)
+        return KVBlocks(tuple(tensors), tensors[0], tensors[1], self.dtypes)
 
 
 def _empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -104,8 +123,8 @@ class Storage:
     When they are full they grow by half.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION) -> None:
+        self.block_size, self.spec = block_size, spec
         self.capacity = 0
         self._reserved, self._share = 0, 0.0
         self._layers: dict[int, KVBlocks] = {}
@@ -144,13 +163,12 @@ class Storage:
                     f"layer {index} holds states of (heads, dim, device) {held}, the new ones have {new}: use a cache "
                     "of their own for another model"
                 )
-        promoted = [
-            torch.promote_types(blocks.dtype, states.dtype)
-            for blocks, states in ((layer.keys, keys), (layer.values, values))
-        ]
-        if promoted != [layer.keys.dtype, layer.values.dtype]:
+        promoted = tuple(
+            torch.promote_types(dtype, states.dtype) for dtype, states in zip(layer.dtypes, (keys, values))
+        )
+        if promoted != layer.dtypes:
             empty = [states[:, :, :0].to(dtype) for states, dtype in zip((keys, values), promoted)]
-            wider = KVBlocks.allocate(layer.keys.shape[0], self.block_size, *empty)
+            wider = KVBlocks.allocate(layer.keys.shape[0], self.block_size, empty[0], empty[1], self.spec)
             used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
             wider.keys[used] = layer.keys[used]
             wider.values[used] = layer.values[used]
@@ -188,13 +206,13 @@ class Storage:
             affordable = int(self._share * free_bytes(keys.device) / max(block_bytes, 1))
             num_blocks = max(num_blocks, min(self._reserved, affordable))
         try:
-            layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values)
+            layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
         except (MemoryError, RuntimeError):  # torch raises the latter
             if num_blocks == self.capacity:
                 raise
             # The system promises less than it has: the layers get their shares of what it does promise.
             self._reserved = int(self._share * self._most_blocks(num_blocks, keys, values))
-            layer = KVBlocks.allocate(max(self.capacity, self._reserved), self.block_size, keys, values)
+            layer = KVBlocks.allocate(max(self.capacity, self._reserved), self.block_size, keys, values, self.spec)
         self._layers[index] = layer
         return layer
 
@@ -202,7 +220,7 @@ class Storage:
         """`num_blocks`, or the first of its half, quarter, ... for which there is memory; at least `capacity`."""
         while num_blocks > self.capacity:
             try:
-                KVBlocks.allocate(num_blocks, self.block_size, keys, values)
+                KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
                 return num_blocks
             except (MemoryError, RuntimeError):
                 num_blocks //= 2

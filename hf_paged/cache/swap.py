@@ -32,7 +32,10 @@ class HostLayer:
     @classmethod
     def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
         """Copies these blocks."""
-        keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (layer.keys, layer.values))
+        keys, values = (
+            blocks.new_empty(0, blocks.shape[1], 0, blocks.shape[3], dtype=dtype)
+            for blocks, dtype in zip((layer.keys, layer.values), layer.dtypes)
+        )
         return cls(tuple(_to_cpu(tensor, block_ids) for tensor in layer.data), keys, values)
 
     def rows(self, rows: list[int]) -> KVBlocks:

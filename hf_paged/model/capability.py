@@ -154,6 +154,11 @@ def _wrong_methods(model: PreTrainedModel, cache: PagedCache, state: ModelState)
     loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
     if not state.configs and not loaded_with_ours:
         return "its attention does not go through the attention interface"
+    return _foreign(model, cache, state)
+
+
+def _foreign(model: PreTrainedModel, cache: PagedCache, state: ModelState) -> str | None:
+    """Functions of the user's own are called as often as plain calls them, with the rows that it would give them."""
     return foreign_attention(module for _, module in state.modules)
 
 
@@ -209,4 +214,4 @@ def _chance(module: nn.Module) -> str | None:
 
 
 _PACKED: tuple[Check, ...] = (_wrong_kind, _wrong_cache, _wrong_methods, _watched, _spread_out, _mixes_tokens)
-_SIDE_BY_SIDE: tuple[Check, ...] = (_wrong_layers, _own_methods, _watched, _spread_out, _mixes_tokens)
+_SIDE_BY_SIDE: tuple[Check, ...] = (_wrong_layers, _own_methods, _foreign, _watched, _spread_out, _mixes_tokens)

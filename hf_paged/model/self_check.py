@@ -165,8 +165,8 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])
     in_steps = torch.stack([decoded[0, 1], decoded[1, 2], decoded[0, 2]])
-    in_any_step = _difference(model, alone, found, "logits")
-    return in_any_step or _difference(model, in_steps, found[2:5], "logits of decode steps")
+    in_any_step = _difference(model, cache, alone, found, "logits")
+    return in_any_step or _difference(model, cache, in_steps, found[2:5], "logits of decode steps")
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
@@ -197,7 +197,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
             if alone is None:
                 raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
             continue
-        if _difference(model, alone, found, "logits") is None:
+        if _difference(model, cache, alone, found, "logits") is None:
             return sides
     return NO_SIDES
 
@@ -257,10 +257,14 @@ def _step_logits(
     return torch.cat(logits)
 
 
-def _difference(model: PreTrainedModel, plain: torch.Tensor, packed: torch.Tensor, what: str) -> str | None:
+def _difference(
+    model: PreTrainedModel, cache: PagedCache, plain: torch.Tensor, packed: torch.Tensor, what: str
+) -> str | None:
     """How far logits `(n, vocab_size)` are apart, if that is too far."""
     gap = _gap(plain.float(), packed.float())
-    half = HALF_TOLERANCE.get(autocast_dtype(model.device) or model.dtype)  # some models widen their logits
+    computed = autocast_dtype(model.device) or model.dtype  # some models widen their logits
+    dtypes = (computed, *(spec.storage_dtype(computed) for spec in cache.groups))
+    half = max((HALF_TOLERANCE[dtype] for dtype in dtypes if dtype in HALF_TOLERANCE), default=None)
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):  # NaN too
         return f"packed, its {what} are {worst:.1e} standard deviations from those of a sequence alone"

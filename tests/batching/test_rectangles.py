@@ -163,3 +163,14 @@ def test_a_step_that_is_interrupted_never_happened(name: str, monkeypatch: pytes
         assert_drained(engine)
     for i, prompt in enumerate(texts):
         assert_same_as_lone(lone_run(model, prompt, MODES["greedy"]), results[str(i)], MODES["greedy"], f"{name}, {i}")
+
+
+def test_a_model_with_states_in_its_modules_is_refused() -> None:
+    """Its rows would read each other's states; `generate` serves it."""
+    model: Any = tiny_model(transformers.RecurrentGemmaForCausalLM)
+    with pytest.raises(ValueError, match="keeps states in its modules"):
+        PagedEngine(model)
+    ids = torch.tensor([prompts(9)[0]])
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=6)
+    found = model.generate(ids, **options, cache_implementation="paged")
+    assert torch.equal(found, model.generate(ids, **options))

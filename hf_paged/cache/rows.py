@@ -41,8 +41,12 @@ class CacheRows:
         self._snapshots: list[weakref.ref[PagedTensor]] = []
 
     def __del__(self) -> None:
-        if hasattr(self, "_snapshots"):  # else it was interrupted before it held anything
-            self.free()
+        if getattr(self, "held", None) and not self.borrows:
+            try:
+                self.free()
+            except BaseException:  # an interrupt before signals were held, which Python drops here
+                self.free()
+                raise
 
     def open(self, num_rows: int) -> None:
         """Begins with empty rows."""

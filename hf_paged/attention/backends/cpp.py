@@ -39,7 +39,9 @@ def attend(call: AttentionCall) -> Tensor:
 def attend_again(call: AttentionCall) -> Tensor | None:
     """`attend` by what the last call on these blocks found out, without another look; `None` if it was unlike this."""
     kernel = call.blocks.attention
-    if kernel is None or kernel.signature != _sign(call) or call.bias is not None or torch.is_grad_enabled():
+    if kernel is None or call.step.query_len is None or call.bias is not None or torch.is_grad_enabled():
+        return None
+    if kernel.signature != _sign(call):
         return None
     return kernel(call.query, call.step, call.sinks)
 

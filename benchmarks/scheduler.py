@@ -20,8 +20,9 @@ from typing import Any
 from benchmarks.machine import facts
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockGroup, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.groups import BlockGroup
 
 MEAN_IN, MEAN_OUT, SIGMA, LONGEST = 161, 338, 1.0, 2048
 BLOCK_SIZE, MAX_TOKENS, MAX_SEQS = 16, 2048, 256

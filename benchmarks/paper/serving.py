@@ -11,8 +11,9 @@ from benchmarks.paper.reservation import Buddy
 from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockGroup, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.groups import BlockGroup
 
 MAX_SEQS, MAX_TOKENS = 256, 2048
 BLOCK_SIZE = 16

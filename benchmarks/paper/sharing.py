@@ -11,8 +11,9 @@ from benchmarks.paper.measured import OPT_13B_KV_BYTES, model_of, prompt_of
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE
 from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
-from hf_paged.cache.block_manager import BlockGroup, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.groups import BlockGroup
 
 SAMPLES = {"Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"}, "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"}}
 BEAMS = {"Alpaca-like": {2: "37.56", 4: "53.13", 6: "55.16"}, "ShareGPT-like": {2: "44.3 to 66.3 over 2, 4, 6"}}

@@ -5,36 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from .block_pool import BlockPool, OutOfBlocksError
+from .block_pool import OutOfBlocksError
 from .block_table import BlockTable, num_blocks_needed, num_copies
-from .groups import FULL_ATTENTION, GroupSpec
+from .groups import BlockGroup
 from .prefix_index import Node, PrefixIndex
 
 ALL_NAMESPACES = object()
 UNCACHED = object()
 """The namespace of sequences that the prefix cache neither serves nor keeps."""
-
-
-class BlockGroup:
-    """
-    One layer group, as the manager needs it: a pool of fixed size without memory behind it. `cache.memory` has the one
-    with memory.
-
-    Args:
-        pool ([`BlockPool`]): Its blocks.
-        spec ([`GroupSpec`]): What its layers keep.
-    """
-
-    can_grow = False
-
-    def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION) -> None:
-        self.pool, self.spec = pool, spec
-
-    def make_room(self, num_blocks: int) -> None:
-        """Sees to it that this many blocks can be allocated, or raises `OutOfBlocksError`."""
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies the first block of each pair to the second; all are read before one is written."""
 
 
 class SequenceBlocks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .block_pool import BlockPool
+
 UNBOUNDED = 1 << 40  # tokens in a block that holds a sequence of any length
 
 
@@ -62,3 +64,25 @@ class StateSpec(GroupSpec):
     def block_size(self, num_tokens: int) -> int:
         """As [`GroupSpec`]'s."""
         return UNBOUNDED
+
+
+class BlockGroup:
+    """
+    One layer group, as the manager needs it: a pool of fixed size without memory behind it. `cache.memory` has the one
+    with memory.
+
+    Args:
+        pool ([`BlockPool`]): Its blocks.
+        spec ([`GroupSpec`]): What its layers keep.
+    """
+
+    can_grow = False
+
+    def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION) -> None:
+        self.pool, self.spec = pool, spec
+
+    def make_room(self, num_blocks: int) -> None:
+        """Sees to it that this many blocks can be allocated, or raises `OutOfBlocksError`."""
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies the first block of each pair to the second; all are read before one is written."""

@@ -13,10 +13,10 @@ import torch
 from .. import forks
 from ..config import PagedConfig
 from ..interrupts import held
-from .block_manager import BlockGroup, BlockManager
+from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable
-from .groups import UNBOUNDED, GroupSpec
+from .groups import UNBOUNDED, BlockGroup, GroupSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, free_bytes
 

@@ -18,8 +18,9 @@ from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.batching.execution.run_ahead import Launched, RunAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockGroup, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.groups import BlockGroup
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
 from tests.batching import test_invariance

@@ -28,8 +28,9 @@ from benchmarks.paper.serving import (
     sum_of_products,
 )
 from benchmarks.paper.traces import ALPACA, LONGEST, SHAREGPT, Trace, make_trace
-from hf_paged.cache.block_manager import BlockGroup, BlockManager
+from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.groups import BlockGroup
 
 COST = StepCost("test", fixed=1.0, per_token=0.25, per_context=0.001)
 TRACE = make_trace(SHAREGPT, 80, rate=0.02)

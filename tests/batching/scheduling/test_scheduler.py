@@ -10,9 +10,9 @@ import pytest
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.plan import StepPlan
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import NO_BLOCKS, BlockGroup, BlockManager
+from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.groups import GroupSpec
+from hf_paged.cache.groups import BlockGroup, GroupSpec
 
 SIZE = 4
 

@@ -20,10 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import NO_BLOCKS, BlockGroup, BlockManager
+from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.block_table import BlockTable
-from hf_paged.cache.groups import GroupSpec
+from hf_paged.cache.groups import BlockGroup, GroupSpec
 
 SIZE = 4
 GARBAGE = ("garbage",)

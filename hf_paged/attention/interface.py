@@ -18,7 +18,7 @@ from . import backends
 from .call import AttentionCall
 from .latent import LatentTensor
 from .masks import PagedMask, mask_observer
-from .plan import in_table_coordinates, packed_step, rectangle_step, table_shift
+from .plan import in_table_coordinates, packed_step, rectangle_step
 from .switch import (
     NAME,
     STOCK_FUNCTIONS,
@@ -214,10 +214,9 @@ def _in_place(
         return None
     metadata, bias = plan
     if position_bias is not None:
-        shift = table_shift(step)
-        if shift is None:
+        if any(step.paddings):
             return None
-        position_bias = in_table_coordinates(position_bias[..., -(step.length - step.first) :], shift)
+        position_bias = in_table_coordinates(position_bias[..., -(step.length - step.first) :], step)
         bias = position_bias if bias is None else bias + position_bias
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

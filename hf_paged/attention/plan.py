@@ -91,25 +91,29 @@ def rectangle_step(
 def _plan_dense(
     step: Step, query_len: int, mask: torch.Tensor, device: torch.device
 ) -> tuple[StepMetadata, torch.Tensor | None] | None:
-    shift = table_shift(step)
-    if shift is None or mask.dim() != 4 or mask.shape[-1] != step.length - step.first:
+    if mask.dim() != 4 or mask.shape[3] != step.length - step.first or (mask.shape[2] > 1 and any(step.paddings)):
         return None
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, float("-inf"))
-    metadata = build_metadata(step, query_len, MaskPattern(causal=False), None, device)
-    return None if metadata is None else (metadata, in_table_coordinates(mask.float(), shift))
+    firsts = tuple(max(step.first, padding) for padding in step.paddings)
+    columns = firsts, (step.length,) * len(firsts)
+    metadata = build_metadata(step, query_len, MaskPattern(causal=False), columns, device)
+    return metadata, in_table_coordinates(mask.float(), step)
 
 
-def table_shift(step: Step) -> int | None:
-    """Columns to add in front of a dense mask to make it count in table coordinates; `None` if rows differ."""
-    if any(step.paddings) or len(set(step.dropped)) != 1:
-        return None
-    return step.first - step.dropped[0]
-
-
-def in_table_coordinates(bias: torch.Tensor, shift: int) -> torch.Tensor:
-    """`bias` `(..., keys)` with `shift` hidden columns in front."""
-    return nn.functional.pad(bias, (shift, 0), value=float("-inf")) if shift else bias
+def in_table_coordinates(bias: torch.Tensor, step: Step) -> torch.Tensor:
+    """`bias` `(rows or 1, ..., length - first)`, the columns of each row counted as its table counts; others hidden."""
+    shifts = [step.first - padding - dropped for padding, dropped in zip(step.paddings, step.dropped)]
+    if len(set(shifts)) == 1:
+        shift = shifts[0]  # a negative one cuts columns off
+        return nn.functional.pad(bias, (shift, 0), value=float("-inf")) if shift else bias
+    width = bias.shape[-1] + max(shifts)
+    rows = bias.expand(len(shifts), *bias.shape[1:])
+    moved = [
+        nn.functional.pad(row, (shift, width - row.shape[-1] - shift), value=float("-inf"))
+        for row, shift in zip(rows, shifts)
+    ]
+    return torch.stack(moved)
 
 
 def build_metadata(

@@ -158,7 +158,6 @@ class EngineCore:
             self._report(loop.untold[0], outputs)
             loop.untold.popleft()
         if not self.requests:
-            loop.executor.rest()
             self.current.note_route()
 
     def _report(self, state: Generation, outputs: deque[RequestOutput]) -> None:
@@ -189,10 +188,12 @@ class EngineCore:
         return result
 
     def remove(self, state: RequestState) -> None:
-        """Takes a request out, of which nothing is told."""
+        """Takes a request out, of which nothing is told. With the last of them nothing is in flight any more."""
         if self.loop is not None:
             self.loop.drop(state)
         del self.requests[state.request_id]
+        if self.loop is not None and not self.requests:
+            self.loop.executor.rest()
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""

@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
+from hf_paged.cache.groups import StateSpec
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
 
@@ -163,6 +164,29 @@ def test_a_step_that_is_interrupted_never_happened(name: str, monkeypatch: pytes
         assert_drained(engine)
     for i, prompt in enumerate(texts):
         assert_same_as_lone(lone_run(model, prompt, MODES["greedy"]), results[str(i)], MODES["greedy"], f"{name}, {i}")
+
+
+@pytest.mark.parametrize("ends", ["cancel", "stream"])
+def test_states_go_with_the_last_request(ends: str) -> None:
+    """However it ends."""
+    model = build("Qwen3NextForCausalLM")
+    with PagedEngine(model, SMALL) as engine:
+        if ends == "stream":
+            stream = engine.stream(prompts(9, 9), MODES["greedy"])
+            next(stream)
+        else:
+            names = [engine.add_request(prompt, MODES["greedy"]) for prompt in prompts(9, 5)]
+            engine.step()
+        states = engine.memory.group(StateSpec()).storage
+        assert states.holders()
+        if ends == "stream":
+            stream.close()
+        else:
+            for name in names:
+                engine.cancel(name)
+        assert not [ref for ref, _ in states._rows.values() if ref() is not None]
+        run_all(engine)
+        assert_drained(engine)
 
 
 def test_a_model_with_states_in_its_modules_is_refused() -> None:

@@ -127,7 +127,9 @@ def make_rectangles(model: PreTrainedModel, cache: PagedCache, sides: Sides) -> 
 def rectangle_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, max_num_seqs: int) -> StepLoop:
     """`make_loop` for any other decoder-only model."""
     blocks, runner = make_rectangles(model, cache, layout.sides)
-    scheduler = Scheduler(blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, chunks=False)
+    scheduler = Scheduler(
+        blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, chunks=False, replays=layout.sides.replays
+    )
     executor = Executor(model, cache.memory, runner, scheduler, guard=None)
     return StepLoop(executor, cache.memory, blocks, scheduler, layout, cache.counters)
 

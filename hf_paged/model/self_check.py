@@ -57,13 +57,16 @@ class Sides(NamedTuple):
         prompts (`bool`): Prompts of different lengths; else only those of one length.
         rows (`bool`): Rows at all; else each runs by itself, in a cache of its own that keeps all that the model puts
             into it.
+        replays (`bool`): What is computed again is computed as it was: the prompt, then token by token. The model's
+            logits after a prompt are others than after the same tokens one by one.
     """
 
     prompts: bool = True
     rows: bool = True
+    replays: bool = False
 
 
-NO_SIDES = Sides(prompts=False, rows=False)
+NO_SIDES = Sides(prompts=False, rows=False, replays=True)
 MakeRectangles = Callable[[PreTrainedModel, PagedCache, Sides], tuple[BlockManager, Runner]]
 
 
@@ -175,6 +178,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
     random state as `self_check` does, and raises what it raises.
     """
     alone: torch.Tensor | None = None
+    replays = True
     for sides in (Sides(), Sides(prompts=False)):
         try:
             with _undisturbed(model):
@@ -186,6 +190,12 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
                     )
                     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
                     alone = torch.stack(order)
+                    lengths = ((0, 11), (1, 10), (2, 15))
+                    at_once = [
+                        _plain_logits(model, rows[row : row + 1, :length], length)[0, 0] for row, length in lengths
+                    ]
+                    decoded = torch.stack([short[-1], middle[-1], long[-1]])
+                    replays = _difference(model, cache, decoded, torch.stack(at_once), "logits") is not None
                 stock = DynamicCache(config=model.config.get_text_config(decoder=True))
                 paged = PagedCache.from_empty(stock, PagedMemory(PagedConfig(block_size=8)))
                 wrap_expansions(model.modules())
@@ -198,7 +208,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
                 raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
             continue
         if _difference(model, cache, alone, found, "logits") is None:
-            return sides
+            return sides._replace(replays=replays)
     return NO_SIDES
 
 

@@ -123,6 +123,25 @@ def test_all_modes_in_one_batch(name: str) -> None:
         assert_same_as_lone(lone_run(model, prompt, options, seed), results[mode], options, f"{name}, {mode}")
 
 
+@pytest.mark.parametrize("mode", ["greedy", "beams", "samples"])
+@pytest.mark.parametrize("name", ["Zamba2ForCausalLM", "RobertaForCausalLM", "ProphetNetForCausalLM"])
+def test_rows_are_computed_again_as_they_were(name: str, mode: str) -> None:
+    """Their logits after a prompt are others than after its tokens one by one."""
+    model, texts, options = build(name), prompts(20, 25, 1, 31), MODES[mode]
+    with PagedEngine(model, SMALL) as engine:
+        for seed, prompt in enumerate(texts):
+            engine.add_request(prompt, options, request_id=str(seed), seed=seed)
+        steps = [engine.step() for _ in range(6)]
+        results = {output.request_id: output.result for outputs in steps for output in outputs if output.result}
+        with engine.weights_update("recompute"):
+            pass  # as after a preemption
+        results = run_all(engine, results)
+        assert engine.stats().num_preemptions > 0
+        assert_drained(engine)
+    for seed, prompt in enumerate(texts):
+        assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
+
+
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"])
 def test_preempted_rows_are_computed_again(name: str) -> None:
     model, texts = build(name), prompts(20, 25, 9, 31)

@@ -58,7 +58,7 @@ class Rectangle:
 
     def append(self, sequences: Items[Sequence]) -> None:
         """The next token of each row."""
-        tokens = [[sequence.token_ids[-1]] for sequence in sequences]
+        tokens = [[sequence.token_ids[sequence.num_computed_tokens - 1]] for sequence in sequences]
         self.blocks = [sequence.blocks for sequence in sequences]
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
         self.token_ids = torch.cat([self.token_ids, self.token_ids.new_tensor(tokens)], dim=1)
@@ -75,7 +75,7 @@ class RectangleRunner:
     Runs rows that cannot be packed through the model's own preparation of inputs: prompts as a padded batch, then the
     next tokens of all rows, side by side. Padding is not stored, so rows of any length join at no cost.
 
-    A sequence is computed as a whole, or one token at a time: a state knows nothing between.
+    A sequence begins with its prompt, or all of its tokens, and goes on by one token: a state knows nothing between.
 
     Args:
         model ([`PreTrainedModel`]): A decoder-only model, whose attention is switched by the caller that runs a loop of
@@ -109,7 +109,10 @@ class RectangleRunner:
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        """Logits `(n, vocab)` of the sequences, in order; each is computed from its beginning, or by one token."""
+        """
+        Logits `(n, vocab)` of the sequences that are computed as far as they go, in order; each is computed from its
+        beginning, or by one token.
+        """
         logits: list[Tensor | None] = [None] * len(items)
         for places, begins in self._divide(items):
             sequences = [items[place][0] for place in places]
@@ -118,7 +121,12 @@ class RectangleRunner:
                 logits[place] = found
         if self.states is not None:
             self._holders = set(self.states.holders())
-        return torch.stack(logits)
+        answered = [
+            found
+            for (sequence, _), found in zip(items, logits)
+            if sequence.num_computed_tokens == len(sequence.token_ids)
+        ]
+        return torch.stack(answered or logits)[: len(answered)]
 
     # -- which rows go together -------------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class RectangleRunner:
         return rectangle
 
     def _continue(self, sequences: list[Sequence]) -> Rectangle:
-        """Sequences all of whose tokens but the last are computed."""
+        """Sequences that go on by one token."""
         blocks = [sequence.blocks for sequence in sequences]
         rectangle = self._last
         if not self.sides.rows:

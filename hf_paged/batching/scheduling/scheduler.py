@@ -41,6 +41,7 @@ class Scheduler:
         swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
         vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Preemption`).
         chunks (`bool`): Whether a sequence may be computed in chunks; else as a whole, then token by token.
+        replays (`bool`): Without chunks, whether what is whole is the prompt alone, also where more is computed again.
 
     Attributes:
         timeline ([`Timeline`]): Is told which requests come and go; to use another, set it before the first request.
@@ -58,6 +59,7 @@ class Scheduler:
         swapper: Swapper | None = None,
         vouch: Callable[[], bool] | None = None,
         chunks: bool = True,
+        replays: bool = False,
     ) -> None:
         if max_num_batched_tokens < 1 or max_num_seqs < 1:
             raise ValueError(
@@ -70,7 +72,7 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._watermark, self._aging = watermark, aging
         self._preemption = Preemption(blocks, preempt, swapper, vouch, chunks)
-        self._chunks = chunks
+        self._chunks, self._replays = chunks, replays
         self._running: list[Request] = []  # by key
         self._num_rows = 0  # open rows of running requests
         self._waiting = WaitingQueue()
@@ -201,6 +203,8 @@ class Scheduler:
         """
         if request.num_shared_tokens:
             limit = min(limit, self._preemption.num_until_shared(request, sequence))
+        if self._replays:
+            limit = min(limit, max(1, request.num_prompt_tokens - sequence.num_computed_tokens))
         query_len = min(limit, sequence.num_to_compute)
         if query_len <= 0:
             return 0

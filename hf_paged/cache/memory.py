@@ -16,7 +16,7 @@ from ..interrupts import held
 from .block_manager import BlockManager
 from .block_pool import BlockPool, OutOfBlocksError
 from .block_table import BlockTable
-from .groups import UNBOUNDED, BlockGroup, GroupSpec
+from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, free_bytes
 
@@ -67,7 +67,7 @@ class GroupMemory(BlockGroup):
     @property
     def holds_states(self) -> bool:
         """Whether its blocks are slots for states."""
-        return self.block_size == UNBOUNDED
+        return isinstance(self.spec, StateSpec)
 
     @property
     def memory(self) -> PagedMemory:

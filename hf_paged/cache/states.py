@@ -13,18 +13,23 @@ from .block_pool import BlockPool
 
 class StateStorage:
     """
-    Which row of which step holds the state of each slot. A slot that was copied is the same row until one of the two is
-    computed again, so that nothing is copied while the rows of a step stay the same.
+    The storage of a group of states: which row of which step holds the state of each slot. A slot that was copied is
+    the same row until one of the two is computed again, so that nothing is copied while the rows of a step stay the
+    same.
 
     The runner of the steps keeps these alive (`holders`); here they are held weakly.
 
     Args:
         pool ([`BlockPool`]): Its block ids are the slots.
+
+    Attributes:
+        capacity (`int`): Slots that there are.
+        block_bytes (`int`): Bytes of one slot over all layers; 0 before the first state is put.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.capacity, self.block_bytes = 0, 0
-        self.layers: dict[int, Any] = {}  # none has blocks
+        self.layers: dict[int, Any] = {}  # as a `Storage` has them: no layer has blocks
         self._pool = pool
         self._rows: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -38,7 +43,7 @@ class StateStorage:
         self._rows.update(found)
 
     def put(self, slots: Sequence[int], holder: Any, row_bytes: int) -> None:
-        """Row `i` of `holder` is the state of `slots[i]` from now on. `row_bytes`: what one row takes."""
+        """Row `i` of `holder` is the state of `slots[i]` from now on. `row_bytes`: bytes of one row over all layers."""
         ref = weakref.ref(holder)
         self._rows.update((slot, (ref, row)) for row, slot in enumerate(slots))
         self.block_bytes = row_bytes
@@ -79,6 +84,8 @@ def gather_states(layers: Sequence[Any], parts: Sequence[tuple[Sequence[Any], li
     Fills the states of `layers`, which have none.
 
     Args:
+        layers: Of transformers' linear-attention classes, with `conv_states` and `recurrent_states` by number, each
+            `(rows, ...)`.
         parts: What their rows are made of, in order: layers of the same model, and the rows that are taken of them.
     """
     for place, layer in enumerate(layers):

@@ -190,11 +190,8 @@ class Scheduler:
         return left
 
     def _num_decodes(self) -> int:
-        return sum(
-            len(sequence.token_ids) - sequence.num_computed_tokens == 1 and not sequence.is_finished
-            for request in self._running
-            for sequence in request.sequences
-        )
+        open_sequences = (each for request in self._running for each in request.open_sequences)
+        return sum(sequence.num_to_compute == 1 for sequence in open_sequences)
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """
@@ -211,8 +208,7 @@ class Scheduler:
         if sequence.blocks is NO_BLOCKS:
             sequence.blocks = self.blocks.new()
         blocks = sequence.blocks
-        computed = sequence.num_computed_tokens
-        self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
+        self.blocks.register(blocks, sequence.token_ids, sequence.num_computed_tokens, request.namespace)
         while not self.blocks.append(blocks, query_len, skips=not self._chunks):
             if may_preempt and self._running[-1] is not request:
                 self._preempt(self._running[-1])
@@ -224,10 +220,10 @@ class Scheduler:
                 if may_preempt and not has_started:
                     self._preempt(request)
                 return 0
-        computed = sequence.num_computed_tokens = computed + query_len
+        sequence.num_computed_tokens += query_len
         if query_len > 1:
             # requests later in this step may share them: a layer stores all K and V before any attention reads
-            self.blocks.register(blocks, sequence.token_ids, computed, request.namespace)
+            self.blocks.register(blocks, sequence.token_ids, sequence.num_computed_tokens, request.namespace)
             self._plan.chunks.append((sequence, query_len))
         else:
             self._plan.decodes.append((sequence, 1))

@@ -1,5 +1,5 @@
 """
-The figures of README.md and benchmarks/README.md, rendered from the committed JSON files between their marks.
+The figures of README.md, docs and benchmarks/README.md, rendered from the committed JSON files between their marks.
 
     python -m benchmarks.readme [--check]
 
@@ -162,7 +162,7 @@ def whole_calls(data: Data) -> str:
             above {paired.NOT_SLOWER}. Turns alternate in order{f"; {shared}" if shared else ""}."""
         ),
         report.markdown(rows, {key: COLUMNS[key] for key in TIMES}),
-        f"![Speed of whole calls over plain generate, by workload](benchmarks/results/{WHOLE_CALLS}.png)",
+        f"![Speed of whole calls over plain generate, by workload](../benchmarks/results/{WHOLE_CALLS}.png)",
         flow(
             """The same turns: latencies are each turn's percentiles, medians over the turns; beams have none, since
             their tokens are settled at the end."""
@@ -220,8 +220,8 @@ def attention(data: Data) -> str:
     )
     more = flow(
         f"""More shapes, block sizes, the portable path and float32:
-        [{ATTENTION}.md](benchmarks/results/{ATTENTION}.md) and [a picture](benchmarks/results/{ATTENTION}.png). Chunks
-        and prompts on the CPU gather their cached context first, which is what they lose."""
+        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md) and [a picture](../benchmarks/results/{ATTENTION}.png).
+        Chunks and prompts on the CPU gather their cached context first, which is what they lose."""
     )
     return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
 
@@ -237,19 +237,46 @@ def paper(data: Data) -> str:
         lengths' logarithms is a constant that the paper does not give. "{TOLD}": the figure is from a document that
         this project was asked for in, an article on the paper, and the paper does not have it. Every row, and why it
         differs:
-        [{PAPER}.md](benchmarks/results/{PAPER}.md)."""
+        [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
     )
     columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
-    picture = f"![Memory by use: reservation against blocks, published and here](benchmarks/results/{PAPER}-waste.png)"
+    picture = (
+        f"![Memory by use: reservation against blocks, published and here](../benchmarks/results/{PAPER}-waste.png)"
+    )
     return f"{said}\n\n{report.markdown(rows, columns)}\n\n{picture}"
 
 
+def headline_section() -> str:
+    """Of README.md: speed and memory in one table."""
+    data = read(WHOLE_CALLS)
+    facts, titles = data["facts"], data["workloads"]
+    peaks = {
+        row["what"].split()[0]: f"{row['value']:.0f}%"
+        for row in data["memory"]
+        if "peak" in row["what"] and row["system"] == "ours" and not row["problem"]
+    }
+    rows = [
+        {
+            "call": titles[row["workload"]],
+            "plain's time / ours": report.text(row["plain_over"]),
+            "peak of K/V bytes, ours / plain's": peaks.get(row["workload"], ""),
+        }
+        for row in data["rows"]
+        if row["system"] == "ours" and "plain_over" in row
+    ]
+    said = flow(
+        f"""A random `{data["model"]["name"]}` in bfloat16 on {facts["cores"]} cores ({facts["cpu"]}),
+        `{data["command"]}`, revision {facts["revision"]}:"""
+    )
+    return f"{said}\n\n{report.markdown(rows)}"
+
+
 def benchmarks_section() -> str:
-    """Of README.md."""
+    """Of docs/benchmarks.md."""
     parts = [
         flow(
             """Every figure from here to the end of this section is rendered by `python -m benchmarks.readme` from the
-            JSON files in [benchmarks/results](benchmarks/results); a test compares the two."""
+            JSON files in `benchmarks/results`; a test compares the two."""
         ),
         whole_calls(read(WHOLE_CALLS)),
         paper(read(PAPER)),
@@ -259,7 +286,7 @@ def benchmarks_section() -> str:
 
 
 def architectures_section() -> str:
-    """Of README.md."""
+    """Of docs/guide/compatibility.md."""
     from tests.support.architectures import section
 
     return section(read(ARCHITECTURES))
@@ -303,7 +330,9 @@ def workloads_section() -> str:
 
 
 SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"architectures": architectures_section, "benchmarks": benchmarks_section},
+    ROOT / "README.md": {"headline": headline_section},
+    ROOT / "docs" / "benchmarks.md": {"benchmarks": benchmarks_section},
+    ROOT / "docs" / "guide" / "compatibility.md": {"architectures": architectures_section},
     ROOT / "benchmarks" / "README.md": {"workloads": workloads_section, "results": results_section},
 }
 

@@ -15,7 +15,8 @@ from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
 
 ROOT = readme.ROOT
-CONSTANTS = ("MIN_CACHED_TOKENS", "LINE")  # of the package, which the README names
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE")  # of the package, which the text names
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 CITED = {"2023", "2309.06180", "2.0", "700"}  # the paper, the licence, a file mode
 
 
@@ -38,10 +39,10 @@ def test_item_14_figures_between_the_marks_are_those_of_the_results(path):
 
 
 def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
-    path = ROOT / "README.md"
+    path = ROOT / "docs" / "benchmarks.md"
     start, _ = readme.between(path.read_text(), "benchmarks")
     changed = path.read_text()[:start] + path.read_text()[start:].replace("not met", "met")
-    copy = tmp_path / "README.md"
+    copy = tmp_path / "benchmarks.md"
     copy.write_text(changed)
     assert changed != path.read_text()
     monkeypatch.setattr(readme, "SECTIONS", {copy: readme.SECTIONS[path]})
@@ -51,8 +52,8 @@ def test_item_14_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypat
     assert "differs from the results" in capsys.readouterr().out
 
 
-def test_item_14_numbers_elsewhere_in_the_readme_have_a_source():
-    path = ROOT / "README.md"
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_item_14_numbers_elsewhere_in_the_text_have_a_source(path):
     project, script = (ROOT / "pyproject.toml").read_text(), (ROOT / "examples" / "batch_generation.py").read_text()
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     code = "\n".join(file.read_text() for file in (ROOT / "hf_paged").rglob("*.py"))
@@ -62,7 +63,8 @@ def test_item_14_numbers_elsewhere_in_the_readme_have_a_source():
         *re.findall(r'"(3\.\d+)"', workflow),
         re.search(r'"--prompts", type=int, default=(\d+)', script)[1],
     }
-    numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", prose(path.read_text(), list(readme.SECTIONS[path])))
+    text = prose(path.read_text(), list(readme.SECTIONS.get(path, ())))
+    numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", text)
     assert set(numbers) <= sources | CITED, f"{sorted(numbers)}: render from a result, or name the source here"
 
 

@@ -358,7 +358,7 @@ def summary(results: list[Result]) -> str:
 
 
 def overview(results: list[Result]) -> str:
-    """Counts per family: what the README has as a table."""
+    """Counts per family: what docs/guide/compatibility.md has as a table."""
     header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
     header += ["blocks read in place", "of them MLA latents", "given images or sound"]
     lines = [header, ["---"] * len(header)]
@@ -391,7 +391,7 @@ def class_lists(results: list[Result]) -> str:
 
 
 def section(data: dict[str, Any]) -> str:
-    """What stands in the README between the marks, of the content of `--json`."""
+    """What stands in docs/guide/compatibility.md between the marks, of the content of `--json`."""
     results = [
         Result(**{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}})
         for row in data["results"]

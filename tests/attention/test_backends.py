@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hf_paged import kernels
 from hf_paged.attention import backends
-from hf_paged.attention.backends import Backend, gather, parts, reference
+from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.call import AttentionCall
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
@@ -303,19 +304,21 @@ def test_scratch_survives_inference_mode() -> None:
     torch.testing.assert_close(call.run("gather"), first)
 
 
+def parts_of(call: Call, step: StepMetadata | None = None) -> tuple[gather.Part, ...]:
+    layouts = [gather.Layout(x.shape, x.stride(), x.element_size()) for x in (call.key_blocks, call.value_blocks)]
+    return (step or call.step).plan(gather.plan_parts, *layouts)[0]
+
+
 def test_mask_of_a_step_is_a_corner_of_one() -> None:
     call = build(Case(seq_lens=(700, 600, 300), queries=300, heads=2, kv_heads=1, key_dim=8, value_dim=8))
-    plan = parts.plan_parts(call.step, call.key_blocks, call.value_blocks)
-    masks = {id(part.hidden) for part in plan.parts}
-    assert len(masks) == 1 and plan.parts[0].hidden.corner(150, 700, torch.float32).untyped_storage().size() <= (
-        4 * parts.SLICE_QUERIES * 700
-    )
-    for part in plan.parts:
-        assert [(s.last - s.first, s.low) for s in part.slices] == [(150, 0), (150, 0)]
-        assert [s.high for s in part.slices] == [part.length - 150, part.length]
-    windowed = replace(call.step, window=20)
-    for part in parts.plan_parts(windowed, call.key_blocks, call.value_blocks).parts:
-        assert all(s.high - s.low <= 150 + 19 for s in part.slices)
+    call.run("gather")
+    (mask,) = (made for made in call.step._plans.values() if isinstance(made, Tensor))
+    assert mask.untyped_storage().nbytes() <= 4 * gather.SLICE_QUERIES * 700
+    for part in parts_of(call):
+        assert [(q.stop - q.start, seen.start) for q, seen in part.slices] == [(150, 0), (150, 0)]
+        assert [seen.stop for _, seen in part.slices] == [part.length - 150, part.length]
+    for part in parts_of(call, replace(call.step, window=20)):
+        assert all(seen.stop - seen.start <= 150 + 19 for _, seen in part.slices)
 
 
 def test_threads_do_not_share_scratch() -> None:
@@ -341,10 +344,10 @@ def test_threads_do_not_share_scratch() -> None:
 def test_plan_lives_as_long_as_its_step() -> None:
     call = build(Case())
     call.run("gather")
-    plan = weakref.ref(parts.plan_parts(call.step, call.key_blocks, call.value_blocks))
-    assert parts.plan_parts(call.step, call.key_blocks, call.value_blocks) is plan()
+    part = weakref.ref(parts_of(call)[0])
+    assert parts_of(call)[0] is part()
     del call
-    assert plan() is None
+    assert part() is None
 
 
 STORES = [storage.store, storage.store_portable, *([cpp_store] if cpp.is_available() else [])]
@@ -387,7 +390,7 @@ def test_store_converts_and_checks() -> None:
             store(same, same, pool[:, :2], pool[:, 2:], torch.tensor([[4 * 8]]))
 
 
-def _selected(call: Call) -> Backend:
+def _selected(call: Call) -> ModuleType:
     return backends.select(replace(call, step=replace(call.step)).made())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextvars import ContextVar
-from typing import Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,26 +20,16 @@ from ...step import StepMetadata
 from ..call import AttentionCall
 from . import cpp, gather, reference, triton
 
-logger = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """A module that computes attention."""
-
-    def unsupported_reason(self, call: AttentionCall) -> str | None:
-        """What keeps `attend` from taking a call, in words; `None` if nothing does."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Arguments and result of `reference.attend`."""
-
-
-BACKENDS: dict[str, Backend] = {"reference": reference, "gather": gather, "cpp": cpp, "triton": triton}
+# Each has an `attend` with arguments and result of `reference.attend`.
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "gather": gather, "cpp": cpp, "triton": triton}
 
 obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
 """Collects why kernels did not take what they were meant for in this context; a call's report reads it."""
 
+log_once = functools.cache(logging.getLogger(__name__).warning)
 
-def select(call: AttentionCall) -> Backend:
+
+def select(call: AttentionCall) -> ModuleType:
     """
     What serves a call: `triton` on a GPU, `cpp` on the CPU, `gather` on either for what these do not take. A call that
     the Triton kernels do not take is logged, once for each reason.
@@ -47,17 +37,19 @@ def select(call: AttentionCall) -> Backend:
     Forcing `cpp` or `triton` raises if it cannot be had; calls outside its range still go to `gather`.
     """
     name = call.step.plan(_preferred)
-    backend = BACKENDS[name]
-    reason = backend.unsupported_reason(call)
-    if reason is None:
-        return backend
     if name == "triton":
-        log_once(reason)
-    elif call.step.query_start[:2] == (0, 1) and call.query.is_cpu and not forced():
-        found = obstacles.get()
-        if found is not None:
-            found.add(f"decode steps gather keys and values on the CPU, as {reason}")
-    return gather
+        reason = triton.unsupported_reason(call)
+        if reason is not None:
+            log_once("Keys and values are gathered before attention, which is slower than reading blocks: %s", reason)
+            return gather
+    elif name == "cpp":
+        reason = cpp.unsupported_reason(call)
+        if reason is not None:
+            found = obstacles.get()
+            if found is not None and call.step.query_start[:2] == (0, 1) and call.query.is_cpu and not forced():
+                found.add(f"decode steps gather keys and values on the CPU, as {reason}")
+            return gather
+    return BACKENDS[name]
 
 
 def _preferred(step: StepMetadata) -> str:
@@ -65,12 +57,6 @@ def _preferred(step: StepMetadata) -> str:
     if uses_triton(step.block_tables):
         return "triton"
     return forced() or ("cpp" if step.block_tables.is_cpu and kernels_cpp.is_available() else "gather")
-
-
-@functools.cache
-def log_once(reason: str) -> None:
-    """Says why the Triton kernels do not take a call that they were meant for."""
-    logger.warning("Keys and values are gathered before attention, which is slower than reading blocks: %s", reason)
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -90,4 +76,5 @@ def attend(call: AttentionCall) -> Tensor:
     backend = select(call)
     if call.step.lengths is not None and backend in (gather, reference):
         raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
-    return backend.attend(call)
+    output = backend.attend(call)
+    return output

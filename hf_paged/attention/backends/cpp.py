@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -41,9 +39,7 @@ def attend_again(call: AttentionCall) -> Tensor | None:
     kernel = call.blocks.attention
     if kernel is None or call.step.query_len is None or call.bias is not None or torch.is_grad_enabled():
         return None
-    if kernel.signature != _sign(call):
-        return None
-    return kernel(call.query, call.step, call.sinks)
+    return kernel(call.query, call.step, call.sinks) if kernel.signature == _sign(call) else None
 
 
 def _sign(call: AttentionCall) -> tuple[object, ...]:
@@ -55,6 +51,7 @@ def _kernel(call: AttentionCall) -> Attention:
     query, blocks, query_len = call.query, call.blocks, call.step.query_len
     kernel = blocks.attention
     if kernel is None or kernel.signature != _sign(call):
-        features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
-        kernel = blocks.attention = Attention(query, blocks.keys, blocks.values, query_len, **features)
+        kernel = blocks.attention = Attention(
+            query, blocks.keys, blocks.values, query_len, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+        )
     return kernel

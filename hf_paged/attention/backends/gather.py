@@ -1,12 +1,16 @@
-"""Portable fast attention over block tables: gather a few rows at a time, then one dense attention on exact lengths.
-
-Nothing is padded, so no slot outside a row's visible range is ever read. Plain PyTorch: any device, differentiable.
+"""
+Portable fast attention over block tables: gather a few rows of one length at a time, then dense attention on exact
+lengths. Nothing is padded, so no slot outside a row's visible range is ever read. Plain PyTorch: any device,
+differentiable.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +18,6 @@ from torch import Tensor
 
 from ...step import StepMetadata
 from ..call import AttentionCall
-from .parts import Hidden, Part, Slice, gather, plan_parts
 
 PACK_QUERIES = 64
 """Queries of a row below which the query heads of a group are packed beside the queries (M = group * query_len). From
@@ -24,9 +27,64 @@ causal hides. With fewer queries it does neither, and packing is up to 3.5 times
 APART_QUERIES = 32
 """Queries of a row from which the heads of a group run one after the other where all scores are held at once."""
 
+SCRATCH_BYTES = 2 << 20
+"""Bytes of gathered K and V at a time, as far as one head of one row allows; larger falls out of the L2 and L3."""
 
-def unsupported_reason(call: AttentionCall) -> None:
-    """`None`: it takes every call whose lengths the host knows."""
+SLICE_QUERIES = 256
+"""Queries at a time under a mask: keys that none of them sees are left out, and the mask has no more rows than this."""
+
+
+class Layout(NamedTuple):
+    """How the keys or values of a layer lie in memory; the last dimension is contiguous."""
+
+    shape: tuple[int, ...]  # blocks, heads, block size, dim
+    stride: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """Distance and width, in elements, of what is gathered at once: a whole tile unless the strides forbid it, a
+        token of a head where keys and values lie beside each other."""
+        (_, _, size, dim), (block, head, token, _) = self.shape, self.stride
+        if token != dim:
+            return token, dim
+        unit = math.gcd(size * dim, block, head)
+        return unit, unit
+
+    def tiles(self, tables: Tensor, heads: slice) -> Tensor:
+        """Rows of `flat` that hold the blocks `tables` `[rows, n]` of some heads, head-major."""
+        distance, _ = self.unit
+        block, head = (stride // distance for stride in self.stride[:2])
+        inner = torch.arange(self.shape[2] * self.stride[2] // distance, device=tables.device)
+        heads_at = torch.arange(heads.start, heads.stop, device=tables.device) * head
+        return (tables[:, None, :, None] * block + heads_at[:, None, None] + inner).flatten()
+
+    def flat(self, blocks: Tensor) -> Tensor:
+        """`blocks` as `[tiles, width]`, a view whatever its strides over blocks and heads."""
+        distance, width = self.unit
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride)) + 1 - width
+        return blocks.as_strided((last // distance + 1, width), (distance, 1))
+
+
+@dataclass(frozen=True)
+class Part:
+    """
+    Rows of one geometry and a range of K/V heads, small enough for the scratch. The visible range of every row starts
+    `offset` tokens into its first gathered block and is `length` tokens long; its queries before `first_query` see
+    nothing.
+    """
+
+    rows: slice | Tensor
+    members: tuple[tuple[int, int], ...]  # of each row its number and first visible position
+    heads: slice
+    offset: int
+    length: int
+    first_query: int
+    tiles: tuple[Tensor, Tensor]  # of keys and of values
+    shape: tuple[int, int, int]  # rows, K/V heads, gathered tokens
+    slices: tuple[tuple[slice, slice], ...]  # all queries in order, with the keys that any of them sees
+    mask_keys: int  # columns of the mask of the step, 0 if every query sees everything
+    causal: bool  # as many keys as queries, and each query sees those up to itself
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -34,8 +92,13 @@ def attend(call: AttentionCall) -> Tensor:
     `reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds. Rows that begin in
     this step are attended to in the step's own states where these are at hand.
     """
-    parts = [_attend_fresh(part) if part.step.begins else _attend_gathered(part) for part in call.by_groups()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    outputs = [
+        _attend_fresh(part, *part.fresh)
+        if part.fresh is not None and part.is_plain and part.step.begins
+        else _attend_gathered(part)
+        for part in call.by_groups()
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _rows(states: Tensor, step: StepMetadata) -> Tensor:
@@ -45,11 +108,8 @@ def _rows(states: Tensor, step: StepMetadata) -> Tensor:
     return states.unflatten(0, (step.num_rows, query_len)).transpose(1, 2)
 
 
-def _attend_fresh(call: AttentionCall) -> Tensor:
-    """`attend` for rows that begin in this step."""
-    if call.fresh is None or not call.is_plain:
-        return _attend_gathered(call)
-    query, key, value = (_rows(x, call.step).to(call.query.dtype) for x in (call.query, *call.fresh))
+def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
+    query, key, value = (_rows(x, call.step).to(call.query.dtype) for x in (call.query, *fresh))
     output = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=call.scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -57,145 +117,237 @@ def _attend_fresh(call: AttentionCall) -> Tensor:
 
 
 def _attend_gathered(call: AttentionCall) -> Tensor:
-    """`attend` for rows with equally many queries."""
-    step, softcap, sinks, bias = call.step, call.softcap, call.sinks, call.bias
-    key_blocks, value_blocks = call.blocks.keys, call.blocks.values
-    query = _rows(call.query, step)
+    step, query, keys, values = call.step, _rows(call.query, call.step), call.blocks.keys, call.blocks.values
     batch, heads, query_len, _ = query.shape
-    kv_heads, value_dim = value_blocks.shape[1], value_blocks.shape[3]
-    group = heads // kv_heads
-    plan = plan_parts(step, key_blocks, value_blocks)
-    reuse = not call.needs_grad
-    if bias is not None:
-        keys = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
-        bias = bias.expand(batch, heads, query_len, keys)
-
-    def attend(part: Part) -> Tensor:
-        first, last = part.heads[0] * group, part.heads[1] * group
-        key, value = gather(part, key_blocks, value_blocks, reuse=reuse)
-        key, value = key.to(query.dtype), value.to(query.dtype)
-        extra = None
-        if not call.is_plain:
-            extra = _Extra(softcap, None if sinks is None else sinks[first:last], _bias(bias, part, first, last))
-        return _attend(query[part.rows, first:last, part.first_query :], key, value, part, call.scale, extra)
-
-    if plan.complete and len(plan.parts) == 1:
-        return attend(plan.parts[0]).flatten(0, 1).contiguous()
-    shape = (batch, query_len, heads, value_dim)
-    out = query.new_empty(shape) if plan.complete else query.new_zeros(shape)
-    for part in plan.parts:
-        heads_of_part = slice(part.heads[0] * group, part.heads[1] * group)
-        out[part.rows, part.first_query :, heads_of_part] = attend(part)
+    group = heads // values.shape[1]
+    layouts = [Layout(x.shape, x.stride(), x.element_size()) for x in (keys, values)]
+    parts, is_complete = step.plan(plan_parts, *layouts)
+    if call.bias is not None:
+        length = call.bias.shape[-1] if call.bias.shape[-1] > 1 else max(step.seq_lens, default=0)
+        call = call._replace(bias=call.bias.expand(batch, heads, query_len, length))
+    if is_complete and len(parts) == 1:
+        return _attend_part(call, query, parts[0], layouts, slice(0, heads)).flatten(0, 1).contiguous()
+    shape = batch, query_len, heads, values.shape[3]
+    out = query.new_empty(shape) if is_complete else query.new_zeros(shape)
+    for part in parts:
+        some = slice(part.heads.start * group, part.heads.stop * group)
+        out[part.rows, part.first_query :, some] = _attend_part(call, query, part, layouts, some)
     return out.flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class _Extra:
-    """What SDPA does not know, for the heads of a part."""
-
-    softcap: float | None
-    sinks: Tensor | None  # [heads]
-    bias: Tensor | None  # [rows, heads, queries, length]
-
-
-def _bias(bias: Tensor | None, part: Part, first: int, last: int) -> Tensor | None:
-    """The rows, heads, queries and keys of a part of `[batch, heads, query_len, keys]`."""
-    if bias is None:
-        return None
-    rows = range(bias.shape[0])[part.rows] if isinstance(part.rows, slice) else part.rows.tolist()
-    return torch.stack(
-        [bias[row, first:last, part.first_query :, low : low + part.length] for row, low in zip(rows, part.lows)]
-    )
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float, extra: _Extra | None) -> Tensor:
-    """`[rows, queries, heads, value_dim]` from `[rows, heads, queries, dim]` over `[rows, kv_heads, length, dim]`."""
+def _attend_part(call: AttentionCall, query: Tensor, part: Part, layouts: list[Layout], some: slice) -> Tensor:
+    """`[rows, queries, heads, value_dim]` of a part, which has the query heads `some`."""
+    query, sinks, bias = query[part.rows, some, part.first_query :], call.sinks, call.bias
+    key, value = (x.to(query.dtype) for x in _gather(call, part, layouts))
+    if sinks is not None:
+        sinks = sinks[some]
+    if bias is not None:
+        first, length = part.first_query, part.length
+        bias = torch.stack([bias[row, some, first:, low : low + length] for row, low in part.members])
     rows, heads, queries, dim = query.shape
-    group = heads // key.shape[1]
-    holds_scores = extra is not None or not query.is_cpu or dim != value.shape[3]
-    apart = group if holds_scores and queries >= APART_QUERIES else 1
-    slices, hidden = part.slices, part.hidden
-    if part.causal and extra is None and queries >= PACK_QUERIES:
-        slices, hidden = (Slice(0, queries, 0, part.length),), None
-    is_causal = part.causal and hidden is None
+    holds_scores = not call.is_plain or not query.is_cpu or dim != value.shape[3]
+    apart = heads // key.shape[1] if holds_scores and queries >= APART_QUERIES else 1
+    is_causal = part.causal and call.is_plain and queries >= PACK_QUERIES
+    slices = ((slice(None), slice(None)),) if is_causal else part.slices
     if len(slices) == apart == 1:
-        return _attend_slice(query, key, value, hidden, is_causal, scale, extra)
+        return _attend_slice(call, part, query, key, value, is_causal, sinks, bias)
     out = query.new_empty(rows, queries, heads, value.shape[3])
-    for some in slices:
-        chosen, seen = slice(some.first, some.last), slice(some.low, some.high)
-        for member in range(apart):
-            one = slice(member, None, apart)
-            less = extra
-            if extra is not None:
-                less = _Extra(
-                    extra.softcap,
-                    None if extra.sinks is None else extra.sinks[one],
-                    None if extra.bias is None else extra.bias[:, one, chosen, seen],
-                )
-            states = query[:, one, chosen], key[:, :, seen], value[:, :, seen]
-            out[:, chosen, one] = _attend_slice(*states, hidden, is_causal, scale, less)
+    for (chosen, seen), member in itertools.product(slices, range(apart)):
+        one = slice(member, None, apart)
+        states = query[:, one, chosen], key[:, :, seen], value[:, :, seen]
+        features = None if sinks is None else sinks[one], None if bias is None else bias[:, one, chosen, seen]
+        out[:, chosen, one] = _attend_slice(call, part, *states, is_causal, *features)
     return out
 
 
 def _attend_slice(
+    call: AttentionCall,
+    part: Part,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    hidden: Hidden | None,
     is_causal: bool,
-    scale: float,
-    extra: _Extra | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """`_attend` of neighbouring queries over the keys that they see."""
+    """`[rows, queries, heads, value_dim]` of neighbouring queries `[rows, heads, queries, dim]` over the keys
+    `[rows, kv_heads, keys, dim]` that they see."""
     queries, kv_heads, keys = query.shape[2], key.shape[1], key.shape[2]
     group = query.shape[1] // kv_heads
-    if extra is not None:
-        return _attend_explicitly(query, key, value, hidden, scale, extra)
+    if not call.is_plain:
+        mask = _mask(call, part, queries, keys, torch.promote_types(query.dtype, torch.float32))
+        return _attend_explicitly(call, query, key, value, mask, sinks, bias)
     if queries >= PACK_QUERIES or (group == 1 and queries > 1):
-        mask = None if hidden is None else hidden.corner(queries, keys, query.dtype)
+        mask = None if is_causal else _mask(call, part, queries, keys, query.dtype)
         result = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=call.scale, enable_gqa=group > 1
         )
         return result.transpose(1, 2)
     packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
     if packed.shape[2] == 1 and query.dtype != torch.float32 and query.is_cpu:
         # With one query row a half-precision SDPA of the CPU is two to three times slower than this.
-        weights = torch.matmul(packed, key.transpose(-1, -2)).mul_(scale).softmax(-1, dtype=torch.float32)
+        weights = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale).softmax(-1, dtype=torch.float32)
         result = torch.matmul(weights.to(value.dtype), value)
     else:
-        mask = None if hidden is None else hidden.corner(queries, keys, query.dtype, heads=group)
-        result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+        mask = _mask(call, part, queries, keys, query.dtype, heads=group)
+        result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=call.scale)
     if queries == 1:
         return result.flatten(1, 2).unsqueeze(1)
     return result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _attend_explicitly(
-    query: Tensor, key: Tensor, value: Tensor, hidden: Hidden | None, scale: float, extra: _Extra
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """`_attend_slice` with softcap, sinks and bias, in float32."""
-    queries, keys, kv_heads = query.shape[2], key.shape[2], key.shape[1]
+    queries, kv_heads = query.shape[2], key.shape[1]
     compute = torch.promote_types(query.dtype, torch.float32)
     packed = query.unflatten(1, (kv_heads, -1)).flatten(2, 3).to(compute)  # [rows, kv_heads, M, dim]
-    scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * scale
+    scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * call.scale
     scores = scores.unflatten(2, (-1, queries)).flatten(1, 2)  # [rows, heads, queries, keys]
-    if extra.softcap is not None:
-        scores = torch.tanh(scores / extra.softcap) * extra.softcap
-    if extra.bias is not None:
-        scores = scores + extra.bias.to(compute)
-    if hidden is not None:
-        scores = scores + hidden.corner(queries, keys, compute)
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    for added in (bias, mask):
+        if added is not None:
+            scores = scores + added.to(compute)
     # The largest logit, sink included; 0 where all are -inf, so that such a row becomes zeros and not NaN.
     top = scores.amax(dim=-1, keepdim=True)
-    sink = None
-    if extra.sinks is not None:
-        sink = extra.sinks.to(compute)[:, None, None]
-        top = torch.maximum(top, sink)
+    if sinks is not None:
+        sinks = sinks.to(compute)[:, None, None]
+        top = torch.maximum(top, sinks)
     top = top.masked_fill(top == -math.inf, 0.0)
     weights = torch.exp(scores - top)
     total = weights.sum(dim=-1, keepdim=True)
-    if sink is not None:
-        total = total + torch.exp(sink - top)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
     weights = weights.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, M, keys]
     result = torch.matmul(weights, value.to(compute)).unflatten(2, (-1, queries)).flatten(1, 2)
     return (result / total.masked_fill(total == 0, 1.0)).to(query.dtype).transpose(1, 2)
+
+
+def _mask(
+    call: AttentionCall, part: Part, queries: int, keys: int, dtype: torch.dtype, heads: int = 1
+) -> Tensor | None:
+    """
+    `[heads * queries, keys]`: what is added to the scores of the last `queries` queries and `keys` keys, again for each
+    head. Counted from the last query and key it is the same for rows of any length: a view of one mask of the step.
+    """
+    if not part.mask_keys:
+        return None
+    rows = min(call.step.query_len or 1, SLICE_QUERIES) if heads == 1 else queries
+    return call.step.plan(_step_mask, rows, part.mask_keys, dtype, heads)[-heads * queries :, -keys:]
+
+
+@torch.inference_mode(False)
+def _step_mask(step: StepMetadata, queries: int, keys: int, dtype: torch.dtype, heads: int) -> Tensor:
+    """Minus infinity where a query does not see a key, else 0."""
+    query = torch.arange(-queries, 0, device=step.block_tables.device)[:, None]
+    key = torch.arange(-keys, 0, device=query.device)
+    hidden = key > query
+    if step.window is not None:
+        hidden |= key <= query - step.window
+    return torch.zeros(hidden.shape, dtype=dtype, device=query.device).masked_fill_(hidden, -math.inf).repeat(heads, 1)
+
+
+# -- which tiles are gathered together ------------------------------------------------------------------------------
+
+_scratch = threading.local()
+
+
+def _scratch_bytes(size: int, device: torch.device) -> Tensor:
+    """This thread's scratch on `device`, grown to `size` bytes: fresh memory would cost its page faults every time."""
+    held: Tensor | None = getattr(_scratch, str(device), None)
+    if held is None or held.numel() < size:
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+            held = torch.empty(size, dtype=torch.uint8, device=device)
+        setattr(_scratch, str(device), held)
+    return held
+
+
+def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
+    """K and V of a part, each `[rows, kv_heads, length, dim]`, in the scratch of this thread until its next call; where
+    a gradient is wanted, in memory of their own."""
+    sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
+    second = -(-sizes[0] // 64) * 64
+    scratch = None if call.needs_grad else _scratch_bytes(second + sizes[1], call.query.device)
+    gathered = []
+    for blocks, layout, tiles, start, size in zip(
+        (call.blocks.keys, call.blocks.values), layouts, part.tiles, (0, second), sizes
+    ):
+        flat = layout.flat(blocks)
+        room = None if scratch is None else scratch[start : start + size].view(blocks.dtype).view(-1, flat.shape[1])
+        picked = torch.index_select(flat, 0, tiles, out=room).view(*part.shape, layout.shape[3])
+        gathered.append(picked[:, :, part.offset : part.offset + part.length])
+    return gathered
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[Part, ...], bool]:
+    """
+    The parts of a step with equally many queries a row, and whether they cover every query of every row. To be asked
+    for with `step.plan`: once for all layers that are laid out alike.
+    """
+    kv_heads, query_len, size = keys.shape[1], step.query_len, step.block_size
+    assert query_len is not None
+    geometries: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    is_complete = True
+    for row, (seq_len, low) in enumerate(zip(step.seq_lens, step.starts)):
+        first_query = 0
+        if step.causal:
+            position = seq_len - query_len
+            first_query = max(0, low - position)
+            if step.window is not None:
+                low = max(low, position + first_query - step.window + 1)
+        is_complete = is_complete and first_query == 0 and low < seq_len
+        if first_query < query_len and low < seq_len:
+            geometries.setdefault((seq_len - low, low % size, first_query), []).append((row, low))
+    mask_keys = max((length for length, _, _ in geometries), default=0) if step.causal and query_len > 1 else 0
+    if step.window is not None:
+        mask_keys = min(mask_keys, SLICE_QUERIES + step.window - 1)
+    parts = []
+    for (length, offset, first_query), found in sorted(geometries.items(), reverse=True):
+        num_blocks, queries = -(-(offset + length) // size), query_len - first_query
+        window = (mask_keys and step.window) or length
+        head_bytes = num_blocks * size * sum(layout.itemsize * layout.shape[3] for layout in (keys, values))
+        num_rows = max(1, SCRATCH_BYTES // (head_bytes * kv_heads))
+        num_heads = max(1, min(kv_heads, SCRATCH_BYTES // head_bytes))
+        num_slices, past = -(-queries // SLICE_QUERIES) if mask_keys else 1, length - queries
+        bounds = itertools.pairwise(queries * index // num_slices for index in range(num_slices + 1))
+        slices = tuple((slice(i, j), slice(max(0, past + i - window + 1), past + j)) for i, j in bounds)
+        for at in range(0, len(found), num_rows):
+            members = tuple(found[at : at + num_rows])
+            rows = [row for row, _ in members]
+            firsts = [(row, low // size) for row, low in members]
+            tables = torch.stack([step.block_tables[row, first : first + num_blocks] for row, first in firsts]).long()
+            for head in range(0, kv_heads, num_heads):
+                heads = slice(head, min(kv_heads, head + num_heads))
+                parts.append(
+                    Part(
+                        rows=_index(rows, tables.device),
+                        members=members,
+                        heads=heads,
+                        offset=offset,
+                        length=length,
+                        first_query=first_query,
+                        tiles=(keys.tiles(tables, heads), values.tiles(tables, heads)),
+                        shape=(len(rows), heads.stop - head, num_blocks * size),
+                        slices=slices,
+                        mask_keys=mask_keys if queries > 1 else 0,
+                        causal=mask_keys > 0 and length == queries > 1 and window >= length,
+                    )
+                )
+    return tuple(parts), is_complete
+
+
+def _index(rows: list[int], device: torch.device) -> slice | Tensor:
+    """A slice, which costs no copy, where the rows are consecutive."""
+    if rows == list(range(rows[0], rows[-1] + 1)):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)

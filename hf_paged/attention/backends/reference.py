@@ -8,10 +8,6 @@ from torch import Tensor
 from ..call import AttentionCall
 
 
-def unsupported_reason(call: AttentionCall) -> None:
-    """`None`: it takes every call whose lengths the host knows."""
-
-
 def attend(call: AttentionCall) -> Tensor:
     """
     Attention of each row's queries over the K/V that its block table names (PagedAttention, arXiv 2309.06180,

@@ -40,13 +40,13 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 def _prefill_reason(call: AttentionCall) -> str | None:
     """`unsupported_reason` of the prefill kernel, beside what it has in common with the decode kernel."""
-    blocks = (call.blocks.keys, call.blocks.values)
+    keys, values = call.blocks.keys, call.blocks.values
     if call.bias is not None:
         return "a bias for more queries than the decode kernel takes"
-    if any(torch.promote_types(call.query.dtype, x.dtype) != call.query.dtype for x in blocks):
+    if any(torch.promote_types(call.query.dtype, x.dtype) != call.query.dtype for x in (keys, values)):
         return f"blocks of a wider dtype than the queries' {call.query.dtype}"
-    if blocks[1].shape[3] > 512:
-        return f"values of {blocks[1].shape[3]} dimensions: at most 512"
+    if values.shape[3] > 512:
+        return f"values of {values.shape[3]} dimensions: at most 512"
     return None if call.scale > 0 else f"a scale of {call.scale}: it must be positive"
 
 

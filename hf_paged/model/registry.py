@@ -1,4 +1,4 @@
-"""What hangs on a model without being part of it: its pool, and how its last call went."""
+"""What is kept beside a model, not in it: its pool, and how its last call went."""
 
 from __future__ import annotations
 

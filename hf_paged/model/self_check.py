@@ -1,4 +1,4 @@
-"""What a model computes packed, against what it computes plain: a few short forwards on random tokens."""
+"""What a model computes packed and side by side, against plain: a few short forwards on random tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation.utils import GenerationMixin
+from transformers.cache_utils import DynamicCache
 
 from .. import compat
 from ..attention.latent import wrap_expansions
 from ..attention.switch import use_paged_attention
 from ..cache.block_manager import BlockManager
-from ..cache.layers import PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import PagedMemory, autocast_dtype
-from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in
 
-PREPARE = "prepare_inputs_for_generation"
 # Of the logits' standard deviation. Half precision rounds differently with every shape, by about a fifth of these, and
 # a router may then choose another expert for a token or two: so there it is enough that half of the tokens are close.
 TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -40,13 +35,9 @@ _SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1
 
 
 class Runner(Protocol):
-    """What `batching.execution.packed.PackedRunner` does for the check."""
+    """`run` takes sequences with their `query_len` and gives logits `(n, vocab_size)`."""
 
-    def run(self, items: list[Any], /) -> torch.Tensor:
-        """Sequences and their `query_len` to logits `(n, vocab_size)`."""
-
-
-MakeRunner = Callable[[PreTrainedModel, PagedCache], Runner]
+    def run(self, items: list[Any], /) -> torch.Tensor: ...
 
 
 class Sides(NamedTuple):
@@ -67,70 +58,12 @@ class Sides(NamedTuple):
 
 
 NO_SIDES = Sides(prompts=False, rows=False, replays=True)
+MakeRunner = Callable[[PreTrainedModel, PagedCache], Runner]
 MakeRectangles = Callable[[PreTrainedModel, PagedCache, Sides], tuple[BlockManager, Runner]]
 
 
 class ForwardFailedError(Exception):
-    """A plain forward failed in the check, so that there is nothing to compare with: the message says why."""
-
-
-def input_check(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    """
-    Whether the model's own preparation of inputs gives, for text, anything but what transformers' own does, in a first
-    forward and in one after it.
-    """
-    own = getattr(type(model), PREPARE)
-    stock = getattr(GenerationMixin, PREPARE)
-    if own is stock:
-        return None
-    rows = _test_tokens(model)
-    for past in (0, _FIRST):
-        length = _FIRST + past
-        stock_cache = _stock_twin(cache)
-        if past:
-            states = torch.zeros(len(rows), 1, past, 1, dtype=model.dtype, device=model.device)
-            for layer in stock_cache.layers:
-                if not isinstance(layer, EMPTY_LAYERS):
-                    layer.update(states, states)
-        arguments = _arguments(rows[:, :length], past, stock_cache)
-        try:
-            with held(), torch.random.fork_rng([]), _unchanged(model), torch.no_grad(), let_in():
-                given, expected = (_without_defaults(model, make(model, **arguments)) for make in (own, stock))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return f"its own `{PREPARE}` fails: {first_line(error)}"
-        if given.keys() != expected.keys() or not all(_same(given[name], expected[name]) for name in given):
-            return f"its own `{PREPARE}` gives other inputs"
-    return None
-
-
-def _arguments(token_ids: torch.Tensor, past: int, held: DynamicCache) -> dict[str, Any]:
-    """What `generate` prepares the inputs from of a forward over `token_ids`, the first `past` of which are cached."""
-    return {
-        "input_ids": token_ids,
-        "attention_mask": torch.ones_like(token_ids),
-        "past_key_values": held,
-        "next_sequence_length": token_ids.shape[1] - past,
-        "is_first_iteration": past == 0,
-        "use_cache": True,
-    }
-
-
-def _without_defaults(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs but for those that the forward would take to be so anyway."""
-    parameters = inspect.signature(model.forward).parameters
-    return {
-        name: value
-        for name, value in inputs.items()
-        if name not in parameters or not _same(value, parameters[name].default)
-    }
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return a is b or (isinstance(a, (bool, int, float, str)) and a == b)
+    """A forward failed in the check: the message says why."""
 
 
 def first_line(error: BaseException) -> str:
@@ -141,30 +74,24 @@ def first_line(error: BaseException) -> str:
 
 def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner) -> str | None:
     """
-    Compares packed steps, with prompts side by side, decodes beside a chunk, and a chunk after what is cached, with
-    plain forwards: of whole sequences without a cache, and of decode steps over a `DynamicCache`. The model, the random
-    state and the memory behind `cache` are left as they were. Returns why they differ, or `None`.
+    Why packed steps (prompts side by side, decodes beside a chunk, a chunk after what is cached) differ from plain
+    forwards (of whole sequences without a cache, and of decode steps over a `DynamicCache`); `None` if they do not.
 
     Raises:
         ForwardFailedError: if a plain forward fails, which says nothing about packed ones.
         MemoryError, RuntimeError: if memory ran out, which says nothing about the model.
     """
-    decoded = None
+    with _forwards(model):
+        rows = _test_tokens(model)
+        whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
+        decoded = _plain_logits(model, rows[:2, : _FIRST + 2], _FIRST)
     try:
-        with _undisturbed(model):
-            rows = _test_tokens(model)
-            whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
-            decoded = _plain_logits(model, rows[:2, : _FIRST + 2], _FIRST)
-            memory = PagedMemory(PagedConfig(block_size=8))  # its own: the model's may be bounded and full
-            paged = PagedCache.from_empty(_stock_twin(cache), memory)
-            runner, manager = make_runner(model, paged), memory.manager(paged.groups)
+        with _forwards(model):
+            paged = _empty_cache(model)
+            runner, manager = make_runner(model, paged), paged.memory.manager(paged.groups)
             found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _LENGTH), _PACKED_STEPS, skips=False)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        if decoded is None:
-            raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
-        return f"packed, its forward fails: {first_line(error)}"
+    except ForwardFailedError as error:
+        return f"packed, {error}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])
     in_steps = torch.stack([decoded[0, 1], decoded[1, 2], decoded[0, 2]])
@@ -173,43 +100,57 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
+    """Compares rows side by side, joining and leaving, with plain forwards. Raises what `self_check` does."""
+    with _forwards(model):
+        rows = _test_tokens(model)
+        ends = ((_FIRST, 11), (_SECOND, 10), (_CHUNK, 15))  # of each row's prompt, and of what follows it
+        short, middle, long = (_plain_logits(model, rows[i : i + 1, :end], n)[0] for i, (n, end) in enumerate(ends))
+        at_once = [_plain_logits(model, rows[i : i + 1, :end], end)[0, 0] for i, (_, end) in enumerate(ends)]
+    decoded = torch.stack([short[-1], middle[-1], long[-1]])
+    replays = _difference(model, cache, decoded, torch.stack(at_once), "logits") is not None
+    order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
+    for sides in (Sides(replays=replays), Sides(prompts=False, replays=replays)):
+        with contextlib.suppress(ForwardFailedError), _forwards(model):
+            wrap_expansions(model.modules())
+            manager, runner = make_runner(model, _empty_cache(model), sides)
+            found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS, skips=True)
+            if _difference(model, cache, torch.stack(order), found, "logits") is None:
+                return sides
+    return NO_SIDES
+
+
+@contextlib.contextmanager
+def _forwards(model: PreTrainedModel) -> Iterator[None]:
     """
-    Compares rows side by side, joining and leaving, with plain forwards over a `DynamicCache`. Leaves the model and the
-    random state as `self_check` does, and raises what it raises.
+    Within it interrupts are let in. After it, what forwards set on modules (a note of the last length, say, or a
+    buffer) and the random state are as before. Raises `ForwardFailedError` for what fails, unless memory ran out.
     """
-    alone: torch.Tensor | None = None
-    replays = True
-    for sides in (Sides(), Sides(prompts=False)):
+    devices = [] if model.device.type in ("cpu", "meta") else [model.device]
+    rng = torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda")
+    with held(), rng, torch.no_grad():
+        before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
         try:
-            with _undisturbed(model):
-                rows = _test_tokens(model)
-                if alone is None:
-                    short, middle, long = (
-                        _plain_logits(model, rows[row : row + 1, :length], prompt)[0]
-                        for row, (prompt, length) in enumerate(((_FIRST, 11), (_SECOND, 10), (_CHUNK, 15)))
-                    )
-                    order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
-                    alone = torch.stack(order)
-                    lengths = ((0, 11), (1, 10), (2, 15))
-                    at_once = [
-                        _plain_logits(model, rows[row : row + 1, :length], length)[0, 0] for row, length in lengths
-                    ]
-                    decoded = torch.stack([short[-1], middle[-1], long[-1]])
-                    replays = _difference(model, cache, decoded, torch.stack(at_once), "logits") is not None
-                stock = DynamicCache(config=model.config.get_text_config(decoder=True))
-                paged = PagedCache.from_empty(stock, PagedMemory(PagedConfig(block_size=8)))
-                wrap_expansions(model.modules())
-                manager, runner = make_runner(model, paged, sides)
-                found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS, skips=True)
+            with let_in():
+                yield
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if alone is None:
-                raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
-            continue
-        if _difference(model, cache, alone, found, "logits") is None:
-            return sides._replace(replays=replays)
-    return NO_SIDES
+            raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
+        finally:
+            for module, attributes, buffers in before:
+                for name in vars(module).keys() - attributes.keys():
+                    del vars(module)[name]
+                vars(module).update(attributes)
+                now = module._buffers
+                if now.keys() != buffers.keys() or any(now[name] is not buffers[name] for name in buffers):
+                    now.clear()
+                    now.update(buffers)
+
+
+def _empty_cache(model: PreTrainedModel) -> PagedCache:
+    """In a memory of its own: the model's may be bounded and full."""
+    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return PagedCache.from_empty(stock, PagedMemory(PagedConfig(block_size=8)))
 
 
 def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
@@ -224,7 +165,7 @@ def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
     for length in range(prompt, rows.shape[1] + 1):
         begins = length == prompt
         count = length if begins else 1
-        prepared = getattr(model, PREPARE)(
+        prepared = model.prepare_inputs_for_generation(
             rows[:, :length], next_sequence_length=count, is_first_iteration=begins, **inputs
         )
         outputs = model(**prepared, return_dict=True)
@@ -243,25 +184,20 @@ def _step_logits(
     skips: bool,
 ) -> torch.Tensor:
     """
-    `(n, vocab_size)`: the logits of steps, after each row that is computed as far as its prompt goes.
-
-    Args:
-        prompts (`tuple[int, int, int]`): Tokens of each row's prompt; what follows is decoded.
-        steps: Of each step, rows with their `query_len`.
-        skips (`bool`): As in `BlockManager.append`.
+    `(n, vocab_size)`: the logits of `steps`, each of rows with their `query_len`, after each row whose prompt, of so
+    many of its tokens as `prompts` says, is computed. `skips` as in `BlockManager.append`.
     """
     tokens = rows.tolist()
     sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
-
-    def item(row: int, query_len: int) -> tuple[Any, int]:
-        sequence = sequences[row]
-        manager.append(sequence.blocks, query_len, skips=skips)
-        sequence.num_computed_tokens += query_len
-        sequence.token_ids = tokens[row][: max(prompts[row], sequence.num_computed_tokens)]
-        return sequence, query_len
-
+    logits = []
     with held(), use_paged_attention(model), let_in():
-        logits = [runner.run([item(*each) for each in step]) for step in steps]
+        for step in steps:
+            for row, query_len in step:
+                sequence = sequences[row]
+                manager.append(sequence.blocks, query_len, skips=skips)
+                sequence.num_computed_tokens += query_len
+                sequence.token_ids = tokens[row][: max(prompts[row], sequence.num_computed_tokens)]
+            logits.append(runner.run([(sequences[row], query_len) for row, query_len in step]))
     for sequence in sequences:
         manager.free(sequence.blocks)
     return torch.cat(logits)
@@ -270,8 +206,11 @@ def _step_logits(
 def _difference(
     model: PreTrainedModel, cache: PagedCache, plain: torch.Tensor, packed: torch.Tensor, what: str
 ) -> str | None:
-    """How far logits `(n, vocab_size)` are apart, if that is too far."""
-    gap = _gap(plain.float(), packed.float())
+    """How far logits `(n, vocab_size)` are apart, if that is too far; NaN and infinities must agree."""
+    plain, packed, finite = plain.float(), packed.float(), plain.isfinite()
+    gap = torch.full((len(plain),), float("inf"))
+    if torch.equal(finite, packed.isfinite()):  # root mean square of each row, in standard deviations
+        gap = torch.where(finite, plain - packed, 0.0).square().mean(1).sqrt() / plain[finite].std().clamp_min(1e-6)
     computed = autocast_dtype(model.device) or model.dtype  # some models widen their logits
     dtypes = (computed, *(spec.storage_dtype(computed) for spec in cache.groups))
     half = max((HALF_TOLERANCE[dtype] for dtype in dtypes if dtype in HALF_TOLERANCE), default=None)
@@ -279,15 +218,6 @@ def _difference(
     if not worst <= (half or TOLERANCE):  # NaN too
         return f"packed, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
     return None
-
-
-def _gap(plain: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Root mean square difference of each row in standard deviations; NaN and infinities must agree."""
-    finite = plain.isfinite()
-    if not torch.equal(finite, packed.isfinite()):
-        return torch.full((len(plain),), float("inf"))
-    difference = torch.where(finite, plain - packed, 0.0).square().mean(1).sqrt()
-    return difference / plain[finite].std().clamp_min(1e-6)
 
 
 def _test_tokens(model: PreTrainedModel) -> torch.Tensor:
@@ -300,41 +230,3 @@ def _test_tokens(model: PreTrainedModel) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(len(usable), (3, _LENGTH), generator=generator)
     return usable[chosen].to(model.device)
-
-
-def _stock_twin(cache: PagedCache) -> DynamicCache:
-    """An empty stock cache with the same layers."""
-    stock = DynamicCache()
-    stock.layer_class_to_replicate = None
-    for layer in cache.layers:
-        if isinstance(layer, PagedSlidingWindowLayer):
-            stock.layers.append(DynamicSlidingWindowLayer(layer.sliding_window))
-        else:
-            stock.layers.append(DynamicLayer() if isinstance(layer, PagedLayer) else type(layer)())
-    return stock
-
-
-@contextlib.contextmanager
-def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Model and random state are left as they were; interrupts are let in."""
-    devices = [] if model.device.type in ("cpu", "meta") else [model.device]
-    rng = torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda")
-    with held(), rng, _unchanged(model), torch.no_grad(), let_in():
-        yield
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward sets on modules (a note of the last length, say), buffers included."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
-            if module._buffers.keys() != buffers.keys() or any(module._buffers[k] is not v for k, v in buffers.items()):
-                module._buffers.clear()
-                module._buffers.update(buffers)

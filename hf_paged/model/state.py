@@ -5,41 +5,66 @@ and a recorded graph replayed, as long as it is.
 
 from __future__ import annotations
 
+import array
+import enum
+import functools
 import hashlib
 import logging
 import marshal
 import operator
 import random
+import sys
 import types
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from ..attention.switch import model_attention, switchable_configs
-from ..cache.memory import autocast_dtype
 from .tensor_hash import hash_tensors
-from .walk import MARSHAL_VERSION, ModelWalk
 
 logger = logging.getLogger(__name__)
 
 LINE = 64  # bytes of a cache line
+
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
+_TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MAX_DEPTH = 8  # of nested containers: some hold themselves
+_MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
+# Not part of what the forward computes: what torch keeps in every module (parameters, buffers, modules and forward
+# hooks are visited by themselves), and notes that transformers leaves on a model the first time it does something.
+_IGNORED = frozenset(vars(nn.Module())) | {
+    "_compiled_call_impl",
+    "_is_hf_initialized",
+    "_output_capturing_hooks_installed",
+    "warnings_issued",
+}
+# Classes of these modules hold what no forward computes: loading, saving, generation.
+_PLUMBING = (
+    *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),
+    *("transformers.modeling_utils", "transformers.utils"),
+)
+# Objects of these packages that are no modules, tensors or configs say nothing of a forward, and hold half the process.
+_LIBRARIES = sys.stdlib_module_names - {"__main__", "types"} | {"accelerate", "numpy", "peft", "torch", "transformers"}
+_MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read
+
+
+class UnreadableError(Exception):
+    """Something in the model has content that cannot be read."""
+
 
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that cannot be read, once that is said
 
 
 def read_state(model: nn.Module) -> ModelState | None:
     """Everything about `model` but the content of its tensors; `None` if some of it cannot be read."""
-    state = ModelState(model)
     try:
-        state.read()
+        return ModelState(model)
     except Exception as error:  # reading a model's state fails no call
         logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
         return None
-    return state
 
 
 def fingerprint(model: nn.Module) -> bytes | None:
@@ -62,8 +87,8 @@ def fingerprint(model: nn.Module) -> bytes | None:
 
 class ModelState:
     """
-    A model as it was when it was first asked about. Modules may change at any time: a state is asked within one window
-    in which no code of the user's runs.
+    A walk over a model as it is now. Modules may change at any time: a state is made and asked within one window in
+    which no code of the user's runs.
 
     `fingerprint`, `addresses` and `is_same` cover names, shapes and dtypes of all parameters, buffers, tensors and
     arrays that are plain attributes; all attributes of modules and configs that are Python scalars, nested containers
@@ -78,52 +103,23 @@ class ModelState:
     code of the user's that is asked for its parts may raise others.
 
     Attributes:
-        modules (`list[tuple[str, nn.Module]]`): By name.
+        structure (`bytes`): Everything but the content of tensors.
+        objects (`list`): Modules, configs and plain objects, in the order met.
+        tensors (`list[torch.Tensor]`): The distinct tensors that `structure` names by number.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.modules: list[tuple[str, nn.Module]] = list(model.named_modules())
-        self._watch: _Watch | None = None
-        # no `functools.cached_property`, whose lock a child process may find held
-        self._configs: list[PreTrainedConfig] | None = None
-        self._walked: ModelWalk | None = None
-
-    @property
-    def configs(self) -> list[PreTrainedConfig]:
-        """The configs that a call switches to our attention."""
-        if self._configs is None:
-            self._configs = switchable_configs(module for _, module in self.modules)
-        return self._configs
-
-    @property
-    def _walk(self) -> ModelWalk:
-        if self._walked is None:
-            self._walked = ModelWalk(self.model)
-        return self._walked
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The distinct tensors, in the order met."""
-        return self._walk.tensors
-
-    def read(self) -> None:
-        """Reads all but the content of tensors now. Raises what the class says."""
-        _ = self._walk
-
-    def code(self) -> Hashable:
-        """
-        What a forward computes but for the numbers in it, as far as it can be told in a millisecond. Another when a
-        module is replaced or added (an adapter), a function of a module's class is replaced, a module's attribute that
-        is a bool or a string is another, or attention, dtype, autocast, device or mode is.
-        """
-        modules = tuple((type(module), module.training) for _, module in self.modules)
-        switches = tuple(x for _, module in self.modules for x in vars(module).values() if type(x) in (bool, str))
-        classes = dict.fromkeys(base for kind, _ in modules for base in kind.__mro__)
-        functions = tuple(x for base in classes for x in vars(base).values() if isinstance(x, types.FunctionType))
-        attention = tuple(map(model_attention, self.configs))
-        device = self.model.device
-        return modules, switches, functions, attention, self.model.dtype, autocast_dtype(device), device
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: list[Tensor] = []
+        self.objects: list[Any] = []
+        self._all_tensors: list[Tensor] = []  # those that are views of the same memory among them
+        self._tensor_numbers: dict[Any, int] = {}
+        self._object_numbers: dict[int, int] = {}
+        self._num_plain = 0
+        self._looks_at_mode: dict[type, bool] = {}  # of the classes met: whether their code reads `training`
+        self._number(model)
+        found = list(map(self._object, self.objects))  # which grow on the way
+        self.structure = marshal.dumps(found, _MARSHAL_VERSION)
+        self._modules = [item for item in self.objects if isinstance(item, nn.Module)]
 
     def fingerprint(self) -> bytes:
         """32 bytes that are the same as long as all that is covered and the content of all tensors is."""
@@ -135,15 +131,20 @@ class ModelState:
         32 bytes that are the same as long as all that is covered, the address of every tensor, and train or eval mode
         of every module is. The content of the tensors may be another.
         """
-        return self._digest([[x.data_ptr() for x in self.tensors], [module.training for _, module in self.modules]])
+        return self._digest([[x.data_ptr() for x in self.tensors], [module.training for module in self._modules]])
 
     def _digest(self, content: list[Any]) -> bytes:
-        found = self._walk.structure + marshal.dumps(content, MARSHAL_VERSION)
-        return hashlib.blake2b(found, digest_size=32).digest()
+        return hashlib.blake2b(self.structure + marshal.dumps(content, _MARSHAL_VERSION), digest_size=32).digest()
 
     def watch(self) -> None:
         """`is_same` compares with the model as it is now. Holds the memory of the tensors."""
-        self._watch = _Watch(self._walk)
+        modules, chance = self._modules, random.Random(0)
+        self._held = [held for x in modules for held in (x._modules, x._parameters, x._buffers) if held]
+        adapters = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
+        self._layers = [vars(x) for x in modules if any(name in vars(x) for name in adapters)]
+        self._counted = [x for x in self._all_tensors if not x.is_inference()]
+        self._lines = [_line(x, chance) for x in self.tensors if x.is_cpu and x.nbytes]
+        self._parts, self._content = self._read_parts(), self._read_content()
 
     def is_same(self) -> bool:
         """
@@ -152,24 +153,6 @@ class ModelState:
         that chance has chosen. Of writes that move neither version nor address it sees those to whole tensors (an
         optimizer's, a merge's), and may miss those to a few elements.
         """
-        assert self._watch is not None, "nothing is watched"
-        return self._watch.is_same()
-
-
-class _Watch:
-    """What can be looked at in microseconds."""
-
-    def __init__(self, walk: ModelWalk) -> None:
-        modules, chance = [item for item in walk.objects if isinstance(item, nn.Module)], random.Random(0)
-        self._held = [held for x in modules for held in (x._modules, x._parameters, x._buffers) if held]
-        adapters = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
-        self._layers = [vars(x) for x in modules if any(name in vars(x) for name in adapters)]
-        self._tensors = walk.all_tensors
-        self._counted = [x for x in walk.all_tensors if not x.is_inference()]
-        self._lines = [_line(x, chance) for x in walk.tensors if x.is_cpu and x.nbytes]
-        self._parts, self._content = self._read_parts(), self._read_content()
-
-    def is_same(self) -> bool:
         parts = self._read_parts()
         is_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
         return is_same and self._read_content() == self._content
@@ -182,8 +165,168 @@ class _Watch:
             (str(layer.get("_active_adapter")), layer.get("_disable_adapters"), str(layer.get("merged_adapters")))
             for layer in self._layers
         ]
-        versions, places = [x._version for x in self._counted], list(map(Tensor.data_ptr, self._tensors))
+        versions, places = [x._version for x in self._counted], list(map(Tensor.data_ptr, self._all_tensors))
         return versions, places, adapters, b"".join(self._lines)
+
+    # -- the walk -----------------------------------------------------------------------------------------------------
+
+    def _object(self, item: Any) -> tuple[Any, Any]:
+        kind = self._class(type(item))
+        if isinstance(item, nn.Module):
+            return kind, self._module(item)
+        # private attributes of a config are transformers' own notes: which attention runs, where it came from
+        hides = hasattr(item, "to_dict")
+        return kind, [(n, self._value(value)) for n, value in _attributes(item) if not (hides and n[:1] == "_")]
+
+    def _number(self, item: Any) -> int:
+        number = self._object_numbers.setdefault(id(item), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(item)
+        return number
+
+    def _class(self, kind: type) -> list[Any]:
+        """The functions and scalars of a class and its bases, the first time it is met."""
+        found: list[Any] = [kind.__qualname__]
+        if kind in self._looks_at_mode:
+            return found
+        self._looks_at_mode[kind] = False
+        for base in kind.__mro__:
+            if base.__module__.startswith(_PLUMBING):
+                continue
+            is_own = base.__module__.partition(".")[0] not in _LIBRARIES
+            for name, value in vars(base).items():
+                if isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                elif isinstance(value, property):
+                    value = value.fget
+                if isinstance(value, types.FunctionType):
+                    self._looks_at_mode[kind] |= is_own and "training" in value.__code__.co_names
+                    found.append((name, self._value(value)))
+                elif type(value) in _SCALARS and name[:2] != "__":
+                    found.append((name, value))
+        return found
+
+    def _module(self, module: nn.Module) -> list[Any]:
+        found: list[Any] = [module.training if self._looks_at_mode[type(module)] else None]
+        for name, value in vars(module).items():
+            if name in _IGNORED:
+                continue
+            if type(value) not in _SCALARS:
+                value = self._number(value) if name == "config" and hasattr(value, "to_dict") else self._value(value)
+            found.append((name, value))
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                found.append((name, None if tensor is None else self._tensor(tensor)))
+        for name, child in module._modules.items():
+            found.append((name, None if child is None else self._number(child)))
+        for hooks in filter(None, (module._forward_pre_hooks, module._forward_hooks)):
+            for hook in hooks.values():
+                if not only_looks(hook):
+                    found.append(("hook", self._value(hook)))
+        return found
+
+    def _value(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return "module", self._number(value)
+        if isinstance(value, (list, tuple, dict, set, frozenset)):
+            if depth == _MAX_DEPTH:
+                return kind.__qualname__, len(value)
+            if isinstance(value, dict):
+                value = value.items()
+            items = [self._value(item, depth + 1) for item in value]
+            return kind.__qualname__, sorted(items, key=repr) if issubclass(kind, (set, frozenset)) else items
+        if isinstance(value, enum.Enum):
+            return kind.__qualname__, value.name
+        if isinstance(value, (bool, int, float, str, np.generic, *_TORCH_SCALARS)):
+            return kind.__qualname__, repr(value)
+        if isinstance(value, (np.ndarray, bytearray, array.array)):
+            return self._array(np.asarray(value))
+        if depth == _MAX_DEPTH:  # functions may hold one another
+            return "object", kind.__qualname__
+        if isinstance(value, functools.partial):
+            return "partial", [self._value(item, depth + 1) for item in (value.func, value.args, value.keywords)]
+        if isinstance(value, types.MethodType):
+            return "method", self._value(value.__func__, depth + 1), self._value(value.__self__, depth + 1)
+        if isinstance(value, types.FunctionType):
+            defaults = self._value((value.__defaults__, value.__kwdefaults__), depth + 1)
+            cells = [self._cell(cell, depth + 1) for cell in value.__closure__ or ()]
+            return "function", value.__qualname__, _code_hash(value.__code__), defaults, cells
+        if isinstance(value, (types.BuiltinFunctionType, type)):
+            return "named", value.__module__, value.__qualname__
+        is_read = kind.__module__.partition(".")[0] not in _LIBRARIES and self._num_plain < _MAX_PLAIN_OBJECTS
+        if is_read or id(value) in self._object_numbers:
+            self._num_plain += id(value) not in self._object_numbers
+            return "object", self._number(value)
+        return "object", kind.__qualname__
+
+    def _cell(self, cell: types.CellType, depth: int) -> Any:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            return "empty"
+        # What a hook collects is none of ours.
+        if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module, types.FunctionType)):
+            return self._value(value, depth)
+        return type(value).__qualname__
+
+    def _array(self, value: np.ndarray) -> Any:
+        if value.dtype.hasobject:
+            return "array", self._value(value.tolist())
+        content = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
+        return "array", str(value.dtype), value.shape, content
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if type(tensor) not in (nn.Parameter, Tensor):
+            return self._flattened(tensor)
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise UnreadableError(f"a tensor of layout {tensor.layout} on {tensor.device}")
+        if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
+            raise UnreadableError("a lazily conjugated or negated tensor")
+        self._all_tensors.append(tensor)
+        form = (_name(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.get_device())
+        number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return "tensor", number, form
+
+    def _flattened(self, tensor: Tensor) -> Any:
+        """A subclass by the tensors that it says it consists of."""
+        kind = type(tensor)
+        if not hasattr(tensor, "__tensor_flatten__"):
+            raise UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
+        names, context = tensor.__tensor_flatten__()
+        parts = [(name, self._value(getattr(tensor, name))) for name in names]
+        return kind.__qualname__, _name(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
+
+
+def only_looks(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is transformers' own, left after a call with `output_hidden_states`; idle in calls without."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
+    """Of a plain object: those in its `__dict__` and its slots."""
+    yield from getattr(item, "__dict__", {}).items()
+    for base in type(item).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(item, name):
+                yield name, getattr(item, name)
+
+
+@functools.lru_cache(maxsize=8192)
+def _code_hash(code: types.CodeType) -> str:
+    return hashlib.sha256(marshal.dumps(code)).hexdigest()
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype)
 
 
 def _line(tensor: Tensor, chance: random.Random) -> memoryview:

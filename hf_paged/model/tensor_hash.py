@@ -1,8 +1,6 @@
 """
-Hashes of the bytes of tensors.
-
-`Tensor._version` and `data_ptr` prove a change but not its absence: fused optimizers, `p.data.copy_` and writes through
-numpy move neither. So the bytes are read, which takes about as long as one decode step reads them.
+Hashes of the bytes of tensors: `_version` and `data_ptr` prove a change but not its absence, since fused optimizers,
+`p.data.copy_` and writes through numpy move neither.
 """
 
 from __future__ import annotations
@@ -15,20 +13,16 @@ from torch import Tensor
 
 from ..kernels import cpp
 
-CHUNK_BYTES = 8 << 20
-"""Bytes that the portable hash reads at once; it takes some four times as much for its intermediate results."""
+CHUNK_BYTES = 8 << 20  # that the portable hash reads at once; it takes some four times as much for what is between
+# The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as torch's int64 holds them.
+_STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """
-    Hashes of the elements of strided tensors, each element once: one of all tensors that the C++ kernel can read, one
-    of each other.
-    """
+    """Hashes of the elements of strided tensors: one of all tensors that the C++ kernel can read, one of each other."""
     tensors = [_dense(tensor) for tensor in tensors]
     here = [tensor for tensor in tensors if tensor.is_cpu] if cpp.is_available() else []
-    found: list[Any] = [
-        cpp.hash_memory([tensor.data_ptr() for tensor in here], [tensor.nbytes for tensor in here]) if here else None
-    ]
+    found: list[Any] = [cpp.hash_memory([x.data_ptr() for x in here], [x.nbytes for x in here]) if here else None]
     others: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if not (here and tensor.is_cpu):
@@ -46,17 +40,6 @@ def _dense(tensor: Tensor) -> Tensor:
             tensor = tensor.narrow(dim, 0, 1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).contiguous()
-
-
-_WORD = (1 << 64) - 1
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-# The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as torch's int64 holds them.
-_STEP, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def hash_portable(tensor: Tensor) -> Tensor:
@@ -89,4 +72,4 @@ def hash_portable(tensor: Tensor) -> Tensor:
 
 def _shift(words: Tensor, bits: int) -> Tensor:
     """`words >> bits` as unsigned numbers."""
-    return (words >> bits).bitwise_and_(_WORD >> bits)
+    return (words >> bits).bitwise_and_((1 << 64 - bits) - 1)

@@ -16,17 +16,9 @@ class WeightsGuard:
 
     Code of the user's, which may change the model, runs between *windows*: a call of `generate`, a call of an engine's,
     one step. Blocks of earlier windows are served in a window once its fingerprint of the model (`vouch`) is that of
-    the memory. Before a window ends (`settle`), what it computed gets its fingerprint: that of the memory, which is
-    taken again or, where a window is a single step, vouched for by a [`ModelState`] that is the same as when the
-    fingerprint was taken. What has none is forgotten as soon as one is taken.
-
-    Args:
-        model (`nn.Module`): Held.
-        memory ([`PagedMemory`]): Its lock guards `blocks`; it holds the fingerprint.
-        blocks ([`BlockManager`]): Of the memory.
-
-    Attributes:
-        num_changes (`int`): How often the model was found to be another than before.
+    `memory`, whose lock guards `blocks`. Before a window ends (`settle`), what it computed gets its fingerprint: that
+    of the memory, which is taken again or, where a window is a single step, vouched for by a [`ModelState`] that is the
+    same as when the fingerprint was taken. What has none is forgotten as soon as one is taken.
     """
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
@@ -34,7 +26,7 @@ class WeightsGuard:
         self._is_on = False
         self._autocast: torch.dtype | None = None
         self._watched: ModelState | None = None
-        self.num_changes = 0
+        self.num_changes = 0  # how often the model was found to be another than before
 
     @property
     def is_on(self) -> bool:
@@ -42,13 +34,7 @@ class WeightsGuard:
         return self._is_on and self._blocks.prefix_caching
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
-        """
-        Work begins, with nothing in flight.
-
-        Args:
-            is_on (`bool`): Whether it uses the prefix cache.
-            autocast (`torch.dtype`, *optional*): What its forwards compute in, if that is not the model's own.
-        """
+        """Work begins, with nothing in flight; its forwards compute in `autocast`, if that is not the model's own."""
         self._is_on, self._autocast, self._watched = is_on, autocast, None
         if is_on:
             self._blocks.prefix_caching = self._memory.config.prefix_caching
@@ -67,16 +53,11 @@ class WeightsGuard:
             self._forget()
 
     def vouch(self) -> bool:
-        """
-        Whether blocks of earlier windows may be served in this, by one fingerprint a window. If not, none are left.
-        """
+        """Whether blocks of earlier windows may be served in this, by one fingerprint a window; else none are left."""
         return self._blocks.is_vouched_for or self._compare()
 
     def settle(self, is_call: bool) -> None:
-        """
-        What this window has computed gets its fingerprint. If it is a whole call (`is_call`), this may happen before
-        its end; else it is one step.
-        """
+        """What this window, one step or a whole call, has computed gets its fingerprint: in a call before its end."""
         if not self.is_on:
             return
         try:

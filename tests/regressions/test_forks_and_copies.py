@@ -210,14 +210,14 @@ def test_item_11_a_child_finds_locks_free_that_threads_of_its_parent_held() -> N
 def test_item_11_a_child_reads_the_model_while_a_thread_of_its_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     model, is_there, may_go_on = models.build("llama", num_hidden_layers=1), threading.Event(), threading.Event()
 
-    class Waits(state.ModelWalk):
+    class Waits(state.ModelState):
         def __init__(self, model: Any) -> None:
             if threading.current_thread() is not threading.main_thread():
                 is_there.set()
                 assert may_go_on.wait(120)
             super().__init__(model)
 
-    monkeypatch.setattr(state, "ModelWalk", Waits)
+    monkeypatch.setattr(state, "ModelState", Waits)
     expected = state.fingerprint(model)
 
     def work() -> None:

@@ -343,7 +343,8 @@ class StepLoop:
         request, index = generation.rows[row]
         sequence = request.sequences[index]
         if generation.keep_blocks:
-            self.scheduler.forget_swapped(request)  # blocks on the host cannot be shared
+            if request.is_swapped:
+                self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
             generation.kept[row] = KeptBlocks(self.blocks.fork(sequence.blocks), sequence.num_computed_tokens)
         self._finish_sequence(sequence)
 

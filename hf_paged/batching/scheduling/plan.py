@@ -15,33 +15,23 @@ class PlannedRow(NamedTuple):
     request_id: Hashable
     sequence: int  # its place in the request
     num_tokens: int  # to compute
-    num_logits: int  # wanted: of the last token, where the sequence is then computed as far as it goes
+    num_logits: int  # wanted: 1, of the last token, once all tokens of the sequence are computed
     adapter: str | None
 
 
 @dataclass
 class StepPlan:
-    """
-    One step: sequences with their `query_len`. Their `num_computed_tokens` counts these tokens already, and their
-    tables have room for them.
+    """One step. `num_computed_tokens` counts its tokens already, and the tables have room for them."""
 
-    Args:
-        decodes, chunks (`list[tuple[Sequence, int]]`): Those with one token to compute, and with more.
-        preempted, admitted (`list[Request]`): Requests that lost their blocks, and that came in, in this step.
-    """
-
-    decodes: list[tuple[Sequence, int]] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    decodes: list[tuple[Sequence, int]] = field(default_factory=list)  # with one token to compute
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with more
+    preempted: list[Request] = field(default_factory=list)  # lost their blocks in this step
     admitted: list[Request] = field(default_factory=list)
 
     @property
     def items(self) -> list[tuple[Sequence, int]]:
-        """All sequences of the step, decodes first."""
+        """All sequences of the step with their `query_len`, decodes first."""
         return self.decodes + self.chunks
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.rows)) or "nothing"
 
     @property
     def rows(self) -> list[PlannedRow]:
@@ -50,3 +40,6 @@ class StepPlan:
             PlannedRow(s.request.request_id, s.index, count, int(not s.num_to_compute), s.request.adapter)
             for s, count in self.items
         ]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.rows)) or "nothing"

@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, BlockManager
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence
 
-
-class Swapper(Protocol):
-    """
-    Moves a request's blocks to host memory and back. `sequence.swapped` tells what a sequence has there; it may move to
-    another sequence of the request, be shared by several, or be set to `None` for a sequence that is gone.
-    """
-
-    def swap_out(self, request: Request) -> bool:
-        """Takes the blocks off the request's tables, which keep their counts; `False`, with nothing changed, if not."""
-
-    def num_blocks(self, request: Request) -> int:
-        """Blocks that `swap_in` takes, over all groups."""
-
-    def swap_in(self, request: Request) -> None:
-        """Fills the tables again. Raises `OutOfBlocksError` with nothing changed."""
-
-    def discard(self, request: Request) -> None:
-        """Forgets what is on the host."""
+if TYPE_CHECKING:  # it has tensors
+    from ...cache.swap import BlockSwapper
 
 
 class Preemption:
     """
     Takes and gives back blocks for all sequences of a request together, so that what they share stays shared.
-
-    Args:
-        blocks ([`BlockManager`]): Where blocks come from.
-        preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
-        swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
-        vouch (`Callable[[], bool]`, *optional*): Whether blocks may be served whose sequences began before this window
-            (`BlockManager.needs_vouching`); if not, it has dropped them.
-        chunks (`bool`): Whether a sequence may be computed in chunks, and so begin with what another one computed.
+    The arguments are those of [`Scheduler`].
     """
 
     def __init__(
         self,
         blocks: BlockManager,
-        preempt: str | Callable[[Request], str] = "recompute",
-        swapper: Swapper | None = None,
-        vouch: Callable[[], bool] | None = None,
-        chunks: bool = True,
+        preempt: str | Callable[[Request], str],
+        swapper: BlockSwapper | None,
+        vouch: Callable[[], bool] | None,
+        chunks: bool,
     ) -> None:
-        self._chunks = chunks
         self.blocks, self._preempt, self._swapper, self._vouch = blocks, preempt, swapper, vouch
-
-    # -- in and out -----------------------------------------------------------------------------------------------
+        self._chunks = chunks
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
@@ -78,12 +53,8 @@ class Preemption:
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
         """
         Swaps a waiting request in, or lets its rows begin with what the prefix cache has of them, if there is room for
-        all that it has to compute.
-
-        Args:
-            chunk (`int`): Most tokens that are computed at a time.
-            reserve (`int`): Blocks that must be left then.
-            is_alone (`bool`): No other request runs: what does not fit now never will, unless it is recomputed.
+        all that it has to compute, at most `chunk` tokens at a time, and `reserve` blocks are left then. While no other
+        request runs (`is_alone`), one that cannot be swapped in is recomputed, since there will never be more room.
         """
         manager = self.blocks
         if request.is_swapped:
@@ -91,32 +62,26 @@ class Preemption:
                 return True
             if not is_alone:
                 return False
-            self.forget_swapped(request)
+            self.forget(request)
         if reserve >= manager.num_free:
             return False
         needs = [0] * len(manager.groups)
         for sequence, first in self._attach(request):
             more = manager.num_spanned(first, sequence.num_tokens, chunk, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
-        if manager.has_room(needs, reserve):
-            if not self._may_be_served(request):
-                self.forget(request)
-                return self.bring_in(request, chunk, reserve, is_alone)
-            if not request.num_preemptions and request.sequences[0].num_tokens == request.num_prompt_tokens:
-                request.num_hit_tokens = sum(sequence.num_computed_tokens for sequence in request.sequences)
-            return True
-        self.forget(request)
-        return False
-
-    def _may_be_served(self, request: Request) -> bool:
-        """Whether what the prefix cache gave the rows is of the model of now."""
-        if self._vouch is None or not any(map(self.blocks.needs_vouching, (s.blocks for s in request.sequences))):
-            return True
+        has_room = manager.has_room(needs, reserve)
         try:
-            return self._vouch()
+            may_be_old = has_room and any(manager.needs_vouching(sequence.blocks) for sequence in request.sequences)
+            is_served = has_room and (not may_be_old or self._vouch is None or self._vouch())
         except BaseException:
             self.forget(request)
             raise
+        if not is_served:
+            self.forget(request)
+            return has_room and self.bring_in(request, chunk, reserve, is_alone)  # `vouch` has dropped the old blocks
+        if not request.num_preemptions and request.sequences[0].num_tokens == request.num_prompt_tokens:
+            request.num_hit_tokens = sum(sequence.num_computed_tokens for sequence in request.sequences)
+        return True
 
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self._swapper is not None
@@ -171,58 +136,41 @@ class Preemption:
 
     def send_out(self, request: Request) -> None:
         """Takes the blocks of a preempted request: to the host, or for good, but for what the prefix cache keeps."""
-        self.register(request)
-        if not self._swap_out(request):
-            self.forget(request)
-
-    def _swap_out(self, request: Request) -> bool:
-        rows = request.open_sequences
-        if self._swapper is None or any(sequence.blocks is NO_BLOCKS for sequence in rows):
-            return False
-        how = self._preempt if isinstance(self._preempt, str) else self._preempt(request)
-        if how not in ("recompute", "swap"):
-            raise ValueError(f"preemption by {how!r}: it must be 'recompute' or 'swap'")
-        if how == "recompute":
-            return False
-        self.blocks.flush_copies()
-        if not self._swapper.swap_out(request):
-            return False
-        for sequence in rows:
-            sequence.blocks.capacity = 0  # what comes back is looked at before it is written to
-        return True
-
-    def register(self, request: Request) -> None:
-        """Names all full blocks of a request, which must have been computed."""
         for sequence in request.sequences:
-            self.blocks.register(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, request.namespace)
+            self._register(sequence)
+        rows = request.open_sequences
+        if self._swapper is not None and all(sequence.blocks is not NO_BLOCKS for sequence in rows):
+            how = self._preempt if isinstance(self._preempt, str) else self._preempt(request)
+            if how == "swap":
+                self.blocks.flush_copies()
+                if self._swapper.swap_out(request):
+                    for sequence in rows:
+                        sequence.blocks.capacity = 0  # what comes back is looked at before it is written to
+                    return
+        self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Gives all blocks back; nothing counts as computed any more."""
+        """Gives up what is held of a request, here and on the host: nothing counts as computed any more."""
+        if self._swapper is not None:
+            self._swapper.discard(request)
         for sequence in request.sequences:
-            self.forget_sequence(sequence)
+            self._free(sequence)
         request.num_shared_tokens = 0
 
-    def forget_sequence(self, sequence: Sequence) -> None:
-        """Gives the blocks of one sequence back."""
+    def end_sequence(self, sequence: Sequence) -> None:
+        """Gives up what is held of one sequence, here and on the host; the prefix cache keeps full blocks."""
+        if sequence.swapped is None:
+            self._register(sequence)
+        sequence.swapped = None
+        self._free(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        namespace = sequence.request.namespace
+        self.blocks.register(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, namespace)
+
+    def _free(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.blocks)
         sequence.blocks, sequence.num_computed_tokens = NO_BLOCKS, 0
-
-    def end_sequence(self, sequence: Sequence) -> None:
-        """Gives the blocks of one sequence back, on the host or here; the prefix cache keeps the full ones."""
-        if sequence.swapped is None:
-            namespace = sequence.request.namespace
-            self.blocks.register(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, namespace)
-        sequence.swapped = None
-        self.forget_sequence(sequence)
-
-    def forget_swapped(self, request: Request) -> None:
-        """Gives up what is on the host, if anything is: the request is recomputed."""
-        if request.is_swapped:
-            assert self._swapper is not None
-            self._swapper.discard(request)
-            for sequence in request.sequences:
-                sequence.swapped = None
-            self.forget(request)
 
 
 def _num_common(rows: list[list[int]]) -> int:

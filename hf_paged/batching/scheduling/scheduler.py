@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, BlockManager
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence, Status
 from .plan import StepPlan
-from .preemption import Preemption, Swapper
-from .queue import WaitingQueue
+from .preemption import Preemption
 from .timeline import Timeline
+
+if TYPE_CHECKING:  # it has tensors
+    from ...cache.swap import BlockSwapper
 
 logger = logging.getLogger(__name__)
 
-AGING = 256.0
-"""Arrivals that one step of priority is worth."""
+AGING = 256.0  # arrivals that one step of priority is worth
+_by_key = attrgetter("key")
 
 
 class Scheduler:
@@ -26,9 +29,9 @@ class Scheduler:
     Iteration-level scheduling (Orca, OSDI 2022) over paged blocks, with chunked prefills (SARATHI, arXiv 2308.16369)
     and preemption of whole requests, latest first (PagedAttention, arXiv 2309.06180, section 4.5).
 
-    Requests are ordered by `arrival + priority * aging`, which never changes: nothing starves, since sooner or later
-    all that arrives is behind. In that order running requests get their tokens, and preempt later ones when blocks run
-    out; then the waiting ones are admitted while the first of them fits. A preempted request keeps its place.
+    Requests are ordered by `arrival + priority * aging`, which never changes, so that nothing starves. In that order
+    running requests get their tokens, and preempt later ones when blocks run out; then the waiting ones are admitted
+    while the first of them fits. A preempted request keeps its place.
 
     Args:
         blocks ([`BlockManager`]): Where blocks come from.
@@ -36,10 +39,10 @@ class Scheduler:
         max_num_seqs (`int`): Most sequences that run at a time. A single request may have more, and so may requests
             that wait for each other's tokens.
         watermark (`float`): Share of all blocks that admission leaves to those already running.
-        aging (`float`): Arrivals that one step of priority is worth.
         preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
-        swapper ([`Swapper`], *optional*): Without one, everything is recomputed.
-        vouch (`Callable[[], bool]`, *optional*): Whether blocks of earlier steps may be served (`Preemption`).
+        swapper ([`BlockSwapper`], *optional*): Without one, everything is recomputed.
+        vouch (`Callable[[], bool]`, *optional*): Whether blocks of sequences that began before this window may be
+            served (`BlockManager.needs_vouching`); if not, it has dropped them.
         chunks (`bool`): Whether a sequence may be computed in chunks; else as a whole, then token by token.
         replays (`bool`): Without chunks, whether what is whole is the prompt alone, also where more is computed again.
 
@@ -56,7 +59,7 @@ class Scheduler:
         watermark: float = 0.01,
         aging: float = AGING,
         preempt: str | Callable[[Request], str] = "recompute",
-        swapper: Swapper | None = None,
+        swapper: BlockSwapper | None = None,
         vouch: Callable[[], bool] | None = None,
         chunks: bool = True,
         replays: bool = False,
@@ -71,11 +74,12 @@ class Scheduler:
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._watermark, self._aging = watermark, aging
-        self._preemption = Preemption(blocks, preempt, swapper, vouch, chunks)
+        self.preemption = Preemption(blocks, preempt, swapper, vouch, chunks)
         self._chunks, self._replays = chunks, replays
         self._running: list[Request] = []  # by key
+        self._waiting: list[Request] = []  # by key
+        self._parked: list[Request] = []  # preempted, with nothing to compute until they get a token
         self._num_rows = 0  # open rows of running requests
-        self._waiting = WaitingQueue()
         self._arrivals = 0
         self._plan = StepPlan()
         self.timeline = Timeline()
@@ -88,27 +92,22 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold none: new and preempted ones."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._parked)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is not finished."""
-        return bool(self._running) or len(self._waiting) > 0
-
-    # -- requests come --------------------------------------------------------------------------------------------
+        return bool(self._running or self._waiting or self._parked)
 
     def add(self, *requests: Request) -> None:
         """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
         for request in requests:
-            self._preemption.check_fits(request)
+            self.preemption.check_fits(request)
         for request in requests:
             request.arrival = self._arrivals
             self._arrivals += 1
             request.key = (request.arrival + request.priority * self._aging, request.arrival)
-            request.status = Status.WAITING
             self._wait(request)
-
-    # -- one step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """
@@ -137,12 +136,14 @@ class Scheduler:
             for sequence, _ in self._plan.chunks:
                 self.blocks.trim(sequence.blocks)
         self.blocks.begin_step()
-        self._waiting.wake()
+        for request in [each for each in self._parked if not each.is_answered]:
+            self._parked.remove(request)
+            insort(self._waiting, request, key=_by_key)
         plan = self._plan = StepPlan()
         left = self._continue_running()
         if not plan.preempted:
             self._admit(left)
-        while not plan.items and self._waiting.head() is not None:
+        while not plan.items and self._waiting:
             # every running request waits for a token that depends on one that does not run
             self._admit(self.max_num_batched_tokens, any_rows=True)
             if plan.items:
@@ -151,7 +152,12 @@ class Scheduler:
             if victim is None:
                 if plan.preempted:  # the next step starts with the blocks that this one took back
                     break
-                raise self._stalled()
+                manager = self.blocks
+                raise OutOfBlocksError(
+                    f"nothing can be scheduled: {self._waiting[0]!r} is the first of {self.num_waiting} waiting "
+                    f"requests, {self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had; "
+                    f"{manager!r}. Others hold blocks: free their caches, or raise `num_blocks`"
+                )
             self._preempt(victim)
         return plan
 
@@ -199,7 +205,7 @@ class Scheduler:
         behind this one go first, then the chunk gets smaller, then `request` goes itself.
         """
         if request.num_shared_tokens:
-            limit = min(limit, self._preemption.num_until_shared(request, sequence))
+            limit = min(limit, self.preemption.num_until_shared(request, sequence))
         if self._replays:
             limit = min(limit, max(1, request.num_prompt_tokens - sequence.num_computed_tokens))
         query_len = min(limit, sequence.num_to_compute)
@@ -235,7 +241,7 @@ class Scheduler:
         going to be that and nothing else, as far as can be told: none waits, and the others that run, `num_ending`,
         end before.
         """
-        if len(self._waiting) or self._num_rows != len(sequences) + num_ending:
+        if self._waiting or self._parked or self._num_rows != len(sequences) + num_ending:
             return False
         for sequence in sequences:
             blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
@@ -248,47 +254,43 @@ class Scheduler:
                 return False
         return True
 
-    # -- admission ------------------------------------------------------------------------------------------------
-
     def _admit(self, left: int, any_rows: bool = False) -> None:
         """Admits waiting requests, in order, while the first of them fits."""
-        while left > 0 and (request := self._waiting.head()) is not None:
-            too_many = self._num_rows + request.num_open_rows > self.max_num_seqs
-            if self._running and too_many and not any_rows:
+        while left > 0 and self._waiting:
+            request, is_alone = self._waiting[0], not self._running
+            if not (is_alone or any_rows) and self._num_rows + request.num_open_rows > self.max_num_seqs:
                 return
-            is_alone = not self._running
             reserve = 0 if is_alone else int(self._watermark * self.blocks.num_total)
             # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
-            if not self._preemption.bring_in(request, chunk, reserve, is_alone):
+            if not self.preemption.bring_in(request, chunk, reserve, is_alone):
                 return
-            self._waiting.pop()
-            self._start(request)
+            self._waiting.pop(0)
+            request.status = Status.RUNNING
+            self._num_rows += request.num_open_rows
+            insort(self._running, request, key=_by_key)
+            self.timeline.runs(request)
             before = left
-            for sequence in request.sequences:
-                if not sequence.is_finished and sequence.num_to_compute:
+            for sequence in request.open_sequences:
+                if sequence.num_to_compute:
                     left -= self._catch_up(request, sequence, left, may_preempt=False)
             if left == before:  # one group is short of blocks, though not all together
-                self._suspend(request)
+                self._send_back(request, keeps=True)
                 return
             self._plan.admitted.append(request)
 
-    def _start(self, request: Request) -> None:
-        request.status = Status.RUNNING
-        self._num_rows += request.num_open_rows
-        insort(self._running, request, key=attrgetter("key"))
-        self.timeline.runs(request)
-
     def _wait(self, request: Request) -> None:
-        self._waiting.push(request)
+        request.status = Status.WAITING
+        if request.num_preemptions and request.is_answered:
+            self._parked.append(request)
+        else:
+            insort(self._waiting, request, key=_by_key)
         self.timeline.waits(request)
-
-    # -- requests go ----------------------------------------------------------------------------------------------
 
     def _preempt(self, request: Request) -> None:
         self._plan.preempted.append(request)
         self._count_preemption(request)
-        self._suspend(request)
+        self._send_back(request, keeps=True)
 
     @staticmethod
     def _count_preemption(request: Request) -> None:
@@ -307,41 +309,28 @@ class Scheduler:
         for request in stopped:
             self._count_preemption(request)
             self._send_back(request)
-        for request in self._waiting:
-            self._preemption.forget_swapped(request)
+        for request in (*self._waiting, *self._parked):
+            self.preemption.forget(request)
         return stopped
 
-    def _suspend(self, request: Request) -> None:
-        """Takes a running request's blocks and puts it back in the queue."""
+    def _send_back(self, request: Request, keeps: bool = False) -> None:
+        """A running request waits again: with nothing computed, or with what `Preemption.send_out` keeps."""
         self._stop(request)
         try:
-            self._preemption.send_out(request)
+            if keeps:
+                self.preemption.send_out(request)
+            else:
+                self.preemption.forget(request)
         except BaseException:  # no memory to swap to, or interrupted: recompute it
-            self._preemption.forget_swapped(request)
-            self._preemption.forget(request)
+            self.preemption.forget(request)
             raise
         finally:
             self._wait(request)
-
-    def _send_back(self, request: Request) -> None:
-        """A running request waits again, with nothing computed."""
-        self._stop(request)
-        self._preemption.forget(request)
-        self._wait(request)
 
     def _stop(self, request: Request) -> None:
         """Takes a running request out; its blocks are the caller's to see to."""
         self._running.remove(request)
         self._num_rows -= request.num_open_rows
-        request.status = Status.WAITING
-
-    def _stalled(self) -> OutOfBlocksError:
-        manager = self.blocks
-        return OutOfBlocksError(
-            f"nothing can be scheduled: {self._waiting.head()!r} is the first of {self.num_waiting} waiting requests, "
-            f"{self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had; {manager!r}. Others "
-            "hold blocks: free their caches, or raise `num_blocks`"
-        )
 
     def fail_step(self) -> None:
         """
@@ -363,7 +352,7 @@ class Scheduler:
         if sequence.is_finished:
             return
         request = sequence.request
-        self._preemption.end_sequence(sequence)
+        self.preemption.end_sequence(sequence)
         sequence.is_finished = True
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
@@ -380,19 +369,17 @@ class Scheduler:
             return
         if request.status is Status.RUNNING:
             self._stop(request)
-            request.status = Status.FINISHED
+        elif request in self._parked:
+            self._parked.remove(request)
         else:
-            request.status = Status.FINISHED
-            self._waiting.cancelled(request)
+            del self._waiting[bisect_left(self._waiting, request.key, key=_by_key)]
+        request.status = Status.FINISHED
         self.timeline.finished(request)
-        self._preemption.forget_swapped(request)
+        if request.is_swapped:
+            self.preemption.forget(request)
         for sequence in request.open_sequences:
-            self._preemption.end_sequence(sequence)
+            self.preemption.end_sequence(sequence)
             sequence.is_finished = True
-
-    def forget_swapped(self, request: Request) -> None:
-        """Gives up what the host holds of a request: it is recomputed."""
-        self._preemption.forget_swapped(request)
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"

@@ -43,14 +43,9 @@ class Interval(NamedTuple):
 
 class Timeline:
     """
-    What the requests of a scheduler did in which steps.
-
-    Only changes are noted: an interval takes as much memory whether it covers one step or a million, and a step in
-    which none comes, goes or begins to decode costs a comparison. The latest `max_intervals` are kept, with one for
+    What the requests of a scheduler did in which steps. Only changes are noted: an interval takes as much memory
+    whether it covers one step or a million. The latest `max_intervals` are kept, about 250 bytes each, with one for
     every unfinished request.
-
-    Args:
-        max_intervals (`int`): Most intervals that are kept of what is over, about 250 bytes each.
 
     Attributes:
         num_steps (`int`): Steps scheduled so far.
@@ -67,21 +62,16 @@ class Timeline:
         self._num_requests = 0
         self._origin = time.perf_counter()
 
-    # -- told by the scheduler ------------------------------------------------------------------------------------
-
     def waits(self, request: Request) -> None:
         """The request is new, or has just lost its blocks."""
-        found = self._open.get(request)
-        if found is None:
-            self._begin(request, self._num_requests, Activity.WAITING, self._now())
-            self._num_requests += 1
-            return
         self._admitted.discard(request)
         self._prefilling.discard(request)
+        before = self._open.get(request)
         if request.is_swapped:
             self._change(request, Activity.SWAPPED)
-        elif found.activity is not Activity.WAITING:  # it was in a batch
-            self._change(request, Activity.PREEMPTED)
+        else:
+            was_in_batch = before is not None and before.activity is not Activity.WAITING
+            self._change(request, Activity.PREEMPTED if was_in_batch else Activity.WAITING)
 
     def runs(self, request: Request) -> None:
         """The request has blocks, for the first time or again; it may still lose them before the step."""
@@ -90,23 +80,21 @@ class Timeline:
     def stepped(self, plan: StepPlan) -> None:
         """The next step computes what is planned."""
         if self._admitted or self._prefilling or plan.chunks:
-            self._note_changes({sequence.request for sequence, _ in plan.chunks})
+            chunked = {sequence.request for sequence, _ in plan.chunks}
+            for request in self._admitted | self._prefilling | chunked:
+                before = self._open[request].activity
+                if request not in self._admitted and before not in IN_BATCH:
+                    continue
+                if before is Activity.PREEMPTED:
+                    self._recomputing.add(request)
+                if request not in chunked and request.is_computed:
+                    self._change(request, Activity.DECODE)
+                    self._prefilling.discard(request)
+                else:  # where it has no chunk in this step, the next one is still to come
+                    self._change(request, Activity.RECOMPUTE if request in self._recomputing else Activity.PREFILL)
+                    self._prefilling.add(request)
+            self._admitted.clear()
         self.num_steps += 1
-
-    def _note_changes(self, chunked: set[Request]) -> None:
-        for request in self._admitted | self._prefilling | chunked:
-            before = self._open[request].activity
-            if request not in self._admitted and before not in IN_BATCH:
-                continue
-            if before is Activity.PREEMPTED:
-                self._recomputing.add(request)
-            if request not in chunked and request.is_computed:
-                self._change(request, Activity.DECODE)
-                self._prefilling.discard(request)
-            else:  # where it has no chunk in this step, the next one is still to come
-                self._change(request, Activity.RECOMPUTE if request in self._recomputing else Activity.PREFILL)
-                self._prefilling.add(request)
-        self._admitted.clear()
 
     def finished(self, request: Request) -> None:
         """The request needs nothing any more."""
@@ -114,8 +102,6 @@ class Timeline:
             requests.discard(request)
         if request in self._open:
             self._close(request, is_last=True)
-
-    # -- asked ----------------------------------------------------------------------------------------------------
 
     def intervals(self) -> list[Interval]:
         """All that is kept, by request in the order in which they came; what still goes on ends now."""
@@ -125,19 +111,19 @@ class Timeline:
     def __repr__(self) -> str:
         return f"Timeline({self._num_requests} requests, {len(self._open)} unfinished, {self.num_steps} steps)"
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
     def _now(self) -> float:
         return time.perf_counter() - self._origin
 
-    def _begin(self, request: Request, number: int, activity: Activity, now: float) -> None:
-        step = self.num_steps
-        self._open[request] = Interval(number, request.request_id, activity, step, step, now, now, is_last=False)
-
     def _change(self, request: Request, activity: Activity) -> None:
-        if self._open[request].activity is not activity:
-            ended = self._close(request)
-            self._begin(request, ended.number, activity, ended.end)
+        before, step = self._open.get(request), self.num_steps
+        if before is None:
+            number, now = self._num_requests, self._now()
+            self._num_requests += 1
+        elif before.activity is activity:
+            return
+        else:
+            number, now = before.number, self._close(request).end
+        self._open[request] = Interval(number, request.request_id, activity, step, step, now, now, is_last=False)
 
     def _close(self, request: Request, is_last: bool = False) -> Interval:
         interval = self._open.pop(request)._replace(end_step=self.num_steps, end=self._now(), is_last=is_last)

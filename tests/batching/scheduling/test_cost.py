@@ -11,11 +11,6 @@ def test_recompute_until_a_prefill_was_seen() -> None:
     assert CostModel(1e30).choose(10**9, 1) == "recompute"
 
 
-def test_a_speed_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="bytes_per_second"):
-        CostModel(0)
-
-
 def test_the_cheaper_one_is_chosen_on_both_sides_of_the_break_even() -> None:
     model = CostModel(1000.0)
     for num_tokens in (10, 50, 90):

@@ -307,13 +307,3 @@ def test_cancellation_anywhere_gives_every_block_back() -> None:
 def test_limits_must_be_positive(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         make(**options)
-
-
-def test_an_unknown_preemption_is_refused() -> None:
-    scheduler = make(num_blocks=4, preempt=lambda request: "forget", swapper=object())
-    requests = [add(scheduler, name, 8, new_tokens=4) for name in "ab"]
-    scheduler.schedule()
-    for request in requests:
-        request.sequences[0].token_ids.append(1)
-    with pytest.raises(ValueError, match="'forget': it must be 'recompute' or 'swap'"):
-        scheduler.schedule()

@@ -12,9 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
 from ..model.registry import Route
-from ..tools.pictures.block_map import plot_block_map
-from ..tools.pictures.html import engine_html
-from ..tools.pictures.timeline import MAX_REQUESTS, plot_intervals
+from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
 from .arguments import check_generates
 from .engine_core import EngineCore
 from .execution.adapters import base_model

@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig
-from ..tools.pictures.block_map import plot_block_map
-from ..tools.pictures.html import cache_html
+from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
 from .groups import GroupSpec
 from .handles import ReadCounters

@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ... import compat
-from ...model.self_check import first_line
+from .. import compat
+from ..model.self_check import first_line
 
 _DECODERS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
@@ -24,18 +24,22 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """
-    The configuration and the generative class that `name` stands for.
-
-    Args:
-        name (`str`): A folder with a `config.json`, or such a file; the name of a model on the Hub that has been
-            downloaded before; a model type (`"llama"`); or a class of transformers (`"Qwen2Config"`,
-            `"LlamaForCausalLM"`), the last two with their default configuration.
-
-    Raises:
-        ValueError: if it is none of these, or has no class that generates; the message says what there is.
+    The configuration and the generative class that `name` stands for: a folder with a `config.json`, or such a file; a
+    model on the Hub that has been downloaded before; a model type (`"llama"`) or a class of transformers
+    (`"Qwen2Config"`, `"LlamaForCausalLM"`) with its default configuration. Raises `ValueError` if it is none of these
+    or has no class that generates.
     """
-    if Path(name).exists():
-        return _with_class(_read(Path(name)))
+    path = Path(name)
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(f"{path} is a folder without a config.json")
+        try:
+            config = AutoConfig.from_pretrained(str(file), local_files_only=True)
+        except (OSError, ValueError) as error:
+            why = first_line(error)
+            raise ValueError(f"{file} is no configuration that this transformers can read: {why}") from error
+        return _with_class(config)
     if name in CONFIG_MAPPING:
         return _with_class(CONFIG_MAPPING[name]())
     found: Any = getattr(transformers, name, None) if name.isidentifier() else None
@@ -62,21 +66,10 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     )
 
 
-def _read(path: Path) -> PreTrainedConfig:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{path} is a folder without a config.json")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is no configuration that this transformers can read: {first_line(error)}") from error
-    return config
-
-
 def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     candidates: list[Any] = [getattr(transformers, name, None) for name in config.architectures or ()]
     for kind in _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS:
-        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING", {}).get(type(config), ())
+        found = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING").get(type(config), ())
         candidates += found if isinstance(found, tuple) else [found]
     for cls in candidates:
         if _is_a(cls, PreTrainedModel) and cls.can_generate():

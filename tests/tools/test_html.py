@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_paged import PagedCache, PagedEngine
-from hf_paged.tools.pictures.html import COLUMNS, MAX_ROWS, format_bytes, memory_html
-from hf_paged.tools.pictures.kinds import KINDS
+from hf_paged.tools.pictures import COLUMNS, KINDS, MAX_ROWS, format_bytes, memory_html
 from tests.support import models
 
 

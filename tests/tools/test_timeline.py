@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from hf_paged import PagedEngine
 from hf_paged.batching.scheduling.timeline import Activity, Interval
-from hf_paged.tools.pictures.timeline import plot_intervals
+from hf_paged.tools.pictures import plot_intervals
 from tests.support import models
 from tests.support.engine_helpers import prompts
 

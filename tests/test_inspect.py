@@ -12,8 +12,7 @@ import transformers
 
 import hf_paged
 from hf_paged.cache.storage import free_bytes
-from hf_paged.tools.inspect.command import main
-from hf_paged.tools.inspect.report import Report, examine
+from hf_paged.inspect import Report, examine, main
 from tests.support import models
 from tests.support.missing import take_away
 
@@ -64,7 +63,7 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
 def test_llama(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "llama"), block_size=16, dtype=torch.bfloat16, length=100)
     [group] = report.groups
-    assert (group.kind, group.window, group.num_layers) == ("self", None, 2)
+    assert (group.spec.kind, group.spec.window, len(group.blocks)) == ("self", None, 2)
     assert group.layers == {"2 heads of 16": 2}
     assert group.token_bytes == report.token_bytes == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, dim, bytes
     assert group.block_bytes == 16 * group.token_bytes
@@ -74,9 +73,9 @@ def test_llama(tmp_path: Path) -> None:
 
 def test_sliding_windows_are_a_group_that_stops_growing(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "gemma3"), block_size=8)
-    by_window = {group.window: group for group in report.groups}
+    by_window = {group.spec.window: group for group in report.groups}
     assert set(by_window) == {None, models.WINDOW}
-    assert (by_window[None].num_layers, by_window[models.WINDOW].num_layers) == (1, 2)
+    assert (len(by_window[None].blocks), len(by_window[models.WINDOW].blocks)) == (1, 2)
     assert by_window[models.WINDOW].num_blocks(1000) == by_window[models.WINDOW].num_blocks(100) == 2
     assert by_window[None].num_blocks(1000) == 125
 
@@ -92,7 +91,7 @@ def test_latents(tmp_path: Path) -> None:
 
 def test_encoder_decoders_have_cross_attention(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "t5"), dtype=torch.float32)
-    assert [group.kind for group in report.groups] == ["self", "cross"]
+    assert [group.spec.kind for group in report.groups] == ["self", "cross"]
     assert report.road.name == "hf_loop" and "encoder" in report.road.reason
 
 
@@ -112,7 +111,7 @@ def test_rows_side_by_side(name: str, tmp_path: Path) -> None:
 
 
 def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.tools.inspect.road.MAX_CHECK_BYTES", 0)
+    monkeypatch.setattr("hf_paged.tools.road.MAX_CHECK_BYTES", 0)
     report = examine("LlamaConfig", dtype=torch.float16)
     assert report.num_parameters > 6e9 and report.weight_bytes >= 2 * report.num_parameters
     assert report.token_bytes == 32 * 2 * 32 * 128 * 2
@@ -123,7 +122,7 @@ def test_a_model_with_fewer_layers_is_checked_instead(tmp_path: Path, monkeypatc
     config = models.config("gemma3", num_hidden_layers=24, layer_types=None)
     name = saved(tmp_path, config, "Gemma3ForCausalLM")
     size = examine(name, dtype=torch.float32).weight_bytes
-    monkeypatch.setattr("hf_paged.tools.inspect.road.MAX_CHECK_BYTES", size // 2)
+    monkeypatch.setattr("hf_paged.tools.road.MAX_CHECK_BYTES", size // 2)
     report = examine(name, dtype=torch.float32)
     assert report.road.name == "engine" and "fewer layers" in report.road.reason
 
@@ -138,7 +137,7 @@ def test_dtype_is_the_configurations_unless_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "GPT2Config", "GPT2LMHeadModel"])
 def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.tools.inspect.road.MAX_CHECK_BYTES", 0)
+    monkeypatch.setattr("hf_paged.tools.road.MAX_CHECK_BYTES", 0)
     assert examine(name).model == "GPT2LMHeadModel"
 
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
-from ... import compat
-from ...attention import backends
-from ...attention.call import AttentionCall
-from ...attention.switch import NAME, foreign_attention, model_attention, switchable_configs
-from ...batching.factory import choose_layout, empty_cache
-from ...batching.layout import Layout
-from ...cache.layers import PagedLayer
-from ...cache.memory import PagedMemory
-from ...cache.paged_cache import PagedCache
-from ...cache.storage import KVBlocks
-from ...config import PagedConfig
-from ...generation.call import prepared
-from ...model.self_check import first_line
-from ...step import StepMetadata
+from .. import compat
+from ..attention import backends
+from ..attention.call import AttentionCall
+from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
+from ..batching.factory import choose_layout, empty_cache
+from ..batching.layout import Layout
+from ..cache.layers import PagedLayer
+from ..cache.memory import PagedMemory
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import KVBlocks
+from ..config import PagedConfig
+from ..generation.call import prepared
+from ..model.self_check import first_line
+from ..step import StepMetadata
 from .footprint import GroupFootprint
 from .models import build
 
@@ -31,31 +30,17 @@ MAX_CHECK_BYTES = 2 << 30  # of the weights of the model whose forwards are comp
 _CHUNK = 64  # tokens of a prefill chunk
 
 
-@dataclass(frozen=True)
-class Road:
-    """
-    How a `generate` call with `cache_implementation="paged"` would go.
+class Road(NamedTuple):
+    """How a `generate` call with `cache_implementation="paged"` would go."""
 
-    Args:
-        name (`str`): As in [`Route`] `"engine"`, `"hf_loop"` or `"plain"`; `"undecided"` between the first two.
-        reason (`str`): Why.
-        in_place (`bool`): Whether attention can read the blocks where they are.
-        kernels (`dict[str, dict[str, str]]`): By layer group, the backend of a decode and of a prefill chunk.
-    """
-
-    name: str
+    name: str  # as in `Route`: "engine", "hf_loop" or "plain"; "undecided" between the first two
     reason: str
-    in_place: bool
-    kernels: dict[str, dict[str, str]]
+    in_place: bool  # whether attention can read the blocks where they are
+    kernels: dict[str, dict[str, str]]  # by layer group, the backend of a decode and of a prefill chunk
 
 
 def find_road(model: PreTrainedModel, groups: list[GroupFootprint], device: torch.device) -> Road:
-    """
-    Args:
-        model ([`PreTrainedModel`]): On the meta device.
-        groups (`list[GroupFootprint]`): Its layer groups.
-        device (`torch.device`): Where it would run.
-    """
+    """The road of a model, which is on the meta device, with these layer groups, if it ran on `device`."""
     built, reason = _built_caches(model)
     if not built:
         return Road("plain", reason, False, {})
@@ -97,9 +82,6 @@ def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
         prepared.reset(token)
 
 
-# -- what it computes -----------------------------------------------------------------------------------------------
-
-
 def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, str] | None:
     """The layout that the engine's checks choose, which compare forwards, and of what; `None` if it is too large."""
     config: PreTrainedConfig
@@ -108,13 +90,12 @@ def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, 
         (_cut(model.config, cache), "checked on random weights and fewer layers"),
     ):
         try:
-            size = build(config, type(model), torch.float32, "meta")
-            if size.get_memory_footprint() > MAX_CHECK_BYTES:
+            if build(config, type(model), torch.float32, "meta").get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             with torch.random.fork_rng([]):
                 torch.manual_seed(0)
                 small = build(config, type(model), torch.float32, "cpu")
-        except (ValueError, AssertionError):
+        except ValueError:
             continue
         return choose_layout(small, empty_cache(small, PagedMemory(PagedConfig()))), what
     return None
@@ -130,36 +111,33 @@ def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
     for part in vars(config).values():
         if isinstance(part, PreTrainedConfig) and part is not text and hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = 1
-    kinds = [
-        (type(layer), layer.group.spec) if isinstance(layer, PagedLayer) else type(layer) for layer in cache.layers
-    ]
+    kinds = [(type(layer), layer.group.spec if isinstance(layer, PagedLayer) else None) for layer in cache.layers]
     before = text.num_hidden_layers
     count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
     text.num_hidden_layers = count = min(max(2, count), before)
+    most = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == before:
             setattr(text, name, value[:count])
-        elif isinstance(value, int) and name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
-            setattr(text, name, min(value, {"vocab_size": 4096}.get(name, 128)))
-        elif name.endswith("token_id") and isinstance(value, int):
-            setattr(text, name, min(value, 4095))
+        elif isinstance(value, int) and name in most:
+            setattr(text, name, min(value, most[name]))
+        elif isinstance(value, int) and name.endswith("token_id"):
+            setattr(text, name, min(value, most["vocab_size"] - 1))
     return config
-
-
-# -- kernels --------------------------------------------------------------------------------------------------------
 
 
 def _kernels(group: GroupFootprint, device: torch.device) -> dict[str, str]:
     """The backend that `backends.select` chooses for states of the group's first layer."""
-    keys, values = (torch.zeros(states.shape, dtype=states.dtype, device=device) for states in group.states[0])
+    first = group.blocks[0]
+    keys, values = (torch.empty_like(states, device=device) for states in (first.keys, first.values))
     blocks = KVBlocks.allocate(1, group.block_size, keys, values)
     if group.is_latent:  # as `LatentTensor.absorb` gives them
         blocks = blocks.latents
+    tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
     found = {}
-    for name, query_len in (("decode", 1), ("prefill chunk", _CHUNK)):
-        tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        step = StepMetadata.rectangle(tables, (query_len,), group.block_size, query_len=query_len, window=group.window)
-        query = blocks.keys.new_zeros(query_len, blocks.keys.shape[1], blocks.keys.shape[3])
+    for name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
+        step = StepMetadata.rectangle(tables, (length,), group.block_size, query_len=length, window=group.spec.window)
+        query = blocks.keys.new_zeros(length, blocks.keys.shape[1], blocks.keys.shape[3])
         with torch.no_grad():
             chosen = backends.select(AttentionCall(query, blocks, step, scale=1.0))
         found[name] = next(known for known, backend in backends.BACKENDS.items() if backend is chosen)

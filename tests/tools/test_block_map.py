@@ -10,9 +10,16 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from hf_paged import PagedCache, PagedEngine
-from hf_paged.tools.pictures.block_map import MAX_CELLS, plot_block_map
-from hf_paged.tools.pictures.figures import require
-from hf_paged.tools.pictures.kinds import KINDS, count_kinds, group_label, kind_index, to_cells
+from hf_paged.tools.pictures import (
+    KINDS,
+    MAX_CELLS,
+    count_kinds,
+    group_label,
+    kind_index,
+    plot_block_map,
+    require,
+    to_cells,
+)
 from tests.support import models
 from tests.support.missing import take_away
 

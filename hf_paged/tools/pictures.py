@@ -1,0 +1,325 @@
+"""Pictures and HTML of blocks and of requests over steps, from plain lists: no models, tensors or schedulers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..batching.results import EngineStats
+    from ..batching.scheduling.timeline import Interval
+    from ..cache.memory import MemoryStats
+
+WIDTH, DPI = 8.0, 100  # inches; 800 pixels
+MAX_CELLS = 128 * 64  # of all groups of a picture together; of larger pools a cell shows several blocks
+_NUM_COLUMNS = ((512, 32), (2048, 64), (MAX_CELLS, 128))  # up to this number of cells, this number of columns
+_NUMBERED_COLUMNS = 32  # with more columns the number of holders does not fit into a cell
+_HEADING = 1 / 20  # of the width: room above a group among several
+
+COLUMNS, MAX_ROWS = 64, 12  # cells of a strip in HTML; of larger pools a cell shows several blocks
+_CELL = 10  # pixels
+
+MAX_REQUESTS = 40
+_MAX_NAME = 16  # characters of a request's id
+_STYLES: dict[str, dict[str, Any]] = {  # by the name of what a request does
+    "prefill": {"facecolor": "#E69F00"},
+    "recompute": {"facecolor": "#E69F00", "hatch": "//////", "edgecolor": "#5A3D00", "linewidth": 0},
+    "decode": {"facecolor": "#0072B2"},
+    "waiting": {"facecolor": "#BBBBBB"},
+    "preempted": {"facecolor": "#D55E00"},
+    "swapped out": {"facecolor": "#CC79A7"},
+}
+_IN_BATCH = ("prefill", "recompute", "decode")  # wide bars; requests that wait have narrow ones
+
+
+class Kind(NamedTuple):
+    """Blocks with at least this number of holders, and fewer than the next kind has; -1 holders: cached."""
+
+    low: int
+    label: str
+    colour: str
+
+
+# Colours of Okabe and Ito (Color Universal Design, 2008), which colour-blind readers tell apart.
+KINDS = (
+    Kind(-1, "cached", "#56B4E9"),
+    Kind(0, "free", "#D9D9D9"),
+    Kind(1, "used by one", "#0072B2"),
+    Kind(2, "shared by 2 or 3", "#009E73"),
+    Kind(4, "shared by 4 to 7", "#E69F00"),
+    Kind(8, "shared by 8 or more", "#D55E00"),
+)
+_LOWS = [kind.low for kind in KINDS]
+
+
+def kind_index(num_holders: int) -> int:
+    """The place in `KINDS` of a block with this number of holders (0: free, -1: cached)."""
+    return bisect_right(_LOWS, num_holders) - 1
+
+
+def count_kinds(states: Iterable[int]) -> list[int]:
+    """How many blocks of each of `KINDS` there are."""
+    counts = Counter(map(kind_index, states))
+    return [counts[index] for index in range(len(KINDS))]
+
+
+def to_cells(states: list[int], size: int) -> list[int]:
+    """The kind of each cell of a picture whose cells stand for `size` blocks: the most frequent one among them."""
+    counts = (count_kinds(states[first : first + size]) for first in range(0, len(states), size))
+    return [max(range(len(KINDS)), key=each.__getitem__) for each in counts]
+
+
+def group_label(key: Hashable) -> str:
+    """A layer group in words, from its window, or from the kind of its cache and its window."""
+    kind, window = key if isinstance(key, tuple) else ("self", key)
+    if kind == "cross":
+        return "cross attention"
+    return "full attention" if window is None else f"window of {window:,} tokens"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """In binary units, with about three digits."""
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.3g} {unit}"
+
+
+# -- matplotlib -------------------------------------------------------------------------------------------------------
+
+
+def require(module: str) -> Any:
+    """The module. Raises `ImportError`, naming the extra that brings it, where its library is not installed."""
+    library = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != library:  # the library is there and lacks something itself
+            raise
+        raise ImportError(f'this needs {library}: pip install "hf_paged[viz]"', name=library) from error
+
+
+def _new_axes(height: float) -> Any:
+    """Axes in a figure of their own, 800 pixels wide and `height` inches high."""
+    figure = require("matplotlib.figure").Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    figure._repr_png_ = functools.partial(_png, figure)  # notebooks by themselves show the figures of pyplot only
+    return figure.add_subplot()
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
+    """A legend without a frame above the axes."""
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "frameon": False}
+    ax.legend(handles=handles, ncols=columns, fontsize=8.5, handlelength=1.1, columnspacing=1.0, **place)
+
+
+def plot_block_map(block_map: Mapping[Any, list[int]], title: str | None = None, ax: Any = None) -> Any:
+    """
+    Draws a square for each block, in the order of the block ids, layer group under layer group, and says how many hold
+    a shared block, where there is room for that. A new figure does not belong to pyplot: a notebook shows it, a script
+    saves it. `block_map` has the holders of every block (0: free, -1: cached), by the group's window or by kind and
+    window. Returns a `matplotlib.figure.Figure`; raises `ImportError` without matplotlib.
+    """
+    groups = {key: states for key, states in block_map.items() if states}
+    size = max(1, -(-sum(map(len, groups.values())) // MAX_CELLS))  # blocks in a cell
+    panels = [(key, states, to_cells(states, size)) for key, states in groups.items()]
+    num_cells = sum(len(cells) for *_, cells in panels)
+    columns = next((columns for most, columns in _NUM_COLUMNS if num_cells <= most), _NUM_COLUMNS[-1][1])
+    heading = _HEADING * columns if len(panels) > 1 else 0.0
+    rows = sum(-(-len(cells) // columns) + heading for *_, cells in panels) or 1.0
+    if ax is None:
+        ax = _new_axes(rows * 0.97 * WIDTH / columns + 0.9 + (0.3 if title else 0.0))
+    poly_collection = require("matplotlib.collections").PolyCollection
+    line = 1.5 if columns <= _NUMBERED_COLUMNS else 0.5
+    top = 0.0
+    ticks: dict[float, int] = {}  # by their height in cells, the first block id of rows
+    for key, states, cells in panels:
+        if heading:
+            text = f"{group_label(key)}: {len(states):,} blocks"
+            ax.text(0, top + 0.85 * heading, text, fontsize=9, va="bottom")
+            top += heading
+        places = [divmod(place, columns) for place in range(len(cells))]
+        squares = [[(x, top + y), (x + 1, top + y), (x + 1, top + y + 1), (x, top + y + 1)] for y, x in places]
+        faces = [KINDS[cell].colour for cell in cells]
+        ax.add_collection(poly_collection(squares, facecolors=faces, edgecolors="white", linewidths=line))
+        for block_id, state in enumerate(states if size == 1 and columns <= _NUMBERED_COLUMNS else ()):
+            if state > 1:
+                row, column = divmod(block_id, columns)
+                place = column + 0.5, top + row + 0.52
+                ax.text(*place, f"{state}", ha="center", va="center", fontsize=8, weight="bold")
+        num_rows = -(-len(cells) // columns)
+        ticks |= {top + row + 0.5: row * columns * size for row in range(0, num_rows, -(-columns // 50))}
+        top += num_rows
+    ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+    ax.tick_params(length=0, labelsize=8)
+    ax.spines[:].set_visible(False)
+    ax.set_yticks(list(ticks), [f"{block_id:,}" for block_id in ticks.values()])
+    numbered = range(0, columns, columns // 4) if ticks else ()
+    ax.set_xticks([column + 0.5 for column in numbered], [f"{column * size:,}" for column in numbered])
+    if panels:
+        each = "" if size == 1 else f"; {size} blocks to a cell"
+        ax.set_xlabel(f"block id: number at the row + number below the column{each}", fontsize=9)
+    else:
+        ax.text(columns / 2, 0.5, "no blocks yet", ha="center", va="center")
+    if title is not None:
+        ax.set_title(title, loc="left", fontsize=10, pad=44, parse_math=False)
+    counts = count_kinds(state for states in groups.values() for state in states)
+    patch = require("matplotlib.patches").Patch
+    handles = [patch(color=kind.colour, label=f"{kind.label}: {count:,}") for kind, count in zip(KINDS, counts)]
+    _add_legend(ax, handles, columns=3)
+    return ax.figure
+
+
+def plot_intervals(
+    intervals: Sequence[Interval], unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
+) -> Any:
+    """
+    Draws a row for each of the last `max_requests` requests, in the order in which they came, and a mark where it
+    ended. The x axis has steps, or seconds since the first interval shown. Returns a figure, as `plot_block_map`;
+    raises `ImportError` without matplotlib, `ValueError` for another unit or less than one request.
+    """
+    if unit not in ("steps", "seconds"):
+        raise ValueError(f"`unit` is {unit!r}: it must be one of steps, seconds")
+    if max_requests < 1:
+        raise ValueError(f"`max_requests` is {max_requests}: it must be at least 1")
+    numbers = sorted({interval.number for interval in intervals})
+    rows = {number: row for row, number in enumerate(numbers[-max_requests:])}
+    intervals = [interval for interval in intervals if interval.number in rows]
+    if ax is None:
+        ax = _new_axes(min(0.24, 10 / max(1, len(rows))) * len(rows) + 1.1)
+    origin = min((interval.start for interval in intervals), default=0.0)
+
+    def span(interval: Interval) -> tuple[float, float]:
+        if unit == "steps":
+            return interval.first_step, interval.end_step
+        return interval.start - origin, interval.end - origin
+
+    patches, lines = require("matplotlib.patches"), require("matplotlib.lines")
+    handles: list[Any] = []
+    for activity, style in _STYLES.items():
+        these = [interval for interval in intervals if interval.activity.value == activity]
+        height = 0.76 if activity in _IN_BATCH else 0.26
+        for number, row in rows.items():
+            spans = [span(interval) for interval in these if interval.number == number]
+            if bars := [(start, end - start) for start, end in spans if end > start]:
+                ax.broken_barh(bars, (row - height / 2, height), **style)
+        if these:
+            handles.append(patches.Patch(label=activity, **style))
+    ends = [interval for interval in intervals if interval.is_last]
+    mark = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 9, "markeredgewidth": 1.8}
+    ax.plot([span(each)[1] for each in ends], [rows[each.number] for each in ends], **mark)
+    if ends:
+        handles.append(lines.Line2D([], [], label="ended", **mark))
+    names = {rows[interval.number]: _shortened(str(interval.request_id)) for interval in intervals}
+    ticks = sorted(names)[:: max(1, -(-len(rows) // 60))]
+    ax.set_yticks(ticks, [names[row] for row in ticks], fontsize=8, parse_math=False)
+    ax.set_ylim(max(1, len(rows)) - 0.4, -0.6)
+    ax.set_xlim(left=min((span(interval)[0] for interval in intervals), default=0))
+    ax.set_xlabel("step" if unit == "steps" else "seconds", fontsize=9)
+    ax.tick_params(axis="x", labelsize=8)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    ax.set_axisbelow(True)
+    if not rows:
+        ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
+    if len(rows) < len(numbers):
+        ax.set_ylabel(f"the last {len(rows)} of {len(numbers)} requests")
+    _add_legend(ax, handles, columns=7)
+    return ax.figure
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+# -- HTML that needs no library ---------------------------------------------------------------------------------------
+
+
+def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:
+    """`memory_html` of what a cache's memory holds."""
+    figures = {
+        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}",
+        "of them shared": f"{stats.shared_blocks:,}",
+        "bytes used, at the peak": f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}",
+        "tokens in a block": f"{stats.block_size}",
+        "blocks copied on write": f"{stats.copied_blocks:,}",
+    }
+    return memory_html(title, figures, block_map)
+
+
+def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int]]) -> str:
+    """`memory_html` of what an engine holds and has done."""
+    limit = "no limit" if stats.num_blocks is None else f"of {stats.num_blocks:,}"
+    hits = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
+    figures = {
+        "requests running, waiting, ended": f"{stats.num_running:,}, {stats.num_waiting:,}, {stats.num_finished:,}",
+        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,} ({limit})",
+        "of them shared": f"{stats.shared_blocks:,}",
+        "bytes used, at the peak": f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}",
+        "prompt tokens found in the cache": f"{stats.num_prefix_hit_tokens:,} ({hits:.0%})",
+        "preemptions, of them by swap": f"{stats.num_preemptions:,}, {stats.num_swaps:,}",
+        "tokens generated, steps": f"{stats.num_generated_tokens:,}, {stats.num_steps:,}",
+        "tokens per second": f"{stats.tokens_per_second:,.0f}",
+    }
+    return memory_html(title, figures, block_map)
+
+
+def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:
+    """
+    A table of `figures` above a strip of every layer group's blocks (`block_map` as in `plot_block_map`). Text is
+    escaped and has the page's own colour; all other colours are readable on light and on dark.
+    """
+    cells = "".join(
+        f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(name)}</td>'
+        f'<td style="text-align:right;padding:1px 0">{escape(value)}</td></tr>'
+        for name, value in figures.items()
+    )
+    strips = "".join(_strip(key, states) for key, states in block_map.items() if states)
+    counts = count_kinds(state for states in block_map.values() for state in states)
+    legend = "".join(
+        f'<span style="white-space:nowrap;margin-right:14px"><svg width="{_CELL}" height="{_CELL}">'
+        f"{_squares(kind, [0])}</svg> {kind.label}: {count:,}</span>"
+        for kind, count in zip(KINDS, counts)
+        if count
+    )
+    if legend:
+        strips += f'<div style="margin-top:4px">{legend}</div>'
+    table = f'<table style="border:none;margin:4px 0">{cells}</table>'
+    return f"<div><b>{escape(title)}</b>{table}{strips}</div>"
+
+
+def _strip(key: Hashable, states: list[int]) -> str:
+    size = -(-len(states) // (COLUMNS * MAX_ROWS))
+    cells = to_cells(states, size)
+    width, height = _CELL * min(len(cells), COLUMNS), _CELL * -(-len(cells) // COLUMNS)
+    label = escape(f"{group_label(key)}: {len(states):,} blocks" + (f", {size} to a cell" if size > 1 else ""))
+    places = [[place for place, cell in enumerate(cells) if cell == kind] for kind in range(len(KINDS))]
+    squares = "".join(_squares(kind, each) for kind, each in zip(KINDS, places) if each)
+    return (
+        f'<div style="margin-top:4px">{label}</div>'
+        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{label}" style="display:block;max-width:100%">{squares}</svg>'
+    )
+
+
+def _squares(kind: Kind, places: Iterable[int]) -> str:
+    """One SVG path of a square at each place of a strip, with gaps between them."""
+    side = _CELL - 1
+    corners = ((_CELL * (place % COLUMNS), _CELL * (place // COLUMNS)) for place in places)
+    squares = "".join(f"M{x} {y}h{side}v{side}h-{side}z" for x, y in corners)
+    # a grey that is pale on white would glare on black: a clear one is pale on both
+    fill = 'fill="#808080" fill-opacity="0.35"' if kind.label == "free" else f'fill="{kind.colour}"'
+    return f'<path d="{squares}" {fill}/>'

@@ -22,8 +22,8 @@ from .plan import in_table_coordinates, packed_step, rectangle_step
 from .switch import (
     NAME,
     STOCK_FUNCTIONS,
+    STOCK_MASKS,
     eager_features,
-    makes_stock_masks,
     model_attention,
     model_attention_function,
     model_mask_function,
@@ -72,9 +72,9 @@ def paged_mask(
         **kwargs,
     )
     implementation = model_attention(config)
-    if not makes_stock_masks(implementation):
-        own = model_mask_function(implementation)
-        return None if own is None else own(**arguments)
+    make = model_mask_function(implementation)
+    if make not in STOCK_MASKS:
+        return None if make is None else make(**arguments)
     mask = PagedMask(arguments, implementation)
     observe = mask_observer.get()
     if observe is not None:
@@ -236,7 +236,7 @@ def _needs_grad(query: torch.Tensor) -> bool:
 
 
 def _implementation(module: nn.Module) -> str:
-    return model_attention(getattr(module, "config", None), module)
+    return model_attention(getattr(module, "config", None), type(module))
 
 
 def _stock_function(step: Derives, module: nn.Module) -> Callable[..., Any] | None:

@@ -108,17 +108,17 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy. Undone by `unwrap_expansions`."""
+    """
+    Makes `expand_kv(latent, rotary)` of the modules' classes lazy where both are handles. Undone by
+    `unwrap_expansions`.
+    """
     for cls in {type(module) for module in modules}:
-        wrap_expansion(cls)
+        if cls not in _wrapped and "expand_kv" in vars(cls):
+            _wrapped[cls] = vars(cls)["expand_kv"]
+            cls.expand_kv = _lazy(_wrapped[cls])
 
 
-def wrap_expansion(cls: type) -> None:
-    """Makes `cls.expand_kv(latent, rotary)` lazy where both are handles. Undone by `unwrap_expansions`."""
-    if cls in _wrapped or "expand_kv" not in vars(cls):
-        return
-    original = vars(cls)["expand_kv"]
-
+def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         lazy = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor) and kv_nope.fresh is None
@@ -127,12 +127,11 @@ def wrap_expansion(cls: type) -> None:
         expansion = functools.cache(lambda: original(self, kv_nope, k_rot))
         return tuple(LatentTensor(self, kv_nope, k_rot, expansion, which) for which in (0, 1))
 
-    _wrapped[cls] = original
-    cls.expand_kv = expand_kv  # type: ignore[attr-defined]
+    return expand_kv
 
 
 def unwrap_expansions() -> None:
-    """Puts back every `expand_kv` that `wrap_expansion` replaced."""
+    """Puts back every `expand_kv` that `wrap_expansions` replaced."""
     while _wrapped:
         cls, original = _wrapped.popitem()
         cls.expand_kv = original  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 import threading
@@ -13,17 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    eager_mask,
-    flash_attention_mask,
-    flex_attention_mask,
-    sdpa_mask,
-)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import compat, forks
@@ -60,53 +54,66 @@ class _Switches:
 
     def __init__(self) -> None:
         self._lock = forks.lock()
-        self._held: dict[int, tuple[PreTrainedConfig, str, list[int]]] = {}
+        self.held: dict[int, tuple[PreTrainedConfig, str, list[int]]] = {}
         forks.in_child(self)
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            known = self._held.get(id(config)) or (config, compat.attention_of(config), [])
-            self._held[id(config)] = known
+            known = self.held.setdefault(id(config), (config, compat.attention_of(config), []))
             known[2].append(threading.get_ident())
             compat.set_attention(config, _Switched(known[1]))
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            _, named, threads = self._held[id(config)]
+            threads = self.held[id(config)][2]
             threads.remove(threading.get_ident())
-            if not threads:  # in this order, since `named` reads without the lock
-                compat.set_attention(config, named)
-                del self._held[id(config)]
+            self._restore(config, threads)
 
     def after_fork(self, freed: set[Any]) -> None:
         """The calls of other threads do not go on in a child process."""
-        for key, (config, named, threads) in list(self._held.items()):
+        for config, _, threads in list(self.held.values()):
             threads[:] = [thread for thread in threads if thread == threading.get_ident()]
-            if not threads:
-                compat.set_attention(config, named)
-                del self._held[key]
+            self._restore(config, threads)
 
-    def named(self, config: PreTrainedConfig) -> str | None:
-        held = self._held.get(id(config))
-        return held[1] if held is not None else None
+    def _restore(self, config: PreTrainedConfig, threads: list[int]) -> None:
+        if not threads:
+            _, named, _ = self.held.pop(id(config))
+            compat.set_attention(config, named)
 
 
 _switches = _Switches()
 
 
-def model_attention(config: PreTrainedConfig | None, module: nn.Module | None = None) -> str:
+@contextlib.contextmanager
+def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
+    """
+    Within it, the attention layers that read `configs`, which `switchable_configs` returned, call our attention
+    function. As what it is made of, it is to be entered and left within `interrupts.held`.
+    """
+    entered: list[PreTrainedConfig] = []
+    try:
+        for config in configs:
+            _switches.enter(config)
+            entered.append(config)
+        yield
+    finally:
+        for config in reversed(entered):
+            _switches.leave(config)
+
+
+def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
     """
     The implementation that `config` names, or that it named before a call switched it. A model that was loaded with
-    ours has none of its own: then sdpa if the model's file says that it serves it, else eager.
+    ours has none of its own: then sdpa if the file of the layer's class says that it serves it, else eager.
     """
     if config is None:
         return "sdpa"
-    named = _switches.named(config) or config._attn_implementation or "eager"
-    if isinstance(named, _Switched):  # a shallow copy of a config that a call has switched
+    named = config._attn_implementation or "eager"
+    if isinstance(named, _Switched):
         named = named.named
     if named != NAME:
         return named
-    return "sdpa" if module is None or _file_supports_sdpa(type(module).__module__) else "eager"
+    return "sdpa" if cls is None or _file_supports_sdpa(cls.__module__) else "eager"
 
 
 @functools.cache
@@ -121,11 +128,8 @@ def _file_supports_sdpa(module_name: str) -> bool:
 
 def _of_file(cls: type, name: str) -> Any:
     """What the file that defines a class calls `name`, else that of a base class; `None` if there is none."""
-    for base in cls.__mro__:
-        found = getattr(sys.modules.get(base.__module__), name, None)
-        if found is not None:
-            return found
-    return None
+    found = (getattr(sys.modules.get(base.__module__), name, None) for base in cls.__mro__)
+    return next((value for value in found if value is not None), None)
 
 
 def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
@@ -136,12 +140,26 @@ def model_attention_function(cls: type, implementation: str) -> Callable[..., An
     return found
 
 
+def model_mask_function(implementation: str) -> Callable[..., Any] | None:
+    """What makes the masks of that implementation; `None` if it gets no masks."""
+    known = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    return known[implementation] if compat.makes_masks(implementation) else None
+
+
+STOCK_MASKS = {
+    *(masking_utils.sdpa_mask, masking_utils.eager_mask),
+    *(masking_utils.flash_attention_mask, masking_utils.flex_attention_mask),
+}
+# what our kernels compute the same as, beside eager functions
+STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
+
+
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     """
     `model_attention_function` where that is transformers' own, with a mask that is, so that its maths are known; `None`
     for a function that others registered, or put in the place of one of theirs.
     """
-    if not makes_stock_masks(implementation):
+    if model_mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
         function = model_attention_function(cls, implementation)
@@ -153,21 +171,6 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     return function if is_eager and _is_from_transformers(function) else None
 
 
-# what our kernels compute the same as
-STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
-_STOCK_MASKS = (sdpa_mask, eager_mask, flash_attention_mask, flex_attention_mask)
-
-
-def model_mask_function(implementation: str) -> Callable[..., Any] | None:
-    """What makes the masks of that implementation; `None` if it gets no masks."""
-    return ALL_MASK_ATTENTION_FUNCTIONS[implementation] if compat.makes_masks(implementation) else None
-
-
-def makes_stock_masks(implementation: str) -> bool:
-    """Whether transformers' own functions make the masks of that implementation."""
-    return model_mask_function(implementation) in _STOCK_MASKS
-
-
 @functools.cache
 def _is_from_transformers(function: Any) -> bool:
     """Whether the code is that of the file that the function says it comes from: a wrapper says the same."""
@@ -176,46 +179,27 @@ def _is_from_transformers(function: Any) -> bool:
     return function.__module__.startswith("transformers.") and code is not None and code.co_filename == file
 
 
+def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
+    """The configs of `modules`, each with the classes of those that read it."""
+    found: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
+    for module in modules:
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            found.setdefault(id(config), (config, set()))[1].add(type(module))
+    return list(found.values())
+
+
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
     """
     Why keys and values are gathered for cached attention layers among `modules`, if these would call a function, or get
     masks, that are not transformers' own.
     """
-    seen = set()
-    for module in modules:
-        config = getattr(module, "config", None)
-        cls: type = type(module)
-        if not isinstance(config, PreTrainedConfig) or (cls, id(config)) in seen or not _calls_interface(cls):
-            continue
-        seen.add((cls, id(config)))
-        implementation = model_attention(config, module)
-        if stock_function(cls, implementation) is None:
-            return f"its attention function or mask, {implementation!r}, is not transformers' own"
+    for config, classes in _readers(modules):
+        for cls in filter(_calls_interface, classes):
+            implementation = model_attention(config, cls)
+            if stock_function(cls, implementation) is None:
+                return f"its attention function or mask, {implementation!r}, is not transformers' own"
     return None
-
-
-@contextlib.contextmanager
-def use_paged_attention(model: PreTrainedModel) -> Iterator[None]:
-    """
-    Within it, the cached attention layers of `model` call our attention function. As what it is made of, it is to be
-    entered and left within `interrupts.held`.
-    """
-    with use_configs(switchable_configs(model.modules())):
-        yield
-
-
-@contextlib.contextmanager
-def use_configs(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
-    """`use_paged_attention` for what `switchable_configs` returned."""
-    entered: list[PreTrainedConfig] = []
-    try:
-        for config in configs:
-            _switches.enter(config)
-            entered.append(config)
-        yield
-    finally:
-        for config in reversed(entered):
-            _switches.leave(config)
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
@@ -223,36 +207,30 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     The configs that attention layers with a cache, of all a model's `modules`, read their implementation from, and
     whose other readers behave the same under our name as under the one they have.
     """
-    readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
-    for module in modules:
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            readers.setdefault(id(config), (config, set()))[1].add(type(module))
     switchable = []
-    for config, classes in readers.values():
+    for config, classes in _readers(modules):
         named = model_attention(config)
-        if compat.attention_of(config) == NAME and _switches.named(config) is None:
+        if compat.attention_of(config) == NAME and id(config) not in _switches.held:
             continue  # loaded with ours: nothing to switch
-        if any(_calls_interface(cls) for cls in classes) and not any(_branches(cls, named) for cls in classes):
+        if any(map(_calls_interface, classes)) and not any(_branches(cls, named) for cls in classes):
             switchable.append(config)
     return switchable
 
 
+# -- what their code says -------------------------------------------------------------------------------------------
+
 _parsing = forks.lock()
 
 
-def _parse(code: Any) -> ast.Module:
-    """The syntax tree of a class or a function. One at a time: CPython 3.11 counts depth over all threads."""
-    with _parsing:
-        return ast.parse(textwrap.dedent(inspect.getsource(code)))
-
-
 @functools.cache
-def _tree(cls: type) -> ast.AST | None:
-    try:
-        return _parse(cls)
-    except (OSError, TypeError, SyntaxError):
-        return None
+def _tree(code: Any) -> ast.Module | None:
+    """The syntax tree of a class or a function, if it has one. One at a time: CPython 3.11 counts depth over all
+    threads."""
+    with _parsing:
+        try:
+            return ast.parse(textwrap.dedent(inspect.getsource(code)))
+        except (OSError, TypeError, SyntaxError):
+            return None
 
 
 @functools.cache
@@ -269,26 +247,19 @@ def _calls_interface(cls: type) -> bool:
 @functools.cache
 def _branches(cls: type, named: str) -> bool:
     """Whether code of the class compares the implementation's name in a way that ours would answer differently."""
-    tree = _tree(cls)
-    if tree is None:
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = node.left, node.comparators[0]
-            if isinstance(left, ast.Attribute) and left.attr == "_attn_implementation":
-                if _compare(node.ops[0], named, right) != _compare(node.ops[0], NAME, right):
-                    return True
+    for node in ast.walk(_tree(cls) or ast.Module([], [])):
+        if not isinstance(node, ast.Compare) or len(node.ops) > 1:
+            continue
+        left, operator, right = node.left, node.ops[0], node.comparators[0]
+        if isinstance(left, ast.Attribute) and left.attr == "_attn_implementation":
+            try:
+                known = ast.literal_eval(right)
+            except ValueError:  # compared with something we cannot read: not safe
+                return True
+            known = known if isinstance(operator, (ast.In, ast.NotIn)) else (known,)
+            if (named in known) != (NAME in known):
+                return True
     return False
-
-
-def _compare(op: ast.cmpop, name: str, literal: ast.expr) -> Any:
-    try:
-        value = ast.literal_eval(literal)
-    except ValueError:
-        return None if name == NAME else True  # compared with something we cannot read: not safe
-    if isinstance(op, (ast.Eq, ast.NotEq)):
-        return (name == value) == isinstance(op, ast.Eq)
-    return (name in value) == isinstance(op, ast.In)
 
 
 # What an eager attention function may use of its module and call, for our kernels to compute the same.
@@ -307,31 +278,19 @@ def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None
     What an eager attention function does beyond softmax(q k / scale + mask) v: a subset of `softcap`, `position_bias`
     and `sinks`. `None` if it does anything else, so that only calling it gives its numbers.
     """
-    if function is None:
-        return None
-    try:
-        tree = _parse(function)
-    except (OSError, TypeError, SyntaxError):
-        return None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef):
+    tree = _tree(function)
+    if function is None or tree is None or not isinstance(tree.body[0], ast.FunctionDef):
         return None
     parameters = set(inspect.signature(function).parameters)
     attributes, calls, names = set(), set(), set()
-    for statement in definition.body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "module":
-                attributes.add(node.attr)
-            elif isinstance(node, ast.Call):
-                calls.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "?"))
-            elif isinstance(node, ast.Name):
-                names.add(node.id)
-    plain = (
-        parameters <= _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS
-        and attributes <= _PLAIN_ATTRIBUTES
-        and calls <= _PLAIN_CALLS
-        and "attention_mask" in names
-    )
-    if not plain:
+    for node in itertools.chain.from_iterable(map(ast.walk, tree.body[0].body)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "module":
+            attributes.add(node.attr)
+        elif isinstance(node, ast.Call):
+            calls.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "?"))
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+    is_plain = parameters <= _PLAIN_PARAMETERS | _OPTIONAL_PARAMETERS and attributes <= _PLAIN_ATTRIBUTES
+    if not is_plain or not calls <= _PLAIN_CALLS or "attention_mask" not in names:
         return None
     return frozenset((parameters & _OPTIONAL_PARAMETERS) | (attributes & {"sinks"}))

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..attention.backends import obstacles
 from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
-from ..attention.switch import foreign_attention, switchable_configs, use_configs
+from ..attention.switch import foreign_attention, switchable_configs, use_paged_attention
 from ..cache.paged_cache import PagedCache
 from ..model.registry import Route, note_route, route_of
 
@@ -92,7 +92,7 @@ class Call:
         self.is_switched = True
         modules = list(self.model.modules())
         wrap_expansions(modules)
-        self.stack.enter_context(use_configs(switchable_configs(modules)))
+        self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
         foreign = foreign_attention(modules)
         if foreign is not None:
             self.reason += f"; keys and values are gathered: {foreign}"

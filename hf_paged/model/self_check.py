@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from .. import compat
 from ..attention.latent import wrap_expansions
-from ..attention.switch import use_paged_attention
+from ..attention.switch import switchable_configs, use_paged_attention
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
@@ -190,7 +190,7 @@ def _step_logits(
     tokens = rows.tolist()
     sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
     logits = []
-    with held(), use_paged_attention(model), let_in():
+    with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
         for step in steps:
             for row, query_len in step:
                 sequence = sequences[row]

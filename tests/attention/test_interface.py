@@ -15,7 +15,13 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 import hf_paged
 from hf_paged.attention.interface import paged_attention, paged_mask
-from hf_paged.attention.switch import NAME, eager_features, model_attention, use_paged_attention
+from hf_paged.attention.switch import (
+    NAME,
+    eager_features,
+    model_attention,
+    switchable_configs,
+    use_paged_attention,
+)
 
 TINY = dict(
     vocab_size=64,
@@ -83,8 +89,8 @@ def test_eager_features_reads_the_function_not_its_name() -> None:
 def test_switch_counts_calls_and_restores_once() -> None:
     model = build("llama")
     own = model.config._attn_implementation
-    with use_paged_attention(model):
-        with use_paged_attention(model):
+    with use_paged_attention(switchable_configs(model.modules())):
+        with use_paged_attention(switchable_configs(model.modules())):
             assert model.config._attn_implementation == NAME
             assert model_attention(model.config) == own
         assert model.config._attn_implementation == NAME
@@ -94,10 +100,10 @@ def test_switch_counts_calls_and_restores_once() -> None:
 def test_a_class_that_branches_on_the_name_is_left_alone() -> None:
     model = build("gpt2")
     model.config._attn_implementation_internal = "eager"
-    with use_paged_attention(model):  # GPT2Attention compares with "eager"
+    with use_paged_attention(switchable_configs(model.modules())):  # GPT2Attention compares with "eager"
         assert model.config._attn_implementation == "eager"
     model.config._attn_implementation_internal = "sdpa"
-    with use_paged_attention(model):
+    with use_paged_attention(switchable_configs(model.modules())):
         assert model.config._attn_implementation == NAME
 
 

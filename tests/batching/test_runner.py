@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.attention.switch import use_paged_attention
+from hf_paged.attention.switch import switchable_configs, use_paged_attention
 from hf_paged.batching.execution.packed import PackedRunner, TableRows, chunk_slots
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
@@ -59,7 +59,7 @@ class Bench:
         self.groups = [group.blocks for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
-        with use_paged_attention(self.model):
+        with use_paged_attention(switchable_configs(self.model.modules())):
             return self.runner.run(items)
 
     @torch.no_grad()

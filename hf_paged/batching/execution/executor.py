@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
-from ...attention.switch import switchable_configs, use_configs
+from ...attention.switch import switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in
 from ...locks import step_lock
@@ -193,7 +193,7 @@ class Executor:
             self._configs = switchable_configs(modules)
         tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
-            with torch.no_grad(), use_configs(self._configs):
+            with torch.no_grad(), use_paged_attention(self._configs):
                 yield
         finally:
             mask_observer.reset(tokens[0])

@@ -23,6 +23,27 @@ from torch import Tensor
 Plan = TypeVar("Plan")
 
 
+class NotPackable(RuntimeError):
+    """The model did something with packed keys, values or masks that is only right for one sequence a row."""
+
+
+class NotCapturable(RuntimeError):
+    """A step cannot be recorded to be run again with other inputs: it would do what only the host can."""
+
+
+@dataclasses.dataclass
+class ReadCounters:
+    """
+    How often attention over cached tokens read blocks in place, and how often it had to gather them first; of that, how
+    often in decode steps.
+    """
+
+    in_place: int = 0
+    gathered: int = 0
+    gathered_decodes: int = 0
+    latent: int = 0
+
+
 class Lengths(NamedTuple):
     """Lengths on the device of the block tables, int32; `query_start` is `None` where the host knows no lengths."""
 
@@ -38,30 +59,11 @@ class RowGroup(NamedTuple):
     step: StepMetadata
 
 
-class Derives:
-    """A step, with what is worked out of it once for all layers."""
-
-    _plans: dict[tuple[object, ...], Any]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Not a `functools.cached_property`, whose lock a child process may find held."""
-        step = super().__new__(cls)
-        object.__setattr__(step, "_plans", {})
-        return step
-
-    def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
-        """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
-        key = (make, *args)
-        try:
-            found: Plan = self._plans[key]
-        except KeyError:
-            found = self._plans[key] = make(self, *args)
-        return found
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class StepMetadata(Derives):
+class StepMetadata:
     """
+    A cache makes it for the layers of a group; attention narrows it to what a mask shows.
+
     Args:
         block_tables (`torch.Tensor` of shape `(n, max_blocks)`, int32, rows contiguous, on the pool's device):
             Physical block of each logical block. What is past a row's last block must not be read.
@@ -73,13 +75,19 @@ class StepMetadata(Derives):
         block_size (`int`): Tokens in a block.
         causal (`bool`): Whether the query at position `p` sees keys `<= p` only (else all of `[start, seq_len)`).
         window (`int`, *optional*): With `causal`, a query at position `p` sees keys in `(p - window, p]`.
-        slots (`torch.Tensor` of shape `(T,)`, int64, *optional*): Where the K and V of each token are stored.
+        slots (`torch.Tensor` of shape `(batch, query_len)` or `(1, T)`, int64, *optional*):
+            Where the K and V of each token are stored; negative for one that is not stored.
         block_ids (`Sequence[list[int]]`):
             The tables on the host, of leading rows with one query each; nothing if no shared blocks shall be looked
             for.
         lengths ([`Lengths`], *optional*):
             For a step that is recorded to be run again with other lengths: where it reads them. The queries of all
             rows are then equally many.
+        columns (`range`, *optional*):
+            Columns of the padded batch that a layer shows, the new ones included. `None` for packed rows and where
+            there is no cache.
+        origins (`tuple[int, ...]`): With `columns`, the column of each row's position 0.
+        counters ([`ReadCounters`]): Of the cache.
 
     Attributes:
         query_len (`int`, *optional*): New tokens of each row, where all rows have equally many; without rows 1.
@@ -95,12 +103,26 @@ class StepMetadata(Derives):
     slots: Tensor | None = None
     block_ids: Sequence[list[int]] = ()
     lengths: Lengths | None = None
+    columns: range | None = None
+    origins: tuple[int, ...] = ()
+    counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)
+    _plans: dict[tuple[object, ...], Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Sets `query_len`."""
         found = {end - start for start, end in itertools.pairwise(self.query_start)} or {1}
         object.__setattr__(self, "query_len", found.pop() if len(found) == 1 else None)
+        object.__setattr__(self, "_plans", {})
+
+    def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
+        """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
+        key = (make, *args)
+        try:
+            found: Plan = self._plans[key]
+        except KeyError:
+            found = self._plans[key] = make(self, *args)
+        return found
 
     @classmethod
     def rectangle(
@@ -141,16 +163,19 @@ class StepMetadata(Derives):
         return self.lengths or self.plan(_copy_lengths)
 
     @property
+    def has_padding(self) -> bool:
+        """Whether `columns` are padding in some row, which is not stored."""
+        return self.columns is not None and max(self.origins, default=0) > self.columns.start
+
+    @property
     def begins(self) -> bool:
         """Whether every row of several tokens begins in this step, and each query sees all tokens of its row up to
         itself: plain causal attention on the step's own states."""
         query_len = self.query_len
         if query_len is None or query_len < 2 or not self.causal or self.lengths is not None:
             return False
-        return not any(self.starts) and self._sees_all(query_len) and set(self.seq_lens) <= {query_len}
-
-    def _sees_all(self, seq_len: int) -> bool:
-        return self.window is None or self.window >= seq_len
+        sees_all = self.window is None or self.window >= query_len
+        return sees_all and not any(self.starts) and set(self.seq_lens) <= {query_len}
 
     def rows(self, first: int, last: int) -> StepMetadata:
         """Rows `[first, last)` as a step of their own."""
@@ -161,7 +186,7 @@ class StepMetadata(Derives):
             query_start=tuple(at - start for at in self.query_start[first : last + 1]),
             seq_lens=self.seq_lens[first:last],
             starts=self.starts[first:last],
-            slots=None if self.slots is None else self.slots[start : self.query_start[last]],
+            slots=None,
             block_ids=self.block_ids[first:last],
             lengths=None,
         )

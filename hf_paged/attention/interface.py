@@ -10,10 +10,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ..cache.handles import PagedTensor, Step, implements
-from ..cache.packed import NotPackable, PackedTensor
+from ..cache.handles import PagedTensor, implements
 from ..cache.storage import KVBlocks
-from ..step import Derives, StepMetadata
+from ..step import NotPackable, StepMetadata
 from . import backends
 from .call import AttentionCall
 from .latent import LatentTensor
@@ -121,7 +120,7 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if isinstance(key, PackedTensor) or isinstance(value, PackedTensor):
+    if _is_packed(key) or _is_packed(value):
         return _packed(module, query, key, value, attention_mask, kwargs), None
     output = None
     if isinstance(key, LatentTensor):
@@ -147,6 +146,10 @@ def _paged_attention(
 _untraced = torch.compiler.disable(_paged_attention)
 
 
+def _is_packed(states: torch.Tensor) -> bool:
+    return isinstance(states, PagedTensor) and states.step.columns is None
+
+
 def _packed(
     module: nn.Module,
     query: torch.Tensor,
@@ -156,26 +159,27 @@ def _packed(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of a packed step, which nothing else can compute: raises `NotPackable` where `_in_place` gives up."""
-    function = _stock_function(key.step, module)
+    if not (isinstance(key, PagedTensor) and isinstance(value, PagedTensor)):
+        raise NotPackable("packed keys or values go with ordinary ones")
+    step = key.step
+    function = _stock_function(step, module)
     features = _features(module, function, kwargs)
     if features is None and function is sdpa_attention_forward:  # given a softcap, it raises or, until 5.17, ignores it
         features = None, None, kwargs.get("position_bias")
     if features is None or features[2] is not None or kwargs.get("dropout") or _needs_grad(query):
         raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks")
-    if not (isinstance(key, PackedTensor) and isinstance(value, PackedTensor)):
-        raise NotPackable("packed keys or values go with ordinary ones")
-    step = key.step
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     softcap, sinks, _ = features
     scaling = kwargs.get("scaling")
-    metadata = step.plan(packed_step, attention_mask, query.device)
+    metadata = step.plan(packed_step, attention_mask)
     fresh = None
     if metadata.query_len != 1:
+        assert key.fresh is not None and value.fresh is not None
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
     call = AttentionCall(
         query.squeeze(2) if step.num_tokens == 1 else query[0].transpose_(0, 1),  # the former is one view less
-        _pair(step.states[key.layer.index].blocks, key.blocks, value.blocks),
+        _pair(key.layer, key.blocks, value.blocks),
         metadata,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
@@ -194,7 +198,7 @@ def _pair(layer: KVBlocks, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks
 def _in_place(
     module: nn.Module,
     query: torch.Tensor,
-    step: Step,
+    step: StepMetadata,
     blocks: KVBlocks,
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
@@ -214,9 +218,9 @@ def _in_place(
         return None
     metadata, bias = plan
     if position_bias is not None:
-        if any(step.paddings):
+        if step.has_padding or step.columns is None:
             return None
-        position_bias = in_table_coordinates(position_bias[..., -(step.length - step.first) :], step)
+        position_bias = in_table_coordinates(position_bias[..., -len(step.columns) :], step)
         bias = position_bias if bias is None else bias + position_bias
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -239,7 +243,7 @@ def _implementation(module: nn.Module) -> str:
     return model_attention(getattr(module, "config", None), type(module))
 
 
-def _stock_function(step: Derives, module: nn.Module) -> Callable[..., Any] | None:
+def _stock_function(step: StepMetadata, module: nn.Module) -> Callable[..., Any] | None:
     """`switch.stock_function`, asked once a step for all layers of a class with one config."""
     known, key = step.plan(_no_functions), (type(module), id(getattr(module, "config", None)))
     if key not in known:
@@ -247,7 +251,7 @@ def _stock_function(step: Derives, module: nn.Module) -> Callable[..., Any] | No
     return known[key]
 
 
-def _no_functions(step: Derives) -> dict[tuple[type, int], Callable[..., Any] | None]:
+def _no_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
     return {}
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..cache.handles import PagedTensor, Step
+from ..cache.handles import PagedTensor
 from ..cache.storage import KVBlocks
+from ..step import StepMetadata
 
 
 class LatentTensor(torch.Tensor):
@@ -44,7 +45,7 @@ class LatentTensor(torch.Tensor):
         pass
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StepMetadata:
         """The step of the latents."""
         return self.latent.step
 

@@ -3,47 +3,20 @@ once for all layers."""
 
 from __future__ import annotations
 
-from array import array
+import dataclasses
 
 import torch
 from torch import nn
 
-from ..cache.handles import Step
-from ..cache.packed import NotPackable, PackedStep
-from ..step import Lengths, StepMetadata
+from ..step import NotPackable, StepMetadata
 from .masks import MaskPattern, PagedMask
 
 
-def packed_step(step: PackedStep, mask: torch.Tensor | None, device: torch.device) -> StepMetadata:
-    """A packed step under the window of its mask. Raises `NotPackable` for any other mask."""
-    window = _window(step, mask)
-    chunks, num_decodes = step.chunks, step.num_decodes
-    tables = step.tables
-    if chunks:
-        width = max(tables.shape[1], *(len(chunk.block_ids) for chunk in chunks))
-        ids = array("i")
-        for chunk in chunks:
-            ids.extend(chunk.block_ids)
-            ids.extend([0] * (width - len(chunk.block_ids)))
-        tables = torch.frombuffer(ids, dtype=torch.int32).view(len(chunks), width)
-        if num_decodes:
-            tables = torch.cat([nn.functional.pad(step.tables.cpu(), (0, width - step.tables.shape[1])), tables])
-    is_known = step.lengths is None
-    return StepMetadata(
-        block_tables=tables.to(device),
-        query_start=(*range(num_decodes), *(chunk.first for chunk in chunks), step.num_tokens),
-        seq_lens=(*step.seq_lens, *(chunk.seq_len for chunk in chunks)),
-        starts=(0,) * (num_decodes + len(chunks)) if is_known else (),
-        block_size=step.block_size,
-        window=window,
-        slots=step.slots[0],
-        block_ids=step.block_ids,
-        lengths=None if step.lengths is None else Lengths(*step.lengths),
-    )
-
-
-def _window(step: PackedStep, mask: torch.Tensor | None) -> int | None:
-    """The window of a mask that is causal and nothing else; tokens that the group gave back must lie outside it."""
+def packed_step(step: StepMetadata, mask: torch.Tensor | None) -> StepMetadata:
+    """
+    A packed step under the window of its mask. Raises `NotPackable` unless the mask is causal and nothing else, and
+    tokens that the group gave back lie outside its window.
+    """
     if not isinstance(mask, PagedMask):
         raise NotPackable(f"the attention mask is {'None' if mask is None else 'a dense tensor'}")
     arguments, pattern = mask.arguments, mask.pattern
@@ -56,54 +29,50 @@ def _window(step: PackedStep, mask: torch.Tensor | None) -> int | None:
         raise NotPackable("the attention mask hides tokens")
     if step.window is not None and (pattern.window is None or pattern.window > step.window):
         raise NotPackable(f"the mask's window is {pattern.window}, but the cache keeps {step.window} tokens")
-    return pattern.window
+    return dataclasses.replace(step, window=pattern.window)
 
 
 def rectangle_step(
-    step: Step, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
+    step: StepMetadata, query_len: int, attention_mask: torch.Tensor | None, is_causal: bool, device: torch.device
 ) -> tuple[StepMetadata, torch.Tensor | None] | None:
     """
     Metadata and additive bias (in table coordinates) of a step of rows of equally many queries that say the same as
     `attention_mask`, or `None` if nothing short of a dense mask does.
     """
+    columns = step.columns
+    assert columns is not None
     if attention_mask is None:
         # without a mask, implementations attend to everything unless several queries are causal among themselves
-        if (is_causal and query_len > 1) or any(step.paddings):
+        if (is_causal and query_len > 1) or step.has_padding:
             return None
-        return build_metadata(step, query_len, MaskPattern(causal=False), None, device), None
+        return _build(step, query_len, MaskPattern(causal=False), None, device), None
     if not isinstance(attention_mask, PagedMask):
-        return _plan_dense(step, query_len, attention_mask, device)
+        mask = attention_mask
+        if mask.dim() != 4 or mask.shape[3] != len(columns) or (mask.shape[2] > 1 and step.has_padding):
+            return None
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf"))
+        visible = tuple(max(columns.start, origin) for origin in step.origins), (columns.stop,) * step.num_rows
+        metadata = _build(step, query_len, MaskPattern(causal=False), visible, device)
+        return metadata, in_table_coordinates(mask.float(), step)
     arguments, pattern = attention_mask.arguments, attention_mask.pattern
     sizes = (arguments["q_length"], arguments["kv_length"], arguments.get("kv_offset", 0))
-    if pattern is None or sizes != (query_len, step.length - step.first, step.first):
+    if pattern is None or sizes != (query_len, len(columns), columns.start):
         return None
-    if pattern.causal and arguments.get("q_offset", 0) != step.length - query_len:
+    if pattern.causal and arguments.get("q_offset", 0) != columns.stop - query_len:
         return None
-    columns = attention_mask.visible_columns()
-    if columns is None or (pattern.chunk is not None and query_len > 1):
+    seen = attention_mask.visible_columns()
+    if seen is None or (pattern.chunk is not None and query_len > 1):
         return None
-    if pattern.causal and any(end < step.length for end in columns[1]):
+    if pattern.causal and any(end < columns.stop for end in seen[1]):
         return None
-    metadata = build_metadata(step, query_len, pattern, columns, device)
-    return None if metadata is None else (metadata, None)
+    return _build(step, query_len, pattern, seen, device), None
 
 
-def _plan_dense(
-    step: Step, query_len: int, mask: torch.Tensor, device: torch.device
-) -> tuple[StepMetadata, torch.Tensor | None] | None:
-    if mask.dim() != 4 or mask.shape[3] != step.length - step.first or (mask.shape[2] > 1 and any(step.paddings)):
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf"))
-    firsts = tuple(max(step.first, padding) for padding in step.paddings)
-    columns = firsts, (step.length,) * len(firsts)
-    metadata = build_metadata(step, query_len, MaskPattern(causal=False), columns, device)
-    return metadata, in_table_coordinates(mask.float(), step)
-
-
-def in_table_coordinates(bias: torch.Tensor, step: Step) -> torch.Tensor:
-    """`bias` `(rows or 1, ..., length - first)`, the columns of each row counted as its table counts; others hidden."""
-    shifts = [step.first - padding - dropped for padding, dropped in zip(step.paddings, step.dropped)]
+def in_table_coordinates(bias: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+    """`bias` `(rows or 1, ..., len(columns))`, the columns of each row counted as its table counts; others hidden."""
+    assert step.columns is not None
+    shifts = [step.columns.start - origin for origin in step.origins]
     if len(set(shifts)) == 1:
         shift = shifts[0]  # a negative one cuts columns off
         return nn.functional.pad(bias, (shift, 0), value=float("-inf")) if shift else bias
@@ -116,41 +85,36 @@ def in_table_coordinates(bias: torch.Tensor, step: Step) -> torch.Tensor:
     return torch.stack(moved)
 
 
-def build_metadata(
-    step: Step,
+def _build(
+    step: StepMetadata,
     query_len: int,
     pattern: MaskPattern,
-    columns: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    visible: tuple[tuple[int, ...], tuple[int, ...]] | None,
     device: torch.device,
 ) -> StepMetadata:
     """
-    The metadata of one step and pattern.
-
-    Args:
-        columns: First and end of the key positions that each row's padding mask leaves visible, in the padded batch.
-
-    Raises:
-        ValueError: if the mask shows positions that were padding when they were cached and so were not stored.
+    The step under a pattern; `visible`: first and end of the columns that each row's padding mask leaves visible.
+    Raises `ValueError` if the mask shows positions that were padding when they were cached and so were not stored.
     """
-    rows = len(step.host_tables)
-    firsts, ends = columns if columns is not None else ((step.first,) * rows, (step.length,) * rows)
-    if len(firsts) != rows:
-        firsts, ends = firsts * rows, ends * rows
+    columns, num_rows = step.columns, step.num_rows
+    assert columns is not None
+    firsts, ends = visible or ((columns.start,), (columns.stop,))
+    if len(firsts) != num_rows:
+        firsts, ends = firsts * num_rows, ends * num_rows
     seq_lens, starts = [], []
-    for padding, dropped, first, end in zip(step.paddings, step.dropped, firsts, ends):
-        if first < padding and end > first:
+    for origin, first, end in zip(step.origins, firsts, ends):
+        if max(first, columns.start) < origin and end > first:
             raise ValueError(
-                f"the attention mask shows position {first}, but the first {padding} positions of that row were "
+                f"the attention mask shows position {first}, but the first {origin} positions of that row were "
                 "padding when they were cached and are not stored: pass a mask that hides them, as before"
             )
         if pattern.chunk is not None:
             # chunks count from the row's first real token
-            first += max(0, step.length - 1 - first) // pattern.chunk * pattern.chunk
-        first, behind = max(first, step.first), padding + dropped
-        seq_lens.append(max(0, end - behind))
-        starts.append(max(0, first - behind))
+            first += max(0, columns.stop - 1 - first) // pattern.chunk * pattern.chunk
+        seq_lens.append(max(0, end - origin))
+        starts.append(max(0, first - origin, columns.start - origin))
     return StepMetadata.rectangle(
-        step.block_tables(device),
+        step.block_tables.to(device),
         seq_lens,
         step.block_size,
         query_len=query_len,

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..cache.block_manager import BlockManager
-from ..cache.handles import ReadCounters
 from ..cache.memory import PagedMemory
+from ..step import ReadCounters
 from .decoding.base import SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError

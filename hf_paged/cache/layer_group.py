@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import torch
 
 from ..interrupts import held
+from ..step import NotPackable, StepMetadata
 from .block_pool import OutOfBlocksError
 from .block_table import BlockTable
 from .groups import GroupSpec
-from .handles import Step
 from .rows import CacheRows
 
 
@@ -27,6 +28,7 @@ class LayerGroup:
         length (`int`): Logical positions, padding included.
         paddings (`tuple[int, ...]`): Leading ones of each row that are not stored.
         expected_paddings: Those of a first step, and its length.
+        packed ([`StepMetadata`], *optional*): Of the packed forward that runs now; no rows are held then.
         record_past (`bool`): What left the window is kept until the next `crop`.
         num_layers (`int`): Layers of the group.
     """
@@ -42,7 +44,7 @@ class LayerGroup:
         self.rows, self.spec, self.number = rows, spec, rows.specs.index(spec)
         self.memory, self.blocks = rows.memory, rows.memory.group(spec)
         rows.groups[spec] = self
-        self._device_tables: dict[torch.device, torch.Tensor] = {}
+        self.packed: StepMetadata | None = None
         self.forget_steps()
 
     def clear(self) -> None:
@@ -54,10 +56,9 @@ class LayerGroup:
 
     def forget_steps(self) -> None:
         """The tables are others than they were."""
-        self._step: Step | None = None
-        self._view: Step | None = None
-        self._slots: torch.Tensor | None = None
-        self._host_tables: tuple[tuple[int, ...], ...] | None = None  # None: tables changed since they were taken
+        self._step: StepMetadata | None = None
+        self._view: StepMetadata | None = None
+        self._block_tables: torch.Tensor | None = None  # None: tables changed since they were taken
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -86,24 +87,38 @@ class LayerGroup:
 
     # -- moving on ------------------------------------------------------------------------------------------------
 
+    def num_begun(self, context_len: int) -> int | None:
+        """Tables that a step behind `context_len` positions writes to; `None` if one of them holds tokens already."""
+        step = self.packed
+        if step is None:
+            return None if context_len else len(self.rows.held)
+        query_lens = tuple(end - start for start, end in itertools.pairwise(step.query_start))
+        return step.num_rows if step.seq_lens == query_lens else None
+
     def advance(
         self, batch_size: int, context_len: int, query_len: int, device: torch.device | str = "cpu"
-    ) -> tuple[Step, torch.Tensor]:
+    ) -> StepMetadata:
         """
         Makes logical positions `[context_len, context_len + query_len)` writable in every row.
 
-        Returns the step, and the slot of each new token, `(batch, query_len)` int64 with -1 for what is not stored, on
-        the `device` that the first layer of the step asked for.
-        Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size.
+        Returns the step, with tables and slots `(batch, query_len)` on the `device` that the first layer asked for.
+        Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size, `NotPackable` for other
+        sizes than a packed step's.
         """
+        if self.packed is not None:
+            if (batch_size, query_len) != (1, self.packed.num_tokens):
+                raise NotPackable(
+                    f"{batch_size} x {query_len} states came in a packed step of {self.packed.num_tokens} tokens"
+                )
+            return self.packed
         if not self.paddings and not self.length:
             self._open(batch_size, query_len)
         if batch_size != len(self.rows.held):
             raise ValueError(f"the cache holds {len(self.rows.held)} rows, but keys of {batch_size} rows came")
-        length = context_len + query_len
-        step = self._step
-        if step is not None and (step.length, step.context_len) == (length, context_len) and self._slots is not None:
-            return step, self._slots
+        length, step = context_len + query_len, self._step
+        if step is not None and step.query_len == query_len and step.columns is not None:
+            if step.columns.stop == length:
+                return step
         tables = self.tables
         if context_len < self.length:
             self._own(tables, context_len, length)
@@ -119,9 +134,8 @@ class LayerGroup:
             places = table.places(max(0, context_len - padding), max(0, length - padding))
             self.blocks.pool.note_write(table.block_ids[place] for place in places)
         self._view = None
-        self._step = self._snapshot(length, context_len)
-        self._slots = self._new_slots(self._step).to(device)
-        return self._step, self._slots
+        self._step = self._snapshot(length, query_len, device)
+        return self._step
 
     def _open(self, batch_size: int, length: int) -> None:
         (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
@@ -150,7 +164,7 @@ class LayerGroup:
         if any(count and table.shared_tail is not None for table, count in zip(tables, counts)):
             self.rows.keep_snapshots()
         if self.rows.manager.extend(self.number, tables, counts) or self.rows.borrows:
-            self._host_tables = None
+            self._block_tables = None
         self.length = length
         self.memory.note_peak()
 
@@ -170,7 +184,7 @@ class LayerGroup:
         if any(table.shared_blocks(*tokens) for table, tokens in zip(tables, ranges)):
             self.rows.keep_snapshots()
             self.rows.manager.own(self.number, tables, ranges)
-            self._host_tables = None
+            self._block_tables = None
             self.memory.note_peak()
 
     def _check_window(self, length: int) -> None:
@@ -192,7 +206,7 @@ class LayerGroup:
             if oldest // table.block_size > table.num_dropped and table.block_ids:
                 self.rows.keep_snapshots()
                 table.drop_before(oldest)
-                self._host_tables = None
+                self._block_tables = None
 
     def _first_shown(self, length: int, context_len: int) -> int:
         first = self.spec.first_visible(context_len)
@@ -202,51 +216,52 @@ class LayerGroup:
             first = min(first, max(kept, default=0))
         return first
 
-    def _snapshot(self, length: int, context_len: int) -> Step:
-        size = self.blocks.block_size
-        if self._host_tables is None:
-            self._host_tables = tuple(tuple(table.block_ids) for table in self.tables)
-            self._device_tables = {}
-        return Step(
-            length=length,
-            context_len=context_len,
-            first=self._first_shown(length, context_len),
-            block_size=size,
-            paddings=self.paddings,
-            dropped=tuple(table.num_dropped * size for table in self.tables),
-            host_tables=self._host_tables,
-            tables=self._device_tables,
+    def _snapshot(self, length: int, query_len: int, device: torch.device | str) -> StepMetadata:
+        tables, size = self.tables, self.blocks.block_size
+        if self._block_tables is None:
+            width = max((len(table.block_ids) for table in tables), default=0)
+            ids = [table.block_ids + [0] * (width - len(table.block_ids)) for table in tables]
+            self._block_tables = torch.tensor(ids, dtype=torch.int32).view(len(ids), width)
+        origins = tuple(padding + table.num_dropped * size for padding, table in zip(self.paddings, tables))
+        return StepMetadata.rectangle(
+            self._block_tables.to(device),
+            (max(0, length - origin) for origin in origins),
+            size,
+            query_len=query_len,
+            window=self.spec.window,
+            slots=self._slots(tables, origins, length - query_len, query_len).to(device),
+            columns=range(self._first_shown(length, length - query_len), length),
+            origins=origins,
             counters=self.rows.counters,
         )
 
-    def _new_slots(self, step: Step) -> torch.Tensor:
-        size, position = step.block_size, step.context_len
-        if not step.host_tables:
-            return torch.empty(0, step.query_len, dtype=torch.long)
-        if step.query_len == 1:
+    def _slots(self, tables: list[BlockTable], origins: tuple[int, ...], first: int, query_len: int) -> torch.Tensor:
+        """`(rows, query_len)` int64: of the logical positions from `first` on; -1 for what is not stored."""
+        size = self.blocks.block_size
+        if query_len == 1:
             slots = []
-            for ids, padding, dropped in zip(step.host_tables, step.paddings, step.dropped):
-                token = position - padding - dropped
-                slots.append([ids[token // size] * size + token % size if token >= 0 else -1])
-            return torch.tensor(slots)
-        tables = step.block_tables(torch.device("cpu")).long()
-        behind = torch.tensor([padding + dropped for padding, dropped in zip(step.paddings, step.dropped)])
-        tokens = torch.arange(position, step.length)[None, :] - behind[:, None]  # (batch, query_len)
-        stored = tokens >= 0
-        tokens = tokens.clamp(min=0)
-        columns = (tokens // size).clamp(max=max(0, tables.shape[1] - 1))
-        slots = tables.gather(1, columns) * size + tokens % size if tables.shape[1] else torch.zeros_like(tokens)
-        return slots.masked_fill_(~stored, -1)
+            for table, origin in zip(tables, origins):
+                token = first - origin
+                slots.append([table.block_ids[token // size] * size + token % size if token >= 0 else -1])
+            return torch.tensor(slots, dtype=torch.long).view(-1, 1)
+        assert self._block_tables is not None
+        if not self._block_tables.numel():
+            return torch.full((len(tables), query_len), -1)
+        tokens = torch.arange(first, first + query_len)[None, :] - torch.tensor(origins)[:, None]
+        columns = (tokens // size).clamp(0, self._block_tables.shape[1] - 1)
+        slots = self._block_tables.gather(1, columns).long() * size + tokens % size
+        return slots.masked_fill_(tokens < 0, -1)
 
     # -- what a layer shows outside a step ------------------------------------------------------------------------
 
-    def view(self, length: int) -> Step:
+    def view(self, length: int, device: torch.device) -> StepMetadata:
         """A step without queries over the first `length` logical positions."""
-        if self._view is None or self._view.length != length or self.length != length:
+        view = self._view
+        if view is None or view.columns is None or view.columns.stop != length or self.length != length:
             if length < self.length:
                 self._check_window(length)
-            self._view = self._snapshot(length, length)
-        return self._view
+            view = self._view = self._snapshot(length, 0, device)
+        return view
 
     def crop(self, length: int) -> None:
         """Forgets logical positions from `length` on, and what is outside the window then."""

@@ -10,20 +10,25 @@ import transformers
 from packaging.version import Version
 from transformers import cache_utils
 
-from . import storage
+from ..step import NotPackable
 from .groups import GroupSpec
-from .handles import PagedTensor
+from .handles import PagedTensor, gather
 from .layer_group import LayerGroup
+from .storage import looks
 
 # Until 5.17, `crop` also took the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
+
+# Layers that hold nothing, as those that read another layer's keys and values; older transformers leave them out.
+EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class PagedLayer(cache_utils.DynamicLayer):
     """
     Keys and values of one layer in the blocks of its group; stands for `DynamicLayer`.
 
-    `update`, `keys` and `values` return [`PagedTensor`] handles.
+    `update`, `keys` and `values` return [`PagedTensor`] handles. Within a packed step (`PagedCache.begin`) the layer
+    holds no rows: what comes before is in the step's block tables, and positions are passed to the model.
     """
 
     def __init__(self, group: LayerGroup, index: int) -> None:
@@ -34,12 +39,13 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group = group
         self.index = index
         self.num_seen = 0
+        self.gathers = False
+        """Code other than our attention function read the values of the last decode step: it gets ordinary tensors."""
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
     # -- writing and reading --------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,59 +59,75 @@ class PagedLayer(cache_utils.DynamicLayer):
             OutOfBlocksError: if the budget does not allow the blocks; nothing was allocated.
             ValueError: if the batch size is not that of the rows held, or keys and values differ in rows or tokens;
                 nothing was stored.
+            NotPackable: for states of another shape than a packed step's.
         """
+        if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer time
+            return self._update_untraced(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key_shape, value_shape = key_states.shape, value_states.shape
-        if (
-            len(key_shape) != 4
-            or len(value_shape) != 4
-            or (key_shape[0], key_shape[2]) != (value_shape[0], value_shape[2])
-        ):
+        if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[::2] != value_shape[::2]:
             raise ValueError(
                 f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape {tuple(value_shape)}: "
                 "both need (batch, heads, tokens, dim), with one batch size and one number of tokens"
             )
         self._check_turn()
-        group, context_len, query_len = self.group, self.num_seen, key_shape[2]
-        with group.memory.lock:
-            num_begun = len(group.rows.held) if context_len == 0 else None
-            group.blocks.layer(self.index, key_states, value_states, group.num_layers, num_begun)
-            step, slots = group.advance(key_states.shape[0], context_len, query_len, key_states.device)
-            blocks = group.blocks.storage.layers[self.index]  # may have grown
-            storage.store(key_states.detach(), value_states.detach(), blocks.keys, blocks.values, slots)
-            self.num_seen = step.length
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         needs_grad = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        keys, values = (key_states.detach(), value_states.detach()) if needs_grad else (key_states, value_states)
+        group, context_len, query_len = self.group, self.num_seen, key_shape[2]
+        look = looks(keys, values)
+        with group.memory.lock:
+            layers = group.blocks.storage.layers
+            if self.index not in layers or layers[self.index].look != look:
+                group.blocks.layer(self.index, keys, values, group.num_layers, group.num_begun(context_len))
+            step = group.advance(key_shape[0], context_len, query_len, keys.device)
+            blocks = group.blocks.storage.layers[self.index]  # may have grown
+            assert step.slots is not None
+            blocks.store(look, keys, values, step.slots)
+            if step.columns is not None:
+                self.num_seen = step.columns.stop
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
         if context_len == 0:
             if needs_grad:
                 return key_states, value_states
-            return PagedTensor(step, blocks, "keys", key_states), PagedTensor(step, blocks, "values", value_states)
-        keys, values = PagedTensor(step, blocks, "keys"), PagedTensor(step, blocks, "values")
+            return PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if needs_grad:
             # the past is stored without its graph; the new states keep theirs
-            past = step.length - step.first - query_len
-            return (
-                torch.cat([keys.dense()[:, :, :past], key_states], dim=2),
-                torch.cat([values.dense()[:, :, :past], value_states], dim=2),
-            )
-        return group.rows.remember(keys), group.rows.remember(values)
+            past = [gather(step, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
+            return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+        if self.gathers and query_len == 1:
+            dense_keys, dense_values = (gather(step, x, dtype) for x, dtype in blocks.pair)
+            return dense_keys, dense_values
+        remember = group.rows.remember
+        return (
+            remember(PagedTensor(step, blocks, False)),
+            remember(PagedTensor(step, blocks, True, on_read=self._note_read if query_len == 1 else None)),
+        )
+
+    _update_untraced = torch.compiler.disable(_update)
+
+    def _note_read(self) -> None:
+        self.gathers = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Notes dtype and device; blocks are taken by `update`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def _show(self, which: str) -> PagedTensor | None:
+    def _show(self, is_value: bool) -> PagedTensor | None:
         self._check_turn()
         if not self.num_seen or self.index not in self.group.blocks.storage.layers:
             return None
         blocks = self.group.blocks.storage.layers[self.index]
-        return self.group.rows.remember(PagedTensor(self.group.view(self.num_seen), blocks, which))
+        step = self.group.view(self.num_seen, blocks.keys.device)
+        return self.group.rows.remember(PagedTensor(step, blocks, is_value))
 
     @property
     def keys(self) -> torch.Tensor | None:
         """All keys shown, `(batch, heads, length, dim)`, or `None` while the layer is empty."""
-        return self._show("keys")
+        return self._show(False)
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
@@ -114,7 +136,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     @property
     def values(self) -> torch.Tensor | None:
         """All values shown, `(batch, heads, length, dim)`, or `None` while the layer is empty."""
-        return self._show("values")
+        return self._show(True)
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
@@ -146,6 +168,8 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
         """The `operation` on all rows if this layer is the first to ask; one that raises counts as not asked for."""
+        if self.group.packed is not None:
+            raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         rows = self.group.rows
         if self.num_operations == rows.num_operations:
             operation(*args)

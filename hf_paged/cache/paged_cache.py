@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig
+from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
 from .groups import GroupSpec
-from .handles import ReadCounters
 from .layer_group import LayerGroup
 from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
 from .memory import MemoryStats, PagedMemory
@@ -150,6 +150,16 @@ class PagedCache(DynamicCache):
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)
+
+    def begin(self, steps: Sequence[StepMetadata | None]) -> None:
+        """
+        The next forward is packed: `[1, sum(query_len)]` tokens of many sequences. The cache holds nothing itself.
+
+        Args:
+            steps (`Sequence[StepMetadata | None]`): For each of `groups`, in their order; `None` ends the forward.
+        """
+        for group, step in zip(self.groups.values(), steps):
+            group.packed = step
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..interrupts import held
+from ..step import ReadCounters
 from .block_manager import SequenceBlocks
 from .groups import GroupSpec
-from .handles import PagedTensor, ReadCounters
+from .handles import PagedTensor
 from .memory import PagedMemory
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import psutil
 import torch
@@ -13,6 +13,8 @@ from ..kernels import cpp, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.cpp import store as cpp_store
 from .groups import FULL_ATTENTION, GroupSpec
+
+Look: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class KVBlocks:
             are stored in another (`GroupSpec.storage_dtype`).
 
     Attributes:
+        look: That of the states that were last stored (`looks`), which these blocks fit.
         attention ([`kernels.cpp.attention.Attention`], *optional*):
             The C++ kernel's last call on these blocks, for the next one that looks the same.
     """
@@ -39,12 +42,27 @@ class KVBlocks:
     keys: torch.Tensor
     values: torch.Tensor
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
+    look: Look | None = field(default=None, init=False, repr=False)
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
 
+    _store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = field(
+        default=None, init=False, repr=False
+    )
     _latents: KVBlocks | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
+
+    @property
+    def pair(self) -> tuple[tuple[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.dtype]]:
+        """Keys and values, each with the dtype of the states that it stands for."""
+        return (self.keys, self.dtypes[0]), (self.values, self.dtypes[1])
+
+    def store(self, look: Look, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """`store` into these blocks, for states of this look. Finding out how takes longer than a small store."""
+        if look != self.look or self._store is None:
+            self._store, self.look = _choose(keys, values, self.keys, self.values, slots), look
+        self._store(keys, values, slots)
 
     @property
     def latents(self) -> KVBlocks:
@@ -269,6 +287,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
+def looks(keys: torch.Tensor, values: torch.Tensor) -> Look:
+    """Equal for states that the same blocks and the same way of storing serve."""
+    return keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride(), values.dtype
+
+
 def store(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -286,39 +309,24 @@ def store(
         slots (`torch.Tensor` of shape `(batch, n)`, int64): `block_id * block_size + offset` of each token, each at
             most once; negative for a token that is not stored.
     """
-    _choose(keys, values, key_blocks, value_blocks, slots)(keys, values, key_blocks, value_blocks, slots)
+    _choose(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
 
 
 def _choose(
     keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
-) -> Callable[..., None]:
-    """Who does `store` of these arguments; nothing is stored."""
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """`store` of states and slots that look like these, as often as there are any; nothing is stored yet."""
+    chosen = store_portable
     if uses_triton(key_blocks):
         from ..kernels.triton import store as triton  # needs Triton
 
         if triton.supports(keys, values, key_blocks, value_blocks, slots):
-            return triton.store
-    if cpp_store.supports(keys, values, key_blocks, value_blocks, slots) and cpp.is_available():
-        return cpp_store.store
-    return store_portable
-
-
-def prepare_store(
-    blocks: KVBlocks, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """
-    `store` into `blocks` as a function of keys, values and slots, for states and slots of one row that look like these
-    (shape, strides, dtype, device) as long as the blocks are alive. It keeps no tensor.
-    """
-    chosen = _choose(keys, values, blocks.keys, blocks.values, slots)
-    if chosen is cpp_store.store:
-        return cpp_store.Store(keys, values, blocks.keys, blocks.values, slots)
-    known = weakref.ref(blocks)
+            chosen = triton.store
+    elif cpp_store.supports(keys, values, key_blocks, value_blocks, slots) and cpp.is_available():
+        return cpp_store.Store(keys, values, key_blocks, value_blocks, slots)
 
     def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        alive = known()
-        assert alive is not None
-        store(keys, values, alive.keys, alive.values, slots)
+        chosen(keys, values, key_blocks, value_blocks, slots)
 
     return store_again
 

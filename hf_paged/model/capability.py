@@ -16,9 +16,8 @@ from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
 from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
-from ..cache.layers import PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
+from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
-from ..cache.packed import EMPTY_LAYERS
 from ..cache.paged_cache import PagedCache
 from ..interrupts import let_in
 from ..locks import step_lock

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
-from ..cache.handles import ReadCounters
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..config import PagedConfig
+from ..step import ReadCounters
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ from hf_paged.attention.backends import reference
 from hf_paged.attention.interface import paged_attention
 from hf_paged.attention.masks import PagedMask
 from hf_paged.attention.switch import NAME
-from hf_paged.cache.packed import Chunk, LayerStates, NotPackable, PackedStates, PackedStep, Share
+from hf_paged.cache.handles import PagedTensor
 from hf_paged.cache.storage import KVBlocks, store
-from hf_paged.step import StepMetadata
+from hf_paged.step import NotPackable, StepMetadata
 from tests.support.attention import attend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -110,28 +111,21 @@ class Built:
         self.query = random(1, num_tokens, case.heads, case.key_dim).transpose(1, 2)
         self.sinks = random(case.heads) if case.sinks else None
         num_decodes = next((i for i, (_, query) in enumerate(case.rows) if query > 1), len(case.rows))
-        width = max(map(len, self.tables[:num_decodes]), default=0)
-        rows = [[*table, *([0] * (width - len(table)))] for table in self.tables[:num_decodes]]
-        chunks, first = [], num_decodes
-        for (context, query), table in zip(case.rows[num_decodes:], self.tables[num_decodes:]):
-            chunks.append(Chunk(first, query, context + query, table))
-            first += query
-        self.step = PackedStep(
-            num_tokens=num_tokens,
-            slots=torch.zeros(1, num_tokens, dtype=torch.long),
+        width = max(map(len, self.tables))
+        rows = [[*table, *([0] * (width - len(table)))] for table in self.tables]
+        self.step = StepMetadata(
+            torch.tensor(rows, dtype=torch.int32),
+            query_start=tuple(itertools.accumulate((query for _, query in case.rows), initial=0)),
+            seq_lens=tuple(context + query for context, query in case.rows),
+            starts=(0,) * len(rows),
             block_size=size,
             window=kept_window,
-            num_decodes=num_decodes,
-            tables=torch.tensor(rows, dtype=torch.int32).view(num_decodes, width),
-            seq_lens=tuple(context + query for context, query in case.rows[:num_decodes]),
-            chunks=tuple(chunks),
+            slots=torch.zeros(1, num_tokens, dtype=torch.long),
+            block_ids=self.tables[:num_decodes],
         )
         self.blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
-        share = Share()
-        share.step = self.step
-        layer = PackedStates(share, 0, self.blocks, keys, values, self.step.slots)
-        self.step.states[0] = LayerStates(keys, values, self.blocks)
-        self.key, self.value = layer.key, layer.value
+        self.key = PagedTensor(self.step, self.blocks, False, keys)
+        self.value = PagedTensor(self.step, self.blocks, True, values)
 
     def attend(self, mask: Any) -> torch.Tensor:
         case = self.case

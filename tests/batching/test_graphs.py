@@ -18,9 +18,9 @@ from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching.execution.graphs import capture, cascade, decodes
 from hf_paged.batching.execution.graphs.capture import NothingUnrecorded
 from hf_paged.batching.execution.graphs.decodes import DecodeGraphs, Key, bucket
-from hf_paged.cache.packed import NotCapturable
 from hf_paged.kernels import cpp
 from hf_paged.model.state import read_state
+from hf_paged.step import NotCapturable
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts

@@ -172,7 +172,7 @@ def test_a_forward_that_fails_leaves_the_runner_usable(monkeypatch: pytest.Monke
         patch.setattr(bench.model.model.layers[1].mlp, "forward", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             bench.run([item])
-    assert all(layer.share.step is None for layer in bench.runner.cache.layers)
+    assert all(layer.group.packed is None for layer in bench.runner.cache.layers)
     assert_close(bench.run([item]), [bench.plain(row)])
 
 

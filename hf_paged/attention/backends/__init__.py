@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...cache.memory import autocast_dtype
-from ...cache.packed import NotCapturable
 from ...kernels import cpp as kernels_cpp
 from ...kernels import forced, uses_triton
-from ...step import StepMetadata
+from ...step import NotCapturable, StepMetadata
 from ..call import AttentionCall
 from . import cpp, gather, reference, triton
 

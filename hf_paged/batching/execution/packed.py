@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from ...cache.packed import Chunk, PackedCache, PackedStep
 from ...cache.paged_cache import PagedCache
 from ...model.state import ModelState
+from ...step import StepMetadata
 from .graphs.decodes import decode_graphs
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ class GroupShare(NamedTuple):
     """What a layer group needs of a step, on the host."""
 
     slots: list[int]  # of all tokens
-    tables: list[list[int]]  # block ids of each decode
-    seq_lens: list[int]  # of each decode
-    chunks: list[Chunk]
+    tables: list[list[int]]  # block ids of each row
+    seq_lens: list[int]  # tokens that each table holds, those of the step included
 
 
 class Layout(NamedTuple):
@@ -35,7 +34,8 @@ class Layout(NamedTuple):
     token_ids: list[int]
     positions: list[int]
     last: list[int]  # packed positions whose logits are returned
-    num_decodes: int  # leading positions that are a sequence each
+    query_start: list[int]  # where each row begins, and the end of the last
+    num_decodes: int  # leading rows with one token each
     shares: list[GroupShare]
 
     @property
@@ -62,8 +62,8 @@ class PackedRunner:
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
         self.model = model
         self.device = model.device
-        self.cache = PackedCache(cache)
-        self.windows: list[int | None] = [spec.window for spec in self.cache.specs]
+        self.cache = cache
+        self.windows: list[int | None] = [spec.window for spec in cache.groups]
         """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
@@ -131,8 +131,9 @@ class PackedRunner:
             return None
         count = len(sequences)
         positions = [sequence.num_computed_tokens for sequence in sequences]
-        shares = [GroupShare(*self._decodes(sequences, group, 1), []) for group in range(len(self.windows))]
-        layout = Layout([0] * count, positions, list(range(count)), count, shares)
+        items = [(sequence, 1) for sequence in sequences]
+        shares = [self._share(items, group, 1) for group in range(len(self.windows))]
+        layout = Layout([0] * count, positions, list(range(count)), list(range(count + 1)), count, shares)
         logits = self._captured.run_ahead(layout, token_ids, adapter, self._forward)
         self.num_captured_steps += logits is not None
         return logits
@@ -150,7 +151,7 @@ class PackedRunner:
         return logits
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, steps: list[PackedStep], **arguments: torch.Tensor
+        self, token_ids: torch.Tensor, positions: torch.Tensor, steps: list[StepMetadata], **arguments: torch.Tensor
     ) -> torch.Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
         self.cache.begin(steps)
@@ -164,13 +165,14 @@ class PackedRunner:
                 **arguments,
             ).logits
         finally:
-            self.cache.begin(None)
+            self.cache.begin([None] * len(steps))
         return logits
 
     def _lay_out(self, items: Items[tuple[Sequence, int]]) -> Layout:
         token_ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
+        query_start = [0]
         num_decodes = 0
         for sequence, query_len in items:
             end, ids = sequence.num_computed_tokens, sequence.token_ids
@@ -181,12 +183,13 @@ class PackedRunner:
             else:
                 token_ids += ids[end - query_len : end]
                 positions += range(end - query_len, end)
+            query_start.append(len(token_ids))
             if end == len(ids):
                 last.append(len(token_ids) - 1)
-        shares = [self._share(items, group, num_decodes) for group in range(len(self.windows))]
-        return Layout(token_ids, positions, last, num_decodes, shares)
+        shares = [self._share(items, group) for group in range(len(self.windows))]
+        return Layout(token_ids, positions, last, query_start, num_decodes, shares)
 
-    def _prepare(self, layout: Layout) -> tuple[torch.Tensor, list[PackedStep]]:
+    def _prepare(self, layout: Layout) -> tuple[torch.Tensor, list[StepMetadata]]:
         """
         Model inputs `(2 + groups, num_tokens)` int64: token ids, positions, then every group's slots; each group's
         share of the step.
@@ -197,52 +200,39 @@ class PackedRunner:
         for share in layout.shares:
             buffer.extend(share.slots)
         inputs = torch.frombuffer(buffer, dtype=torch.long).view(2 + len(layout.shares), -1).to(self.device)
+        query_start = tuple(layout.query_start)
         steps = [
-            PackedStep(
-                num_tokens=len(layout.token_ids),
-                slots=inputs[2 + group : 3 + group],
-                block_size=self._block_size,
+            StepMetadata(
+                self._rows[group].tensor(tables).to(self.device),
+                query_start,
+                tuple(seq_lens),
+                (0,) * len(seq_lens),
+                self._block_size,
                 window=self.windows[group],
-                num_decodes=layout.num_decodes,
-                tables=self._rows[group].tensor(tables).to(self.device),
-                seq_lens=tuple(seq_lens),
-                chunks=tuple(chunks),
-                block_ids=tables,
+                slots=inputs[2 + group : 3 + group],
+                block_ids=tables[: layout.num_decodes],
             )
-            for group, (_, tables, seq_lens, chunks) in enumerate(layout.shares)
+            for group, (_, tables, seq_lens) in enumerate(layout.shares)
         ]
         return inputs, steps
 
-    def _share(self, items: Items[tuple[Sequence, int]], group: int, num_decodes: int) -> GroupShare:
-        size = self._block_size
-        slots, tables, seq_lens = self._decodes([sequence for sequence, _ in items[:num_decodes]], group)
-        chunks: list[Chunk] = []
-        for sequence, query_len in items[num_decodes:]:
-            table = sequence.blocks.tables[group]
-            seq_len = sequence.num_computed_tokens - table.num_dropped * size
-            chunks.append(Chunk(len(slots), query_len, seq_len, table.block_ids))
-            slots += chunk_slots(table, seq_len - query_len, seq_len)
-        return GroupShare(slots, tables, seq_lens, chunks)
-
-    def _decodes(
-        self, sequences: Items[Sequence], group: int, ahead: int = 0
-    ) -> tuple[list[int], list[list[int]], list[int]]:
-        """
-        Slots, block ids and lengths of sequences whose last computed token is this step's, or will be after `ahead`
-        more tokens.
-        """
+    def _share(self, items: Items[tuple[Sequence, int]], group: int, ahead: int = 0) -> GroupShare:
+        """Of sequences whose last computed token is this step's, or will be after `ahead` more tokens."""
         size = self._block_size
         slots: list[int] = []
         tables: list[list[int]] = []
         seq_lens: list[int] = []
-        for sequence in sequences:
+        for sequence, query_len in items:
             table = sequence.blocks.tables[group]
             seq_len = sequence.num_computed_tokens + ahead - table.num_dropped * size
             block_ids = table.block_ids
-            slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
+            if query_len == 1:
+                slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
+            else:
+                slots += chunk_slots(table, seq_len - query_len, seq_len)
             tables.append(block_ids)
             seq_lens.append(seq_len)
-        return slots, tables, seq_lens
+        return GroupShare(slots, tables, seq_lens)
 
 
 def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:
@@ -260,7 +250,10 @@ def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:
 
 
 class TableRows:
-    """Block tables of a step's decodes as one tensor. From step to step only the rows that changed are written."""
+    """
+    Block tables of a step's rows as one tensor. From step to step only the rows that changed are written, in place: by
+    then no code may read through the step before.
+    """
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .... import kernels
-from ....cache.packed import NotCapturable
+from ....step import NotCapturable
 
 
 class Graph(Protocol):

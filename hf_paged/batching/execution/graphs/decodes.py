@@ -24,12 +24,12 @@ from transformers import PreTrainedModel
 
 from ....attention.switch import model_attention
 from ....cache.memory import GroupMemory, autocast_dtype
-from ....cache.packed import PackedStep
 from ....cache.paged_cache import PagedCache
 from ....cache.storage import KVBlocks
 from ....kernels import VARIABLE
 from ....kernels.triton.cascade_plan import CascadeCosts
 from ....model.state import ModelState
+from ....step import StepMetadata
 from . import capture
 from .capture import Graph, GraphBackend, no_autocast_cache
 from .cascade import eager_costs, has_shared_blocks, prefers_cascade
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[torch.Tensor, torch.Tensor, list[PackedStep]], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, list[StepMetadata]], torch.Tensor]
 
 MIN_USES = 3
 """Steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....cache.packed import PackedStep
+from ....step import Lengths, StepMetadata
 
 if TYPE_CHECKING:
     from ..packed import Layout
@@ -87,19 +87,18 @@ class StaticInputs:
         if self._copied is not None:
             self._copied.record()
 
-    def steps(self) -> list[PackedStep]:
+    def steps(self) -> list[StepMetadata]:
         """Each group's share of the step, read from the buffers: right for whatever these hold when it is computed."""
         return [
-            PackedStep(
-                num_tokens=self.num_rows,
-                slots=slots,
+            StepMetadata(
+                tables,
+                query_start=tuple(range(self.num_rows + 1)),
+                seq_lens=(),
+                starts=(),
                 block_size=self.block_size,
                 window=window,
-                num_decodes=self.num_rows,
-                tables=tables,
-                seq_lens=(),
-                chunks=(),
-                lengths=lengths,
+                slots=slots,
+                lengths=Lengths(*lengths),
             )
             for slots, window, tables, lengths in zip(self._slots, self.windows, self._tables, self._lengths)
         ]

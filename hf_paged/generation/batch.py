@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,20 +23,18 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from .call import CACHE_NAMES, Call
+from .sharing import first_rows
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
-# What transformers passes beside the inputs and the engine has no use for.
-_PASSIVE = {"past_key_values", "cache_params", "use_cache", "logits_to_keep", "tokenizer"}
-_PASSIVE |= {"attention_mask", "position_ids"}
+# What transformers passes beside the inputs and the engine has no use for, or looks at.
+_KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
 
 def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     """
-    The call as the engine takes it, or `None`, with the reason noted in `call`, if it does not.
-
-    Args:
-        method (`str`): The method of `GenerationMixin` that was called with `arguments`, by name.
+    The call of a method of `GenerationMixin`, by name, with `arguments` as the engine takes it; `None`, with the reason
+    noted in `call`, if it does not.
     """
     given = arguments.get("model_kwargs", {})
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
@@ -44,58 +42,40 @@ def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | 
     if not uses_engine or len(call.built) != 1 or cache is not call.built[0]:
         return None
     names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
-    batch = BatchCall(
-        call,
-        cache,
-        method == compat.BEAM_SEARCH,
-        LoopInputs(*(arguments[name] for name in names)),
-        given,
-        arguments.get("streamer"),
-        arguments.get("synced_gpus", False),
-    )
-    reason = batch.unsupported_reason()
+    inputs = LoopInputs(*(arguments[name] for name in names))
+    batch = BatchCall(call, cache, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
+    reason = "synced_gpus" if arguments.get("synced_gpus") else batch.unsupported_reason()
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
-    call.route_name, call.reason, call.is_packed = "engine", batch.layout.reason, not batch.layout.unsupported_reason
-    call.prefills_shared = call.repeats > 1
+    call.road, call.reason = "engine", batch.layout.reason
+    call.details = dict(is_packed=batch.layout.unsupported_reason is None, prefills_shared=call.repeats > 1)
     return batch
 
 
 @dataclass
 class BatchCall:
-    """
-    What `GenerationMixin._sample` or `_beam_search` was called with.
-
-    Args:
-        call ([`Call`]): Learns how it went.
-        cache ([`PagedCache`]): The empty cache that was built for the call.
-        uses_beams (`bool`): Whether `_beam_search` was called.
-        inputs ([`LoopInputs`]): Of the method; each prompt `call.repeats` times.
-        model_kwargs (`dict`): What the model's forward would get.
-    """
+    """What `GenerationMixin._sample` or `_beam_search` was called with."""
 
     call: Call
-    cache: PagedCache
+    cache: PagedCache  # empty, built for the call
     uses_beams: bool
-    inputs: LoopInputs
-    model_kwargs: dict[str, Any]
+    inputs: LoopInputs  # each prompt `call.repeats` times
+    model_kwargs: dict[str, Any]  # what the model's forward would get
     streamer: Any
-    synced_gpus: bool
     layout: Layout = PACKED
+    paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
 
     def unsupported_reason(self) -> str | None:
         """Why the engine cannot serve the call, or `None` if it can."""
         config = self.inputs.generation_config
-        if self.synced_gpus:
-            return "synced_gpus"
         if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
             return "attentions or hidden states are asked for"
         if not self.model_kwargs.get("use_cache", True):  # transformers' loop then sends all tokens in every step
             return f"use_cache is {self.model_kwargs['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             return "is_assistant, prefill_chunk_size or low_memory is set"
-        other = [k for k, v in self.model_kwargs.items() if k not in _PASSIVE and not _says_nothing(v)]
+        other = [k for k, v in self.model_kwargs.items() if k not in _KNOWN_INPUTS and not _says_nothing(v)]
         if other:
             return f"model inputs other than token ids: {', '.join(sorted(other))}"
         keep = self.model_kwargs.get("logits_to_keep")
@@ -109,7 +89,7 @@ class BatchCall:
             return reason
         if config.return_dict_in_generate:
             return f"the cache is returned, and {reason}"
-        if not sides.prompts and any(self._paddings()):
+        if not sides.prompts and any(self.paddings):
             return f"padding changes what its rows give, and {reason}"
         return None
 
@@ -117,25 +97,21 @@ class BatchCall:
         ids, mask = self.inputs.input_ids, self.model_kwargs.get("attention_mask")
         if ids.dim() != 2 or not ids.shape[1]:
             return "there are no token ids"
-        if mask is not None:
-            if mask.shape != ids.shape:
-                return "the attention mask has another shape than the token ids"
-            mask = mask != 0
-            if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1].all()):
-                return "the attention mask hides more than padding on the left"
+        mask = torch.ones_like(ids) if mask is None else mask
+        if mask.shape != ids.shape:
+            return "the attention mask has another shape than the token ids"
+        mask = mask != 0
+        if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1].all()):
+            return "the attention mask hides more than padding on the left"
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
-            shown = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-            expected = shown.long().cumsum(-1) - 1
             if positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
                 return "the position ids are not one a token"
-            if bool(((positions != expected) & shown).any()):
+            if bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):
                 return "the position ids do not count a row's tokens"
-        for value in (ids, mask):
-            if value is not None and self.call.repeats > 1:
-                groups = value.unflatten(0, (-1, self.call.repeats))
-                if not bool((groups == groups[:, :1]).all()):
-                    return "the rows of a prompt differ"
+        if self.call.repeats > 1 and any(first_rows(value, self.call.repeats) is None for value in (ids, mask)):
+            return "the rows of a prompt differ"
+        self.paddings = (~mask).sum(-1).tolist()
         return None
 
     # -- decoding -------------------------------------------------------------------------------------------------
@@ -145,7 +121,7 @@ class BatchCall:
         What `_sample` or `_beam_search` would have returned. Raises what they would have raised. To be called within
         `interrupts.held`.
         """
-        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.inputs.input_ids))
+        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.paddings))
         generation, window = self._generation(), Window(is_call=True)
         try:
             loop.executor.begin(check_weights=self._keeps_prefixes(generation.decoding), switch_attention=False)
@@ -160,97 +136,88 @@ class BatchCall:
         finally:
             loop.executor.leave(window)
             loop.drop(generation)
-            self.call.num_captured_steps = loop.num_captured_steps
+            self.call.details["num_captured_steps"] = loop.num_captured_steps
             self.call.slowed_by |= loop.executor.slowed_by
 
     def _generation(self) -> Generation:
-        inputs, config = self.inputs, self.inputs.generation_config
+        inputs, repeats = self.inputs, self.call.repeats
         decoding: Decoding
         if self.uses_beams:
             decoding = BeamDecoding(self.call.model, inputs)
         else:
             decoding = SampleDecoding(inputs, self.streamer)
-        paddings = self._paddings()
         # not the memory's config, which calls of other threads may replace meanwhile
-        salt = PagedConfig.coerce(config.cache_config).cache_salt
+        salt = PagedConfig.coerce(inputs.generation_config.cache_config).cache_salt
         namespace = (None, salt) if self._keeps_prefixes(decoding) else UNCACHED
         rows: list[tuple[Request, int]] = []
-        for row in range(0, len(self.inputs.input_ids), self.call.repeats):
+        for row in range(0, len(self.paddings), repeats):
             request = Request(
                 request_id=f"row {row}",
-                sequences=[Sequence(self.inputs.input_ids[row, paddings[row] :].tolist())],
-                max_num_tokens=decoding.max_length - paddings[row],
-                num_rows=self.call.repeats,
+                sequences=[Sequence(self._token_ids(inputs.input_ids, row))],
+                max_num_tokens=decoding.max_length - self.paddings[row],
+                num_rows=repeats,
                 namespace=namespace,
             )
-            rows += [(request, index) for index in range(self.call.repeats)]
-        return Generation(decoding, rows, keep_blocks=bool(config.return_dict_in_generate))
+            rows += [(request, index) for index in range(repeats)]
+        return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 
     def _keeps_prefixes(self, decoding: Decoding) -> bool:
         """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
-        return len(self.inputs.input_ids) * decoding.max_length >= MIN_CACHED_TOKENS
+        return len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
 
-    def _paddings(self) -> list[int]:
-        mask = self.model_kwargs.get("attention_mask")
-        return [0] * len(self.inputs.input_ids) if mask is None else (mask == 0).sum(-1).tolist()
+    def _token_ids(self, ids: Tensor, row: int) -> list[int]:
+        found: list[int] = ids[row, self.paddings[row] :].tolist()
+        return found
 
     def _result(self, loop: StepLoop, generation: Generation) -> Any:
-        decoding = generation.decoding
-        if generation.parts:
-            decoding = decoding.join([part.decoding for part in generation.parts])
+        decoding, parts = generation.decoding, generation.parts
+        if parts:
+            decoding = decoding.join([part.decoding for part in parts])
         if not generation.keep_blocks:
             return decoding.result()
-        if generation.parts:
-            kept = [part.kept[0] for part in generation.parts]
-        else:
-            kept = [generation.kept[row] for row in range(len(generation.rows))]
+        kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(len(self.paddings))]
         self._fill_cache(loop, kept, decoding.input_ids)
         return decoding.result(past_key_values=self.cache)
 
     def _fill_cache(self, loop: StepLoop, kept: list[KeptBlocks], ids: Tensor) -> None:
         """
         The cache that is returned, as plain `generate` would leave it: rows that ended early get the keys and values
-        of the padding that follows, and the blocks go over to it.
+        of the padding that follows, and the blocks go over to it. Raises `OutOfBlocksError`.
 
         Args:
             ids (`torch.Tensor` of shape `(rows, cached tokens + 1)`): All tokens.
         """
-        length, paddings = ids.shape[1] - 1, self._paddings()
-        late: list[tuple[Sequence, int]] = []
+        length, late = ids.shape[1] - 1, []
         for row, (blocks, num_tokens) in enumerate(kept):
-            if num_tokens < length - paddings[row]:
-                sequence = Sequence(ids[row, paddings[row] :].tolist())
-                sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
-                late.append((sequence, length - paddings[row]))
-        _compute(loop, late)
+            sequence = Sequence(self._token_ids(ids, row))
+            sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
+            late.append((sequence, length - self.paddings[row]))
+        while late := [(sequence, target) for sequence, target in late if sequence.num_computed_tokens < target]:
+            with loop.executor.lock, loop.executor.attention():
+                loop.executor.run_with(None, _step_towards(loop, late))
         with loop.memory.lock:
-            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(paddings), length)
+            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), length)
 
 
-def _compute(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> None:
-    """Fills the K and V of each sequence up to its target, in tokens. Raises `OutOfBlocksError`."""
-    pending, blocks = list(targets), loop.blocks
-    while pending:
-        items: list[tuple[Sequence, int]] = []
-        left = loop.scheduler.max_num_batched_tokens
-        with loop.executor.lock, loop.executor.attention():
-            with loop.memory.lock:
-                while pending and left:
-                    sequence, target = pending[-1]
-                    count = min(left, target - sequence.num_computed_tokens)
-                    if not blocks.append(sequence.blocks, count):
-                        raise OutOfBlocksError(
-                            f"needs {blocks.num_needed(sequence.blocks, count)} blocks for the cache that is returned, "
-                            f"{blocks.num_free} are free: raise `num_blocks`"
-                        )
-                    sequence.num_computed_tokens += count
-                    items.append((sequence, count))
-                    left -= count
-                    if sequence.num_computed_tokens == target:
-                        pending.pop()
-                blocks.flush_copies()
-                loop.memory.note_peak()
-            loop.executor.run_with(None, sorted(items, key=lambda item: item[1] != 1))
+def _step_towards(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+    """One step's part of what sequences have to compute up to their targets, in tokens; decodes come first."""
+    items, left = [], loop.scheduler.max_num_batched_tokens
+    with loop.memory.lock:
+        for sequence, target in targets:
+            count = min(left, target - sequence.num_computed_tokens)
+            if not count:
+                break
+            if not loop.blocks.append(sequence.blocks, count):
+                raise OutOfBlocksError(
+                    f"needs {loop.blocks.num_needed(sequence.blocks, count)} blocks for the cache that is returned, "
+                    f"{loop.blocks.num_free} are free: raise `num_blocks`"
+                )
+            sequence.num_computed_tokens += count
+            items.append((sequence, count))
+            left -= count
+        loop.blocks.flush_copies()
+        loop.memory.note_peak()
+    return sorted(items, key=lambda item: item[1] != 1)
 
 
 def _says_nothing(value: Any) -> bool:

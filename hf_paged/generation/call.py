@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -14,7 +15,7 @@ from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import foreign_attention, switchable_configs, use_paged_attention
 from ..cache.paged_cache import PagedCache
-from ..model.registry import Route, note_route, route_of
+from ..model.registry import note_route, route_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,12 @@ class Call:
         self.model = model
         self.stack = contextlib.ExitStack()
         self.built: list[PagedCache] = []
-        self.caches: list[PagedCache] = []
+        self.caches: list[PagedCache] = []  # those built, or the caller's
         self.repeats = 1
-        self.route_name, self.reason = "plain", "cache_implementation is not 'paged'"
-        self.reads_in_place = self.is_running = self.is_switched = False
-        self.prefills_shared = self.is_packed = False
-        self.num_captured_steps = 0
+        self.road, self.reason = "plain", "cache_implementation is not 'paged'"
+        self.reads_in_place = self.is_running = False
         self.slowed_by: set[str] = set()  # what kernels said
+        self.details: dict[str, Any] = {"is_packed": False}  # for `route_of`
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -47,9 +47,12 @@ class Call:
         The call itself: what it switched is put back at its end, and its caches are freed if it fails. To be entered
         and left within `held`.
         """
-        tokens = current.set(self), mask_observer.set(None), obstacles.set(self.slowed_by)
+        variables: list[tuple[ContextVar[Any], Any]]
+        variables = [(current, self), (mask_observer, None), (obstacles, self.slowed_by)]
         try:
             with self.stack:
+                for variable, value in variables:
+                    self.stack.callback(variable.reset, variable.set(value))
                 self.is_running = True
                 if self.reads_in_place:
                     self._switch()
@@ -60,36 +63,31 @@ class Call:
                 cache.discard()
             raise
         finally:
-            obstacles.reset(tokens[2])
-            mask_observer.reset(tokens[1])
-            current.reset(tokens[0])
-            note_route(self.model, self.route())
-            logger.debug("%s.generate: %s", type(self.model).__name__, self.route())
+            counters = [cache.counters for cache in self.caches]
+            route = route_of(self.road, self.reason, counters, self.slowed_by, **self.details)
+            note_route(self.model, route)
+            logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
         """
-        The call's keys and values go to `caches`, which attention reads in place while it runs. To be called within
-        `held`.
-
-        Args:
-            config ([`GenerationConfig`]): The call's.
-            is_built (`bool`): Whether the caches were built for this call and go with it.
+        The call's keys and values go to `caches`, which attention reads in place while it runs; `is_built` says that
+        they go with the call. To be called within `held`.
         """
-        self.route_name, self.repeats = "hf_loop", rows_per_prompt(config)
-        self.reason = (
-            "paged cache under the model's own decoding loop" if is_built else "the caller's PagedCache is used"
-        )
+        self.road, self.repeats = "hf_loop", rows_per_prompt(config)
+        self.reason = "paged cache under the model's own decoding loop"
         self.caches += caches
-        self.built += caches if is_built else []
+        if is_built:
+            self.built += caches
+        else:
+            self.reason = "the caller's PagedCache is used"
         if config.output_attentions:
             self.reason += "; keys and values are gathered, since only the model's own attention returns its weights"
-            return
-        self.reads_in_place = True
-        if self.is_running and not self.is_switched:
-            self._switch()
+        elif not self.reads_in_place:
+            self.reads_in_place = True
+            if self.is_running:
+                self._switch()
 
     def _switch(self) -> None:
-        self.is_switched = True
         modules = list(self.model.modules())
         wrap_expansions(modules)
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
@@ -97,10 +95,9 @@ class Call:
         if foreign is not None:
             self.reason += f"; keys and values are gathered: {foreign}"
             return  # what it makes of padding is not known either, so that is stored
-        token = mask_observer.set(self.observe)
-        self.stack.callback(mask_observer.reset, token)
+        self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
 
-    def observe(self, mask: PagedMask) -> None:
+    def _observe(self, mask: PagedMask) -> None:
         """The model's own causal mask says which leading positions are padding: those need not be stored."""
         if mask.pattern is None or not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
             return
@@ -113,18 +110,6 @@ class Call:
         for cache in self.built:
             if cache.kind == "self" and cache.is_empty:
                 cache.expect_padding(columns[0], mask.arguments["kv_length"])
-
-    def route(self) -> Route:
-        """How it went so far."""
-        return route_of(
-            self.route_name,
-            self.reason,
-            [cache.counters for cache in self.caches],
-            self.slowed_by,
-            is_packed=self.is_packed,
-            prefills_shared=self.prefills_shared,
-            num_captured_steps=self.num_captured_steps,
-        )
 
 
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)

@@ -19,6 +19,7 @@ from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
 from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
 from ..batching.decoding.streamers import ObservedCriteria, RowStreamers
+from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
@@ -29,27 +30,27 @@ from .sharing import prefill_once
 
 REQUESTED = ("paged", NAME)
 
-
 _lock = forks.lock()
 
 
-# -- the wrapped methods of GenerationMixin -----------------------------------------------------------------------
+# -- what methods of GenerationMixin become: functions of the original and its arguments ---------------------------
 
 
-def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        if _requested(self, config, kwargs):
-            _check_arguments(self, config, args, kwargs)
-            kwargs = _with_validated_config(self, config, kwargs)
-            if isinstance(kwargs.get("streamer"), (list, tuple)):
-                kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
-        prepared.set(None)
-        with held(), Call(self).running(), let_in():
-            return original(self, *args, **kwargs)
-
-    return generate
+def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    if _option("cache_implementation", model, config, kwargs) in REQUESTED:
+        _check_arguments(model, config, args, kwargs)
+        cache_config = PagedConfig.coerce(_option("cache_config", model, config, kwargs))
+        if kwargs.get("cache_config") is not None:
+            kwargs["cache_config"] = cache_config.to_dict()
+        if kwargs.get("cache_implementation") == "paged":
+            # under its own name, transformers would hand the call to its continuous batching before any preparation
+            kwargs["cache_implementation"] = NAME
+        if isinstance(kwargs.get("streamer"), (list, tuple)):
+            kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
+    prepared.set(None)
+    with held(), Call(model).running(), let_in():
+        return original(model, *args, **kwargs)
 
 
 def _check_arguments(
@@ -69,95 +70,51 @@ def _check_arguments(
     for each in streamer if isinstance(streamer, (list, tuple)) else [streamer]:
         check_streamer(each)
     if streamer is not None and isinstance(ids, torch.Tensor):
-        configs = (config, getattr(model, "generation_config", None))
-        own = (getattr(each, "num_return_sequences", None) for each in configs)
-        repeats = next(filter(None, (kwargs.get("num_return_sequences"), *own)), 1)
+        repeats = _option("num_return_sequences", model, config, kwargs) or 1
         check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one a row")
 
 
-def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = prepared.get()
-        context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if call is not None and call.model is self:
-            prepared.set(None)
-            context = call.running()
-        else:
-            call = current.get()
-        with held(), context:
-            if call is not None and call.model is self and call.built:
-                arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-                batch = batch_of(call, original.__name__, arguments)
-                if batch is not None:
-                    return batch.run()
-                streamer = arguments.get("streamer")
-                if isinstance(streamer, RowStreamers):
-                    kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
-            with let_in():
-                return original(self, *args, **kwargs)
-
-    return decode
+def _option(name: str, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
+    """What the keyword, the config passed or the model's own config says, in this order; `None` if none does."""
+    configs = (config, getattr(model, "generation_config", None))
+    values = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
+    return next((value for value in values if value is not None), None)
 
 
-def _requested(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
-    """Whether the keyword, the config passed or the model's own config asks for paged, in this order."""
-    for value in (
-        kwargs.get("cache_implementation"),
-        getattr(config, "cache_implementation", None),
-        getattr(getattr(model, "generation_config", None), "cache_implementation", None),
-    ):
-        if value is not None:
-            return value in REQUESTED
-    return False
-
-
-def _with_validated_config(model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs = dict(kwargs)
-    given = kwargs.get("cache_config")
-    if given is None:
-        own = getattr(model, "generation_config", None)
-        given = next((c.cache_config for c in (config, own) if c is not None and c.cache_config is not None), None)
-    checked = PagedConfig.coerce(given)
-    if kwargs.get("cache_config") is not None:
-        kwargs["cache_config"] = checked.to_dict()
-    if kwargs.get("cache_implementation") == "paged":
-        # under its own name, transformers would hand the call to its continuous batching before any preparation
-        kwargs["cache_implementation"] = NAME
-    return kwargs
-
-
-def _wrap_prepare_cache(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _prepare_cache_for_generation(
-        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        call = current.get()
-        requested = generation_config.cache_implementation in REQUESTED
-        config = PagedConfig.coerce(generation_config.cache_config) if requested else None
-        passed = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
-        if requested:
-            # not "dynamic": assistants copy this config, and transformers refuses that value for them
-            generation_config.cache_implementation = None
-        result = original(self, generation_config, model_kwargs, *args, **kwargs)
-        with held():
-            if call is None or call.model is not self:
-                call = Call(self)
-                prepared.set(call)
-            if config is not None and not passed:
-                _swap(self, config, generation_config, model_kwargs, args, kwargs)
-            caches = [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
-            if caches:
-                call.use(caches, generation_config, is_built=not passed)
-            elif passed and requested:
-                call.reason = "the caller's own cache is used"
-            elif requested:
-                call.reason = (
-                    "use_cache is False" if generation_config.use_cache is False else "the model has a cache of its own"
-                )
-        return result
-
-    return _prepare_cache_for_generation
+def _prepare_cache(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> Any:
+    call = current.get()
+    requested = generation_config.cache_implementation in REQUESTED
+    config = PagedConfig.coerce(generation_config.cache_config) if requested else None
+    passed = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+    if requested:
+        # not "dynamic": assistants copy this config, and transformers refuses that value for them
+        generation_config.cache_implementation = None
+    result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    with held():
+        if call is None or call.model is not model:
+            call = Call(model)
+            prepared.set(call)
+        if config is not None and not passed:
+            blocks_per_row = (max_cache_length or 0) // config.block_size + 1
+            num_blocks = (batch_size or 1) * rows_per_prompt(generation_config) * blocks_per_row
+            _swap(memory_for(model, config), num_blocks, model_kwargs, generation_config.is_assistant)
+        caches = [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
+        if caches:
+            call.use(caches, generation_config, is_built=not passed)
+        elif requested:
+            call.reason = "the caller's own cache is used" if passed else "the model has a cache of its own"
+            if not passed and generation_config.use_cache is False:
+                call.reason = "use_cache is False"
+    return result
 
 
 def _paged_parts(cache: Any) -> list[PagedCache]:
@@ -166,21 +123,8 @@ def _paged_parts(cache: Any) -> list[PagedCache]:
     return [cache] if isinstance(cache, PagedCache) else []
 
 
-def _swap(
-    model: Any,
-    config: PagedConfig,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Puts a `PagedCache` for each `DynamicCache` that the model just built."""
-    memory = memory_for(model, config)
-    names = ("generation_mode", "batch_size", "max_cache_length")
-    values = {**dict(zip(names, args)), **kwargs}
-    repeats = rows_per_prompt(generation_config)
-    tokens = values.get("max_cache_length") or 0
-    num_blocks = (values.get("batch_size") or 1) * repeats * (tokens // config.block_size + 1)
+def _swap(memory: PagedMemory, num_blocks: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:
+    """Puts a `PagedCache` for each `DynamicCache` that the model just built; `num_blocks` are expected to be used."""
 
     def paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
@@ -188,7 +132,7 @@ def _swap(
         twin = PagedCache.from_empty(cache, memory, kind)
         if kind == "self":
             twin.reserve(num_blocks)
-        if generation_config.is_assistant:
+        if is_assistant:
             twin.activate_past_recording()
         return twin
 
@@ -201,41 +145,68 @@ def _swap(
             model_kwargs[name] = paged(cache, "self")
 
 
-def _wrap_prefill(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _prefill(
-        self: Any,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        def prefill(ids: torch.Tensor, inputs: dict[str, Any]) -> Any:
-            return original(self, ids, generation_config, inputs, *args, **kwargs)
+def _prefill(
+    original: Callable[..., Any],
+    model: Any,
+    /,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    def prefill(ids: torch.Tensor, inputs: dict[str, Any]) -> Any:
+        return original(model, ids, generation_config, inputs, *args, **kwargs)
 
+    call = current.get()
+    if call is not None and call.model is model and call.caches:
+        outputs = prefill_once(prefill, model, input_ids, model_kwargs, call.repeats)
+        if outputs is not None:
+            call.details["prefills_shared"] = True
+            return outputs
+    return prefill(input_ids, model_kwargs)
+
+
+def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    call = prepared.get()
+    running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if call is not None and call.model is model:
+        prepared.set(None)
+        running = call.running()
+    else:
         call = current.get()
-        if call is not None and call.model is self and call.caches:
-            outputs = prefill_once(prefill, self, input_ids, model_kwargs, call.repeats)
-            if outputs is not None:
-                call.prefills_shared = True
-                return outputs
-        return prefill(input_ids, model_kwargs)
-
-    return _prefill
+    with held(), running:
+        if call is not None and call.model is model and call.built:
+            arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+            batch = batch_of(call, original.__name__, arguments)
+            if batch is not None:
+                return batch.run()
+            streamer = arguments.get("streamer")
+            if isinstance(streamer, RowStreamers):
+                kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
+        with let_in():
+            return original(model, *args, **kwargs)
 
 
 # -- public -------------------------------------------------------------------------------------------------------
 
-_WRAPPERS = {
-    "generate": _wrap_generate,
-    compat.PREPARE_CACHE: _wrap_prepare_cache,
-    compat.PREFILL: _wrap_prefill,
-    compat.SAMPLE: _wrap_decoding,
-    compat.BEAM_SEARCH: _wrap_decoding,
-    compat.ASSISTED_DECODING: _wrap_decoding,
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "generate": _generate,
+    compat.PREPARE_CACHE: _prepare_cache,
+    compat.PREFILL: _prefill,
+    compat.SAMPLE: _decode,
+    compat.BEAM_SEARCH: _decode,
+    compat.ASSISTED_DECODING: _decode,
 }
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    return wrapper
 
 
 def install() -> None:
@@ -245,11 +216,10 @@ def install() -> None:
             return
         interface.register()
         compat.add_cache_implementation(NAME)
-        for name, wrap in _WRAPPERS.items():
+        for name, replacement in _REPLACEMENTS.items():
             original = getattr(GenerationMixin, name)
-            wrapper = wrap(original)
-            _installed[name] = (original, wrapper)
-            setattr(GenerationMixin, name, wrapper)
+            _installed[name] = (original, _wrapper(original, replacement))
+            setattr(GenerationMixin, name, _installed[name][1])
 
 
 def uninstall() -> None:

@@ -13,16 +13,8 @@ from transformers.utils import ModelOutput
 from ..cache.paged_cache import PagedCache
 
 # Inputs whose rows are their first dimension in every model.
-_ROW_INPUTS = {
-    "attention_mask",
-    "decoder_attention_mask",
-    "decoder_input_ids",
-    "decoder_position_ids",
-    "encoder_outputs",
-    "inputs_embeds",
-    "position_ids",
-    "token_type_ids",
-}
+_ROW_INPUTS = {"attention_mask", "encoder_outputs", "inputs_embeds", "position_ids", "token_type_ids"}
+_ROW_INPUTS |= {"decoder_attention_mask", "decoder_input_ids", "decoder_position_ids"}
 
 
 def prefill_once(
@@ -42,31 +34,38 @@ def prefill_once(
     """
     if repeats == 1 or not _rows_are_independent(model):
         return None
-    sliced_ids = _slice(input_ids, repeats)
-    sliced = dict(model_kwargs)
+    ids, sliced, caches = first_rows(input_ids, repeats), dict(model_kwargs), []
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
-            if not _holds_nothing(value):
+            if not _is_empty(value):
                 return None
-        elif _is_plain(value):
-            continue
-        elif name in _ROW_INPUTS and not (name.endswith("position_ids") and value.dim() != 2):
-            sliced[name] = _slice(value, repeats)
+            caches.append(value)
+        elif value is not None and not isinstance(value, (bool, int, float, str)):  # which have no rows
+            if name not in _ROW_INPUTS or (name.endswith("position_ids") and value.dim() != 2):
+                return None
+            sliced[name] = first_rows(value, repeats)
             if sliced[name] is None:
                 return None
-        else:
-            return None
-    if sliced_ids is None:
+    if ids is None:
         return None
-    outputs = prefill(sliced_ids, sliced)
-    rows = sliced_ids.shape[0]
-    cache = next((sliced[name] for name in ("past_key_values", "cache_params") if sliced.get(name) is not None), None)
-    if cache is not None:  # every layer must know how to reorder its rows; to select one several times is the same
-        cache.reorder_cache(torch.arange(rows, device=input_ids.device).repeat_interleave(repeats))
+    outputs = prefill(ids, sliced)
+    for cache in caches:  # every layer must know how to reorder its rows; to select one several times is the same
+        cache.reorder_cache(torch.arange(len(ids), device=input_ids.device).repeat_interleave(repeats))
     for name, value in outputs.items():
         if not isinstance(value, Cache):
-            outputs[name] = _repeat(value, rows, repeats)
+            outputs[name] = _repeat(value, len(ids), repeats)
     return outputs
+
+
+def first_rows(value: Any, repeats: int) -> Any:
+    """Every `repeats`-th row of a tensor, or of all in a `ModelOutput`; `None` unless the rows between are like it."""
+    if isinstance(value, ModelOutput):
+        parts = {name: first_rows(part, repeats) for name, part in value.items()}
+        return None if any(part is None for part in parts.values()) else type(value)(**parts)
+    if not isinstance(value, torch.Tensor) or value.shape[0] % repeats:
+        return None
+    groups = value.unflatten(0, (-1, repeats))
+    return groups[:, 0].contiguous() if bool((groups == groups[:, :1]).all()) else None
 
 
 def _rows_are_independent(model: PreTrainedModel) -> bool:
@@ -83,31 +82,13 @@ def _rows_are_independent(model: PreTrainedModel) -> bool:
     )
 
 
-def _holds_nothing(cache: Cache) -> bool:
+def _is_empty(cache: Cache) -> bool:
     if isinstance(cache, EncoderDecoderCache):
-        return _holds_nothing(cache.self_attention_cache) and _holds_nothing(cache.cross_attention_cache)
+        return _is_empty(cache.self_attention_cache) and _is_empty(cache.cross_attention_cache)
     return isinstance(cache, PagedCache) and cache.is_empty
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value has no rows."""
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _slice(value: Any, repeats: int) -> Any:
-    """Every `repeats`-th row, or `None` unless the rows between are equal to it."""
-    if isinstance(value, ModelOutput):
-        parts = {name: _slice(part, repeats) for name, part in value.items()}
-        return None if any(part is None for part in parts.values()) else type(value)(**parts)
-    if not isinstance(value, torch.Tensor) or value.shape[0] % repeats:
-        return None
-    groups = value.unflatten(0, (value.shape[0] // repeats, repeats))
-    return groups[:, 0].contiguous() if bool((groups == groups[:, :1]).all()) else None
 
 
 def _repeat(value: Any, rows: int, repeats: int) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
         return value.repeat_interleave(repeats, dim=0)
-    if isinstance(value, tuple):
-        return tuple(_repeat(part, rows, repeats) for part in value)
-    return value
+    return tuple(_repeat(part, rows, repeats) for part in value) if isinstance(value, tuple) else value

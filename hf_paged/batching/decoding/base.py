@@ -1,9 +1,10 @@
-"""What a decoding is between two forwards."""
+"""What a decoding is between two forwards, and what ends its rows."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation import stopping_criteria as known
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import ModelOutput
 
 from ...interrupts import let_in
-from .stopping import StopChecker
 
 Logprobs = list[tuple[float, float]]  # per generated token: of the model's own distribution, of the processed one
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
@@ -44,26 +45,70 @@ class LoopInputs:
     record_logprobs: bool = False
 
 
+class StopChecker:
+    """A call's stopping criteria. transformers' own that look at one token or at the length need no tensors here."""
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.max_length: int | None = None  # tokens, prompt included
+        self.stop_strings: list[known.StopStringCriteria] = []
+        self.others: list[Any] = []  # a caller's own, which see the ids of the whole batch
+        self._eos_ids: set[int] = set()
+        self._times: list[known.MaxTimeCriteria] = []
+        self._positions: known.MaxLengthCriteria | None = None  # logs once that there are too many for the model
+        for criterion in criteria if type(criteria) is StoppingCriteriaList else [criteria]:
+            if type(criterion) is known.EosTokenCriteria:
+                self._eos_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is known.MaxLengthCriteria:
+                limits = (self.max_length, criterion.max_length)
+                self.max_length = min(limit for limit in limits if limit is not None)
+                if criterion.max_position_embeddings is not None:
+                    self._positions = criterion
+            elif type(criterion) is known.MaxTimeCriteria:
+                self._times.append(criterion)
+            elif type(criterion) is known.StopStringCriteria:
+                self.stop_strings.append(criterion)
+            else:
+                self.others.append(criterion)
+
+    def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
+        """Why a row of `length` tokens that ends in `token` is over, but for `others`."""
+        if token in self._eos_ids:
+            return "eos"
+        if self._times and any(time.time() - limit.initial_timestamp > limit.max_time for limit in self._times):
+            return "criteria"
+        if hits_stop_string:
+            return "stop_string"
+        if self.max_length is not None and length >= self.max_length:
+            return "length"
+        if self._positions is not None and length > self._positions.max_position_embeddings:
+            self._positions(torch.zeros((1, length), dtype=torch.long), None)
+            self._positions = None
+        return None
+
+
+def hits(criterion: Any, ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
+    """What a criterion says of each row; one that returns a single bool speaks for all, as in transformers' list."""
+    none = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    return (none | criterion(ids, scores)).tolist()
+
+
+def stop_string_hits(criterion: known.StopStringCriteria, rows: list[list[int]]) -> list[bool]:
+    """Whether each row, whose last `maximum_token_len` tokens these are, has just completed one of the strings."""
+    width = criterion.maximum_token_len
+    nothing = len(criterion.embedding_vec) - 1  # stands for a token that matches nothing
+    padded = [[nothing] * (width - len(tokens)) + tokens[-width:] for tokens in rows]
+    return hits(criterion, torch.tensor(padded, device=criterion.embedding_vec.device), None)
+
+
 class Decoding(ABC):
     """
     transformers' decoding loop, stopped between two forwards. `sampler.sample_step` takes it from one to the next;
     after an exception there it is of no more use.
-
-    Args:
-        inputs ([`LoopInputs`]): What the loop receives.
-        num_returned (`int`): Sequences of the result.
-
-    Attributes:
-        open_rows (`list[int]`): Rows whose logits the next step takes, in this order. Rows that left it need no keys or
-            values any more.
-        max_length (`int`): Tokens, prompt included.
-        finish_reasons (`list[str | None]`): `"eos"`, `"stop_string"`, `"criteria"` or `"length"` of each returned
-            sequence; `None` while it runs.
-        logprobs (`list[Logprobs]`): Of each returned sequence; empty lists unless they were asked for.
-        scores, raw_logits (`tuple[torch.Tensor, ...]`, *optional*): `(rows, vocab)` of each step, where asked for.
     """
 
-    max_length: int
+    max_length: int  # tokens, prompt included
+    can_split = False  # whether the rows may go on one by one
 
     def __init__(self, inputs: LoopInputs, num_returned: int):
         config: Any = inputs.generation_config
@@ -72,13 +117,17 @@ class Decoding(ABC):
         self.logits_processor, self.stopping_criteria = inputs.logits_processor, inputs.stopping_criteria
         self.stop_checker = StopChecker(self.stopping_criteria)
         self.num_rows, self.length = inputs.input_ids.shape
+        # rows whose logits the next step takes, in this order; those that left need no keys or values any more
         self.open_rows = list(range(self.num_rows))
+        # of each returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it runs
         self.finish_reasons: list[str | None] = [None] * num_returned
-        self.logprobs: list[Logprobs] = [[] for _ in range(num_returned)]
+        self.logprobs: list[Logprobs] = [[] for _ in range(num_returned)]  # empty unless they are recorded
         keeps = config.return_dict_in_generate
+        # `(rows, vocab)` of each step, where asked for
         self.scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None
         self.raw_logits: tuple[Tensor, ...] | None = () if keeps and config.output_logits else None
         self._ids = inputs.input_ids
+        self._new: list[list[int]] = []  # tokens of every row for each step that `_ids` does not hold yet
         self._runs_known_code = True  # no code of a caller's own sees the batch
 
     @property
@@ -87,18 +136,12 @@ class Decoding(ABC):
         return not self.open_rows
 
     @property
-    def can_split(self) -> bool:
-        """Whether the rows may go on one by one."""
-        return False
-
-    @property
-    def batch_key(self) -> Hashable | None:
-        """Decodings with equal keys are sampled as one batch in the next step; `None`: this one is alone in its own."""
-        return None
-
-    @property
     def input_ids(self) -> Tensor:
-        """`(num_rows, cur_len)` int64: every row so far, as processors see them next; a later step makes a new one."""
+        """`(rows, cur_len)` int64 (prompts as they came), contiguous; a later step makes a new tensor."""
+        if self._new:
+            columns = torch.tensor(self._new, dtype=torch.long, device=self._ids.device).t()
+            self._ids = torch.cat([self._ids, columns], dim=-1)  # int64 from the first token on, as transformers' are
+            self._new = []
         return self._ids
 
     @property

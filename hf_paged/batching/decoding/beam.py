@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ... import compat
-from .base import Decoding, LoopInputs, SampledTokens
+from .base import Decoding, LoopInputs, SampledTokens, stop_string_hits
 from .processors import are_row_wise
 from .scores import values_at
-from .stopping import stop_string_hits
 
 _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
 
@@ -22,18 +21,11 @@ _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not b
 class BeamDecoding(Decoding):
     """
     Beam search over a batch of prompts, with the model's own helper methods: early stopping, length penalty and several
-    EOS ids mean what they mean in `generate`. Row `prompt * num_beams + beam` is a running beam; which row each one
-    continues is in `SampledTokens.parents`.
+    EOS ids mean what they mean in `generate`; no forward is run. Row `prompt * num_beams + beam` is a running beam;
+    which row each one continues is in `SampledTokens.parents`. Log-probabilities are those that beam search adds up.
 
     Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`), unless a dict is
     returned or a processor or criterion of the caller's own sees the batch.
-
-    Args:
-        model ([`PreTrainedModel`]): Its `_update_finished_beams` and so on are used; no forward is run.
-        inputs ([`LoopInputs`]): Of `prompts * num_beams` rows. Log-probabilities are those that beam search adds up.
-
-    Raises:
-        ValueError: for `low_memory`, as transformers does.
     """
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
@@ -42,24 +34,20 @@ class BeamDecoding(Decoding):
             raise ValueError("`low_memory=True` is not supported by beam search: leave it out")
         self.model: Any = model
         self.num_beams, self.max_length = config.num_beams, config.max_length
-        self.num_prompts = len(inputs.input_ids) // self.num_beams
-        super().__init__(inputs, num_returned=self.num_prompts * config.num_return_sequences)
-        self.prompt_length = self.length
+        prompts = self.num_prompts = len(inputs.input_ids) // self.num_beams
+        super().__init__(inputs, num_returned=prompts * config.num_return_sequences)
+        beams, device, self.prompt_length = self.num_beams, inputs.input_ids.device, self.length
         eos, pad = (compat.special_token(config, name) for name in ("eos", "pad"))
-        self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * self.num_beams
-        self._runs_known_code = are_row_wise(self.logits_processor, self.num_rows) and self.stop_checker.is_row_wise
+        self.beams_to_keep = max(2, 1 + (0 if eos is None else len(eos))) * beams
+        self._runs_known_code = are_row_wise(self.logits_processor, self.num_rows) and not self.stop_checker.others
         self._may_close = self._runs_known_code and not config.return_dict_in_generate
         # of each step, by row and token continued with: its two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
-        self._open_prompts = list(range(self.num_prompts))
-        fill = pad or eos[0] if eos is not None else -1
-        self._start(inputs.input_ids, -1 if fill is None else int(fill))
-
-    def _start(self, input_ids: Tensor, fill: int) -> None:
-        prompts, beams, device = self.num_prompts, self.num_beams, input_ids.device
+        self._open_prompts = list(range(prompts))
         # running beams and finished ones, [prompts, beams, max_length]
+        fill = int(pad or eos[0]) if eos is not None else -1
         self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
-        self.running[:, :, : self.length] = input_ids.unflatten(0, (prompts, beams))
+        self.running[:, :, : self.length] = inputs.input_ids.unflatten(0, (prompts, beams))
         self.sequences = self.running.clone()
         # only the first beam of a prompt is a candidate at first: they are all the same
         self.running_scores = torch.zeros((prompts, beams), device=device)
@@ -71,7 +59,7 @@ class BeamDecoding(Decoding):
         shape = (prompts, beams, self.max_length - self.length)
         self.running_indices = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.beam_indices = self.running_indices.clone()
-        self._top_beams = (torch.arange(self.beams_to_keep, device=device) < beams).bool()
+        self._top_beams = torch.arange(self.beams_to_keep, device=device) < beams
 
     @property
     def lengths(self) -> list[int]:
@@ -98,10 +86,7 @@ class BeamDecoding(Decoding):
     @property
     def sequences_scores(self) -> list[float]:
         """The score of every returned sequence, length penalty included."""
-        scores: list[float] = self.beam_scores[:, : self.config.num_return_sequences].flatten().tolist()
-        return scores
-
-    # -- one step -------------------------------------------------------------------------------------------------
+        return self.beam_scores[:, : self.config.num_return_sequences].flatten().tolist()
 
     def step(self, logits: Tensor) -> SampledTokens:
         """Takes `(len(open_rows), vocab)` logits of any float dtype to the next running beams."""
@@ -112,7 +97,19 @@ class BeamDecoding(Decoding):
             ends_here = self._update(*self._continue(logits))
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
-        self.may_improve = self._improvable()
+        # whether a running beam may still beat a finished one, by transformers' estimate, [prompts, 1]
+        self.may_improve = compat.check_early_stop(
+            self.model,
+            is_early_stop_heuristic_unsatisfied=self.may_improve,
+            running_beam_scores=self.running_scores,
+            beam_scores=self.beam_scores,
+            is_sent_finished=self.is_finished,
+            cur_len=self.length,
+            max_length=self.max_length,
+            decoder_prompt_len=self.prompt_length,
+            early_stopping=self.config.early_stopping,
+            length_penalty=self.config.length_penalty,
+        )
         is_over = not compat.beams_are_unfinished(
             self.model, self.may_improve, self.is_finished, ends_here, self.config.early_stopping
         )
@@ -150,7 +147,9 @@ class BeamDecoding(Decoding):
         sequences[:, :, self.length] = tokens
         indices[:, :, self.length - self.prompt_length] = beams + first_rows
         if self.record_logprobs:
-            self._remember(raw, log_probs, (beams + first_rows).flatten(), tokens.flatten())
+            rows, ids = (beams + first_rows).flatten(), tokens.flatten()
+            pairs = zip(values_at(raw, rows, ids).tolist(), log_probs[rows, ids].tolist())
+            self._history.append(dict(zip(zip(rows.tolist(), ids.tolist()), pairs)))
         return best_scores, sequences, indices
 
     def _update(self, top_scores: Tensor, top_sequences: Tensor, top_indices: Tensor) -> Tensor:
@@ -185,23 +184,6 @@ class BeamDecoding(Decoding):
         )
         return ends
 
-    def _improvable(self) -> Tensor:
-        """`(prompts, 1)` bool: whether a running beam may still beat a finished one, by transformers' estimate."""
-        return compat.check_early_stop(
-            self.model,
-            is_early_stop_heuristic_unsatisfied=self.may_improve,
-            running_beam_scores=self.running_scores,
-            beam_scores=self.beam_scores,
-            is_sent_finished=self.is_finished,
-            cur_len=self.length,
-            max_length=self.max_length,
-            decoder_prompt_len=self.prompt_length,
-            early_stopping=self.config.early_stopping,
-            length_penalty=self.config.length_penalty,
-        )
-
-    # -- the end --------------------------------------------------------------------------------------------------
-
     def _close_settled(self) -> list[int]:
         """
         Rows of the prompts whose result can change no more, which leave.
@@ -209,8 +191,8 @@ class BeamDecoding(Decoding):
         Such a prompt has `num_beams` finished sequences and either `early_stopping=True` or no possible improvement.
         Both facts last: `_update_finished_beams` then adds -1e9 to every new candidate, so none displaces a finished
         sequence whose own score is above that, and `_check_early_stop_heuristic` never takes its answer back. Nor does
-        the prompt keep the others going: they go on while one of them may improve and, under early stopping, while one
-        is not full; one that may not improve gains nothing from further steps. Its logits do not matter any more.
+        the prompt keep the others going, whatever its logits: they go on while one of them may improve and, under early
+        stopping, while one is not full.
         """
         if not self._may_close:
             return []
@@ -234,7 +216,9 @@ class BeamDecoding(Decoding):
         is_finished = self.is_finished[:, :count].flatten().tolist()
         for i, length in enumerate(self.lengths):
             if is_finished[i]:
-                self.finish_reasons[i] = self._reason(kept[i, :length])
+                tail: list[int] = kept[i, :length].tolist()
+                hit = any(stop_string_hits(criterion, [tail])[0] for criterion in self.stop_checker.stop_strings)
+                self.finish_reasons[i] = self.stop_checker.reason(tail[-1], length, hit) or "criteria"
         if self.record_logprobs:
             indices = self.beam_indices[:, :count].flatten(0, 1).tolist()
             for i, sequence in enumerate(kept.tolist()):
@@ -242,14 +226,5 @@ class BeamDecoding(Decoding):
                 self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
         return finished
 
-    def _reason(self, sequence: Tensor) -> str:
-        tail: list[int] = sequence.tolist()
-        hit = any(stop_string_hits(criterion, [tail])[0] for criterion in self.stop_checker.stop_strings)
-        return self.stop_checker.reason(tail[-1], len(tail), hit) or "criteria"
-
     def _rows_of(self, prompts: list[int]) -> list[int]:
         return [prompt * self.num_beams + beam for prompt in prompts for beam in range(self.num_beams)]
-
-    def _remember(self, raw: Tensor, log_probs: Tensor, rows: Tensor, tokens: Tensor) -> None:
-        pairs = zip(values_at(raw, rows, tokens).tolist(), log_probs[rows, tokens].tolist())
-        self._history.append(dict(zip(zip(rows.tolist(), tokens.tolist()), pairs)))

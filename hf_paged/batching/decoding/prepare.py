@@ -55,15 +55,9 @@ def request_decoding(
     record_logprobs: bool = False,
 ) -> SampleDecoding | BeamDecoding:
     """
-    The decoding of one prompt: what `generate` prepares before its loop, with the model's own methods. The streamer
-    gets the new tokens; the prompt is the caller's to put.
-
-    Args:
-        input_ids (`list[int]`): The prompt, no padding.
-        generation_config ([`GenerationConfig`], *optional*): Over the model's own, which stays as it is.
-        logits_processor, stopping_criteria (lists, *optional*): Added to those that the config asks for.
-        streamer, generator, record_logprobs: As in [`SampleDecoding`].
-        tokenizer (*optional*): Needed for stop strings.
+    The decoding of one prompt, which has no padding: what `generate` prepares before its loop, with the model's own
+    methods. `generation_config` goes over the model's own, which stays as it is; processors and criteria are added to
+    those that it asks for. The streamer gets the new tokens; the prompt is the caller's to put.
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a mode other than greedy search, sampling and beam

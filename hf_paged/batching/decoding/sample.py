@@ -8,67 +8,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ... import compat
 from ...interrupts import let_in
 from ...kernels import cpp
-from .base import Decoding, LoopInputs, SampledTokens
+from .base import Decoding, LoopInputs, SampledTokens, hits
 from .processors import BatchableProcessors, are_row_wise, for_rows
 from .scores import pick
-from .stopping import hits
 from .streamers import RowStreamers
 
 
 class SampleDecoding(Decoding):
     """
-    Greedy search or sampling of a batch of rows that advance together.
+    Greedy search or sampling of rows that advance together.
 
     Processors and criteria see the whole `(rows, cur_len)` batch in fixed order and draws are taken over all rows, so
     one seed gives the tokens of `generate`. Rows that ended leave `open_rows` when the criteria include EOS; without,
     transformers keeps appending tokens to them until all rows have ended, and so does this. Where scores or logits are
     kept they stay as well, followed by padding, since transformers returns what it computes of that.
 
-    Args:
-        inputs ([`LoopInputs`]): What the loop receives.
-        streamer (*optional*): Gets `(rows,)` tokens each step, and `end`; a [`RowStreamers`] hears which rows end.
-
-    Raises:
-        ValueError: if rows may end early and there is no token to pad them with.
+    Raises `ValueError` if rows may end early and there is no token to pad them with.
     """
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
-        num_rows, processors = len(inputs.input_ids), inputs.logits_processor
-        super().__init__(inputs, num_returned=num_rows)
+        super().__init__(inputs, num_returned=len(inputs.input_ids))
+        processors, checker = self.logits_processor, self.stop_checker
         self.streamer, self.do_sample = streamer, bool(self.config.do_sample)
-        own_limit = self.stop_checker.max_length
-        self.max_length = self.config.max_length if own_limit is None else own_limit
+        self.max_length = self.config.max_length if checker.max_length is None else checker.max_length
         pad = compat.special_token(self.config, "pad")
-        if pad is None and self.stop_checker.has_eos:
+        if pad is None and checker.has_eos:
             raise ValueError("rows may end at an EOS token: set `pad_token_id`, which fills them up")
-        self.pad_token_id = None if pad is None else int(pad)
-        self._ends = [0] * num_rows  # length at which the row ended
-        self._new: list[list[int]] = []  # tokens of every row for each step that `_ids` does not hold yet
+        self._pad_token_id = 0 if pad is None else int(pad)
+        self._ends = [0] * self.num_rows  # length at which the row ended
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
-        self._runs_known_code = are_row_wise(processors, num_rows)
+        self._runs_known_code = are_row_wise(processors, self.num_rows)
         # the processors then run on open rows alone: no code sees the others
         self._narrows = self._runs_known_code and not self._keeps_scores
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
-        by_itself = num_rows == 1 and not self._keeps_scores and self.stop_checker.is_row_wise
+        # whether the next token is the best of the logits as they are, and nothing else is asked for
+        self.takes_maximum = self._narrows and not (self.do_sample or self.record_logprobs or processors)
+        by_itself = self.num_rows == 1 and not self._keeps_scores and not checker.others
         self.batchable = BatchableProcessors.of(processors, inputs.input_ids) if by_itself else None
-
-    # -- what the engine reads ------------------------------------------------------------------------------------
-
-    @property
-    def input_ids(self) -> Tensor:
-        """`(rows, cur_len)` int64 (prompts as they came), contiguous; a later step makes a new tensor."""
-        if self._new:
-            columns = torch.tensor(self._new, dtype=torch.long, device=self._ids.device).t()
-            self._ids = torch.cat([self._ids, columns], dim=-1)  # int64 from the first token on, as transformers' are
-            self._new = []
-        return self._ids
+        # no code of a caller's own sees the batch, and nothing of a row depends on when others end; draws come from
+        # one stream of random numbers, whose order is another once the rows are split
+        sees_batch = checker.others or not (streamer is None or isinstance(streamer, RowStreamers))
+        self.can_split = self._narrows and not sees_batch and (checker.has_eos or not checker.stop_strings)
 
     @property
     def lengths(self) -> list[int]:
@@ -83,19 +69,16 @@ class SampleDecoding(Decoding):
             sequences=self.input_ids, scores=self.scores, logits=self.raw_logits, past_key_values=past_key_values
         )
 
-    # -- what the sampler asks ------------------------------------------------------------------------------------
-
     @property
     def batch_key(self) -> Hashable | None:
-        """Of single rows whose processors can run as one, and are all that acts on the next token."""
-        if self.batchable is None or not self.batchable.suffices(self.length):
+        """
+        Single rows of equal keys are sampled as one batch in the next step: their processors can run as one, and are
+        all that acts on the next token. `None`: this one is a batch of its own.
+        """
+        own = self.batchable
+        if own is None or (own.bound and any(acts(processor, self.length) for acts, processor in own.bound)):
             return None
-        return self.batchable.key, self.do_sample
-
-    @property
-    def takes_maximum(self) -> bool:
-        """Whether the next token is the best of the logits as they are, and nothing else is asked for."""
-        return self._narrows and not (self.do_sample or self.record_logprobs or self.logits_processor)
+        return own.key, self.do_sample
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """`(open rows, vocab)` logits as float32, and the scores that the processors make of them."""
@@ -106,20 +89,17 @@ class SampleDecoding(Decoding):
         scores = logits
         if self.logits_processor or not self._runs_known_code:
             ids = self.input_ids[rows] if narrows else self.input_ids
+            if self._narrows and self._narrowed[0] != rows:
+                self._narrowed = (rows, for_rows(self.logits_processor, rows, self.num_rows))
             with self._callers_code():
-                scores = self._processors_of(rows)(ids, logits)
+                scores = self._narrowed[1](ids, logits)
             if len(scores) != len(ids):
                 raise RuntimeError(f"the logits processors made scores of {len(scores)} rows from {len(ids)} rows")
         if self.scores is not None:
             self.scores += (scores,)
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
-        return (raw, scores) if narrows else (pick(raw, rows), pick(scores, rows))
-
-    def _processors_of(self, rows: list[int]) -> LogitsProcessorList:
-        if self._narrows and self._narrowed[0] != rows:
-            self._narrowed = (rows, for_rows(self.logits_processor, rows, self.num_rows))
-        return self._narrowed[1]
+        return pick(raw, rows), pick(scores, rows)
 
     def draw(self, probs: Tensor) -> Tensor:
         """
@@ -145,27 +125,22 @@ class SampleDecoding(Decoding):
         self, chosen: list[int], logprobs: Sequence[tuple[float, float]] = (), stopped: Sequence[bool] = ()
     ) -> SampledTokens:
         """
-        Appends a token to every open row, asks the criteria and feeds the streamer.
-
-        Args:
-            chosen (`list[int]`): One token for each of `open_rows`.
-            logprobs (`list[tuple[float, float]]`): Of these tokens, where they are recorded.
-            stopped (`list[bool]`): Which rows complete a stop string, if any does.
+        Appends a token to every open row, asks the criteria and feeds the streamer. `logprobs` are of these tokens, if
+        they are recorded; `stopped` tells which rows complete a stop string, if any does.
         """
         rows, tokens, checker = self.open_rows, chosen, self.stop_checker
         for row, pair in zip(rows, logprobs):
             if not self._ends[row]:
                 self.logprobs[row].append(pair)
         if checker.has_eos and any(self._ends):
-            assert self.pad_token_id is not None
-            tokens = [self.pad_token_id] * self.num_rows
+            tokens = [self._pad_token_id] * self.num_rows
             for row, token in zip(rows, chosen):
                 if not self._ends[row]:
                     tokens[row] = token
         self._new.append(tokens)
         self.length += 1
         if self.batchable is not None:
-            self.batchable.note(tokens[0])
+            self.batchable.unseen.append(tokens[0])
         ended: list[list[bool]] = []
         given = tokens
         if checker.others:
@@ -180,17 +155,11 @@ class SampleDecoding(Decoding):
             if ended and reason in (None, "length") and any(of_rows[row] for of_rows in ended):
                 reason = "criteria"
             if reason is not None:
-                self.finish_reasons[row] = reason
+                self.finish_reasons[row], self._ends[row] = reason, self.length
                 newly.append(row)
-        return self._close(rows, tokens, newly)
-
-    def _close(self, rows: list[int], tokens: list[int], newly: list[int]) -> SampledTokens:
-        for row in newly:
-            self._ends[row] = self.length
         finished: list[int] = []
-        if newly and self.stop_checker.has_eos and not self._keeps_scores:
-            finished = newly
-            self.open_rows = [row for row in rows if not self._ends[row]]
+        if newly and checker.has_eos and not self._keeps_scores:
+            finished, self.open_rows = newly, [row for row in rows if not self._ends[row]]
         elif newly and all(self._ends):
             finished, self.open_rows = rows, []
         if self.streamer is not None:
@@ -202,20 +171,6 @@ class SampleDecoding(Decoding):
                     self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)
 
-    # -- rows that go on one by one -------------------------------------------------------------------------------
-
-    @property
-    def can_split(self) -> bool:
-        """
-        Whether rows may go on one by one: no code of a caller's own sees the batch, and nothing of a row depends on
-        when others end. Draws come from one stream of random numbers whose order then is another.
-        """
-        sees_batch = self.streamer is not None and not isinstance(self.streamer, RowStreamers)
-        checker = self.stop_checker
-        return (
-            self._narrows and not sees_batch and checker.is_row_wise and (checker.has_eos or checker.ends_all_at_once)
-        )
-
     def split(self) -> list[SampleDecoding]:
         """One decoding a row, carrying on from here; each keeps its padding."""
         if not self.can_split:
@@ -225,7 +180,8 @@ class SampleDecoding(Decoding):
         for row in range(self.num_rows):
             processors = for_rows(self.logits_processor, [row], self.num_rows)
             inputs = replace(self.inputs, input_ids=ids[row : row + 1].contiguous(), logits_processor=processors)
-            part = SampleDecoding(inputs, None if self.streamer is None else self.streamer.of_row(row))
+            streamer = RowStreamers([self.streamer.streamers[row]]) if isinstance(self.streamer, RowStreamers) else None
+            part = SampleDecoding(inputs, streamer)
             part.finish_reasons, part._ends = [self.finish_reasons[row]], [self._ends[row]]
             part.open_rows = [0] if row in self.open_rows else []
             part.logprobs = [self.logprobs[row]]
@@ -238,7 +194,7 @@ class SampleDecoding(Decoding):
         rows = []
         for part in parts:
             missing = self.length - part.length
-            rows.append(torch.nn.functional.pad(part.input_ids, (0, missing), value=self.pad_token_id or 0))
+            rows.append(torch.nn.functional.pad(part.input_ids, (0, missing), value=self._pad_token_id))
         self._ids, self._new = torch.cat(rows), []
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
         self._ends = [part._ends[0] for part in parts]

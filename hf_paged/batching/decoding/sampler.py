@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import StopStringCriteria
 
-from .base import Decoding, Fetch, SampledTokens
+from .base import Decoding, Fetch, SampledTokens, stop_string_hits
 from .beam import BeamDecoding
 from .processors import together
 from .sample import SampleDecoding
 from .scores import argmax, invert, logprobs_of, pick
-from .stopping import stop_string_hits
 
 Result = SampledTokens | BaseException
 
@@ -27,58 +25,49 @@ def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = 
     interrupt of its caller's own code, becomes the entry of its decoding; the others are what they would be without it.
 
     A decoding with its own generator, or alone in its batch, draws as `torch.multinomial` does; the others draw from
-    torch's global random numbers by inverting the distribution function.
-
-    Args:
-        fetch (`Callable`, *optional*): Brings the tokens of all open rows `(n,)`, in order, to the host, if they are
-            chosen together on one device; called at most once.
+    torch's global random numbers by inverting the distribution function. `fetch` brings the tokens of all open rows
+    `(n,)`, in order, to the host, if they are chosen together on one device; it is called at most once.
     """
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
-        key = decoding.batch_key
+        key = decoding.batch_key if isinstance(decoding, SampleDecoding) else None
         groups.setdefault(place if key is None else key, []).append(place)
     if len(groups) > 1 or fetch is None:
         fetch = Tensor.tolist
     results: dict[int, Result] = {}
     for places in groups.values():
-        members = [ready[place][0] for place in places]
-        parts = [ready[place][1] for place in places]
-        results.update(zip(places, _step(members, parts, fetch)))
+        results.update(zip(places, _step([ready[place] for place in places], fetch)))
     return [results[place] for place in range(len(ready))]
 
 
-def _step(members: list[Decoding], parts: list[Tensor], fetch: Fetch) -> list[Result]:
-    first = members[0]
+def _step(ready: list[tuple[Any, Tensor]], fetch: Fetch) -> list[Result]:
+    """Of one batch."""
+    batch = [decoding for decoding, _ in ready]
     try:
-        if isinstance(first, BeamDecoding):
-            return [first.step(parts[0])]
-        batch = [member for member in members if isinstance(member, SampleDecoding)]
-        chosen = _choose(batch, _stack(parts), fetch)
+        if isinstance(batch[0], BeamDecoding):
+            return [batch[0].step(ready[0][1])]
+        chosen = _choose(batch, _stack([logits for _, logits in ready]), fetch)
     except BaseException as error:
-        if len(members) == 1:
+        if len(ready) == 1:
             return [error]
         if not isinstance(error, Exception):
             raise
         # one of them must not take the others with it
-        return [_step([member], [part], Tensor.tolist)[0] for member, part in zip(members, parts)]
+        return [_step([each], Tensor.tolist)[0] for each in ready]
     results: list[Result] = []
     start = 0
     for decoding in batch:
         end = start + len(decoding.open_rows)
-        results.append(_accept(decoding, chosen, start, end))
+        try:
+            if start in chosen.failed:
+                raise RuntimeError("the scores of the next token contain nan, or no token has a finite one")
+            stopped = [i in chosen.stopped for i in range(start, end)] if chosen.stopped else ()
+            pairs = [chosen.logprobs[i] for i in range(start, end)] if decoding.record_logprobs else ()
+            results.append(decoding.accept(chosen.tokens[start:end], pairs, stopped))
+        except BaseException as error:
+            results.append(error)
         start = end
     return results
-
-
-def _accept(decoding: SampleDecoding, chosen: Chosen, start: int, end: int) -> Result:
-    if start in chosen.failed:
-        return RuntimeError("the scores of the next token contain nan, or no token has a finite one")
-    try:
-        pairs = [chosen.logprobs[i] for i in range(start, end)] if decoding.record_logprobs else ()
-        stopped = [i in chosen.stopped for i in range(start, end)] if chosen.stopped else ()
-        return decoding.accept(chosen.tokens[start:end], pairs, stopped)
-    except BaseException as error:
-        return error
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
@@ -86,16 +75,12 @@ def _stack(parts: list[Tensor]) -> Tensor:
     first = parts[0]
     if len(parts) == 1:
         return first
-    size = first.nbytes
-    start = first.data_ptr()
+    start, size = first.data_ptr(), first.nbytes
     room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
     if room >= len(parts) * size and first.is_contiguous():
         if all(part.data_ptr() == start + i * size for i, part in enumerate(parts)):
             return first.as_strided((len(parts), first.shape[1]), (first.shape[1], 1))
     return torch.cat(parts)
-
-
-# -- a batch: one decoding, or several of one row ---------------------------------------------------------------------
 
 
 class Chosen(NamedTuple):
@@ -110,36 +95,30 @@ class Chosen(NamedTuple):
 def _choose(batch: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> Chosen:
     """By `(n, vocab)` logits of the open rows of all members, in order. Nothing is noted yet."""
     first = batch[0]
-    num_rows = sum(len(decoding.open_rows) for decoding in batch)
-    if len(logits) != num_rows or not num_rows:
-        raise ValueError(f"logits of {num_rows} open rows are needed, got {len(logits)}")
+    rows = [(decoding, row) for decoding in batch for row in decoding.open_rows]
+    if len(logits) != len(rows) or not rows:
+        raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
     failed: list[int] = []
     logprobs: dict[int, tuple[float, float]] = {}
     if all(decoding.takes_maximum for decoding in batch):
         tokens = fetch(argmax(logits))
     else:
-        raw, scores = first.process(logits) if len(batch) == 1 else _process(batch, logits)
+        if len(batch) == 1:
+            raw, scores = first.process(logits)
+        else:
+            raw = logits.to(torch.float32)
+            scores = together(raw, [each.batchable for each in batch if each.batchable is not None])
         if first.do_sample:
             chosen, failed = _draw(batch, scores)
         else:
             chosen = argmax(scores)
-        recorded = [i for i, (decoding, _) in enumerate(_rows(batch)) if decoding.record_logprobs]
+        recorded = [i for i, (decoding, _) in enumerate(rows) if decoding.record_logprobs]
         if recorded:
             of_rows = (logprobs_of(pick(values, recorded), pick(chosen, recorded)) for values in (raw, scores))
             logprobs = dict(zip(recorded, zip(*of_rows)))
         tokens = fetch(chosen)
     has_stop_strings = any(decoding.stop_checker.stop_strings for decoding in batch)
-    return Chosen(tokens, logprobs, failed, _stopped(_rows(batch), tokens) if has_stop_strings else set())
-
-
-def _rows(batch: list[SampleDecoding]) -> list[tuple[SampleDecoding, int]]:
-    return [(decoding, row) for decoding in batch for row in decoding.open_rows]
-
-
-def _process(batch: list[SampleDecoding], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `SampleDecoding.process`, of single rows."""
-    raw = logits.to(torch.float32)
-    return raw, together(raw, [decoding.batchable for decoding in batch if decoding.batchable is not None])
+    return Chosen(tokens, logprobs, failed, _stopped(rows, tokens) if has_stop_strings else set())
 
 
 def _draw(batch: list[SampleDecoding], scores: Tensor) -> tuple[Tensor, list[int]]:
@@ -163,7 +142,7 @@ def _draw(batch: list[SampleDecoding], scores: Tensor) -> tuple[Tensor, list[int
 
 def _stopped(rows: list[tuple[SampleDecoding, int]], tokens: list[int]) -> set[int]:
     """Which of the rows complete a stop string with their new tokens; equal criteria are asked once."""
-    groups: dict[Hashable, tuple[StopStringCriteria, list[int]]] = {}
+    groups: dict[Hashable, tuple[Any, list[int]]] = {}
     for i, (decoding, _) in enumerate(rows):
         for criterion in decoding.stop_checker.stop_strings:
             groups.setdefault((criterion.stop_strings, id(criterion.embedding_vec)), (criterion, []))[1].append(i)

@@ -9,10 +9,9 @@ CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """`scores.argmax(dim=-1)` of `(rows, vocab)`, first of equals.
-
-    On CPU torch finds a maximum ten times faster than its index, so: the maximum of every chunk, the first chunk that
-    has the row's maximum, and the index within that chunk alone.
+    """
+    `scores.argmax(dim=-1)` of `(rows, vocab)`, first of equals. On CPU torch finds a maximum ten times faster than its
+    index: it is that of every chunk, then of the chunks, and the index within the first chunk that has it.
     """
     rows, vocab = scores.shape
     if scores.device.type != "cpu" or vocab < 8 * CHUNK:

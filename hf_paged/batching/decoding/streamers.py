@@ -12,12 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 class RowStreamers(BaseStreamer):
     """
-    Gives each row of a batch to a streamer of its own: the row's prompt without padding, its tokens until it ends, and
-    `end` there.
-
-    Args:
-        streamers (`list[BaseStreamer]`): One for each row that `generate` returns.
-        attention_mask (`torch.Tensor` of shape `(prompts, length)`, *optional*): Zero where a prompt is padding.
+    Gives each row that `generate` returns to a streamer of its own: the row's prompt without padding, where the
+    `(prompts, length)` attention mask is zero, its tokens until it ends, and `end` there.
     """
 
     def __init__(self, streamers: Sequence[BaseStreamer], attention_mask: torch.Tensor | None = None) -> None:
@@ -43,10 +39,6 @@ class RowStreamers(BaseStreamer):
     def note(self, rows: Iterable[int]) -> None:
         """Rows that the criteria ended: the next `put` is their last."""
         self._ending.update(rows)
-
-    def of_row(self, row: int) -> RowStreamers:
-        """For a row that goes on by itself."""
-        return RowStreamers([self.streamers[row]])
 
     def end(self) -> None:
         """Ends the rows that have not ended."""

@@ -79,7 +79,7 @@ class StepLoop:
     @property
     def num_captured_steps(self) -> int:
         """Forwards that were replays of a graph."""
-        return self.executor.num_captured_steps
+        return self.executor.runner.num_captured_steps
 
     # -- generations come and go ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
-from hf_paged.batching.execution.graphs import capture, cascade, decodes
+from hf_paged.batching.execution.graphs import capture, decodes
 from hf_paged.batching.execution.graphs.capture import NothingUnrecorded
 from hf_paged.batching.execution.graphs.decodes import DecodeGraphs, Key, bucket
 from hf_paged.kernels import cpp
@@ -133,7 +133,7 @@ def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypa
     bench.begin()
     for _ in range(4):
         assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
-    assert bench.runner.num_captured_steps == 3 and 0 in graphs.graphs[-1].run._inputs._lengths[0][0]  # type: ignore
+    assert bench.runner.num_captured_steps == 3 and 0 in graphs.graphs[-1].run.args[1]._lengths[0][0]  # type: ignore
 
 
 def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +384,7 @@ def test_a_cascade_that_pays_more_than_launches_cost_is_eager(
     for _ in range(3):
         bench.decode(*rows)
     assert graphs.num_replays == 2
-    monkeypatch.setattr(cascade, "EAGER_LAYER_BYTES", 0)
+    monkeypatch.setattr(decodes, "EAGER_LAYER_BYTES", 0)
     bench.memory.graphs._costs = None
     assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
     assert graphs.num_replays == 2

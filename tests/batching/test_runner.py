@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_paged.attention.switch import switchable_configs, use_paged_attention
-from hf_paged.batching.execution.packed import PackedRunner, TableRows, chunk_slots
+from hf_paged.batching.execution.inputs import TableRows, chunk_slots
+from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.memory import PagedMemory

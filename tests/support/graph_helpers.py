@@ -44,7 +44,7 @@ class FakeGraphs:
         self.fail: Callable[[], None] | None = None
 
     def capture(self, run: Callable[[], None]) -> FakeGraph:
-        """As in `GraphBackend`."""
+        """As in `CudaGraphs`."""
         with NothingUnrecorded():
             run()
         if self.fail is not None:
@@ -53,7 +53,7 @@ class FakeGraphs:
         return self.graphs[-1]
 
     def in_order(self) -> Any:
-        """As in `GraphBackend`."""
+        """As in `CudaGraphs`."""
         return contextlib.nullcontext()
 
     @property

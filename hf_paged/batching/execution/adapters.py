@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 BASE = "__base__"  # PEFT's own name for "no adapter"
+_STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
 
 
 class AdapterError(ValueError):
@@ -37,31 +38,19 @@ def base_model(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _tuner_layers(model: nn.Module) -> list[Any]:
+def check_adapter(model: nn.Module, name: str) -> list[Any]:
+    """PEFT's layers in `model`. Raises [`AdapterError`] if forwards cannot run with the adapter `name`."""
     # by what PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`) have; PEFT need not be installed
-    own = ("_active_adapter", "_disable_adapters")
-    return [module for module in model.modules() if all(hasattr(module, name) for name in own)]
-
-
-def _held_by(layer: Any) -> Iterator[Any]:
-    """What a layer keeps by the names of adapters."""
-    for attribute in layer.adapter_layer_names:
-        yield getattr(layer, attribute, {})
-
-
-def check_adapter(model: nn.Module, name: str) -> None:
-    """Raises `ValueError` if forwards of `model` cannot run with the adapter `name`."""
-    _check_layers(_tuner_layers(model), name)
-
-
-def _check_layers(layers: list[Any], name: str) -> None:
-    if name != BASE and not any(name in held for layer in layers for held in _held_by(layer)):
-        names = {known for layer in layers for held in _held_by(layer) for known in held.keys()}
+    layers: list[Any] = [module for module in model.modules() if all(hasattr(module, key) for key in _STATE)]
+    held = [(layer, key) for layer in layers for key in layer.adapter_layer_names]
+    if name != BASE and not any(name in getattr(layer, key, {}) for layer, key in held):
+        names = {known for layer, key in held for known in getattr(layer, key, {}).keys()}
         raise AdapterError(name, f"adapter {name!r} does not exist: the model has {', '.join(sorted(names)) or 'none'}")
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
         raise AdapterError(
             name, f"adapter {name!r} was asked for, but some are merged into the weights: unmerge them first"
         )
+    return layers
 
 
 @contextlib.contextmanager
@@ -75,10 +64,8 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    layers = _tuner_layers(model)
-    _check_layers(layers, name)
-    own = ("_active_adapter", "_disable_adapters")
-    saved = [(layer, {key: vars(layer)[key] for key in own if key in vars(layer)}) for layer in layers]
+    layers = check_adapter(model, name)
+    saved = [(layer, {key: vars(layer)[key] for key in _STATE if key in vars(layer)}) for layer in layers]
     try:
         for layer in layers:
             layer._disable_adapters = name == BASE
@@ -87,6 +74,6 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
         yield
     finally:
         for layer, state in saved:
-            for key in own:
+            for key in _STATE:
                 vars(layer).pop(key, None)
             vars(layer).update(state)

@@ -42,29 +42,56 @@ class Window:
 
 
 class Runner(Protocol):
-    """Computes scheduled tokens."""
+    """
+    Computes scheduled tokens.
 
-    can_capture: bool  # whether it wants to know the model's state
-    has_states: bool  # whether a step that failed cannot be taken again
-    num_captured_steps: int
+    Attributes:
+        can_capture (`bool`): Whether steps may be replays of graphs, for which it needs the model's state.
+        has_states (`bool`): Whether a step that failed cannot be taken again.
+        num_captured_steps (`int`): Steps that were replays.
+    """
+
+    can_capture: bool = False
+    has_states: bool = False
+    num_captured_steps: int = 0
 
     def begin(self, state: ModelState | None) -> None:
         """Work begins on a model in this state; `None`: its state is unknown."""
+        return None
 
     def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         """
-        Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order. The model runs with
+        Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence; the model runs with
         `adapter` now.
-        """
 
-    def rest(self) -> None:
-        """Nothing is in flight any more."""
+        Args:
+            items (`list[tuple[Sequence, int]]`): Sequences and their `query_len`. `num_computed_tokens` counts the
+                tokens of this step already, and the block tables have room for them.
+
+        Returns:
+            `torch.Tensor` of shape `(n, vocab_size)`, in the dtype of the model's logits: what follows the last token
+            of each of the `n` sequences that are computed as far as they go, in order.
+        """
 
     def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
         """
-        Logits `(n, vocab)` after one more token, `(n,)` on the device, of each sequence; the tokens are not in
-        `token_ids` of the sequences yet. `None` if the host is needed for that.
+        Logits `(n, vocab_size)` after one more token of each sequence, for which its block tables have room:
+        `token_ids` `(n,)`, int64, on the device. `None` if that cannot be done before the host has them.
         """
+        return None
+
+    def rest(self) -> None:
+        """Nothing is in flight any more."""
+        return None
+
+
+def in_order(parts: list[tuple[list[int], Tensor]]) -> Tensor:
+    """`(n, vocab)`: the rows of all parts, each of which names their places, by place."""
+    places, logits = parts[0]
+    if len(parts) == 1 and places == sorted(places):
+        return logits
+    rows = {place: row for places, logits in parts for place, row in zip(places, logits)}
+    return torch.stack([rows[place] for place in sorted(rows)]) if rows else logits
 
 
 class Executor:
@@ -135,15 +162,14 @@ class Executor:
         Before control goes back to other code: what was computed in the window gets the fingerprint of the weights that
         computed it. A call may do so once its first token is out.
         """
-        if not window.is_settled:
-            if self.guard is not None:
-                with self.lock:
-                    self.guard.settle(window.is_call)
-            window.is_settled = True
+        if self.guard is not None and not window.is_settled:
+            with self.lock:
+                self.guard.settle(window.is_call)
+        window.is_settled = True
 
     def leave(self, window: Window) -> None:
         """The window ends, after a failure perhaps: what it computed without `settle` is vouched for by nothing."""
-        if window.is_open and not window.is_settled and self.guard is not None:
+        if self.guard is not None and window.is_open and not window.is_settled:
             self.guard.abandon()
 
     def rest(self) -> None:
@@ -160,10 +186,7 @@ class Executor:
         self._forget_model()
 
     def _forget_model(self) -> None:
-        """
-        Drops the step launched ahead. No graph is used before the model's state has been read again, and its modules
-        may have other configs.
-        """
+        """No graph is used before the model's state has been read again, and its modules may have other configs."""
         self._num_changes, self._configs = -1, None
         self.forget_ahead()
         self.runner.begin(None)
@@ -178,11 +201,6 @@ class Executor:
                 self.runner.begin(read_state(self.model))
 
     # -- forwards -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_captured_steps(self) -> int:
-        """Forwards that were replays of a graph."""
-        return self.runner.num_captured_steps
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
@@ -201,24 +219,24 @@ class Executor:
 
     def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
         """
-        Logits `(n, vocab)` of the items whose sequence has nothing left to compute, in order: of what was launched
-        ahead, then of the rest. Interrupts reach the forward.
+        [`Runner`]'s logits of the items: of what was launched ahead, then of the rest, adapter by adapter. Interrupts
+        reach the forward.
         """
         ahead, count = self._ahead.take(items) if self._ahead is not None else (None, 0)
-        if ahead is None:
-            return self._run_by_adapter(items)
-        return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
+        if ahead is not None:
+            return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
+        return self._run_by_adapter(items)
 
     def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
         names = {sequence.request.adapter for sequence, _ in items}
         if len(names) == 1:
             return self.run_with(names.pop(), items)
-        found: dict[int, Tensor] = {}
+        parts: list[tuple[list[int], Tensor]] = []
         for name in sorted(names, key=str):
-            places = [i for i, (sequence, _) in enumerate(items) if sequence.request.adapter == name]
-            logits = self.run_with(name, [items[i] for i in places])
-            found.update(zip([i for i in places if not items[i][0].num_to_compute], logits))
-        return torch.stack([found[i] for i in sorted(found)]) if found else logits  # no sequence got to its end
+            places = [place for place, (sequence, _) in enumerate(items) if sequence.request.adapter == name]
+            logits = self.run_with(name, [items[place] for place in places])
+            parts.append(([place for place in places if not items[place][0].num_to_compute], logits))
+        return in_order(parts)
 
     def run_with(self, adapter: str | None, items: list[tuple[Sequence, int]]) -> Tensor:
         """As `run`, with this adapter, and nothing launched ahead."""
@@ -233,13 +251,12 @@ class Executor:
         return self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
 
     def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:
-        names = {sequence.request.adapter for sequence in sequences}
-        if len(names) > 1:
+        adapter, *others = {sequence.request.adapter for sequence in sequences}
+        if others:
             return None
-        (only,) = names
         known = token_ids.clamp(0, self.num_embeddings - 1)  # what was chosen is checked when the host has it
-        with self.lock, self._cast(), use_adapter(self.model, only):
-            return self.runner.run_ahead(sequences, known, only)
+        with self.lock, self._cast(), use_adapter(self.model, adapter):
+            return self.runner.run_ahead(sequences, known, adapter)
 
     def forget_ahead(self) -> None:
         """What was launched ahead is not looked at."""

@@ -1,10 +1,7 @@
 """
-One step ahead: the next step of decodes is launched while its tokens are still on their way to the host.
-
-What the host does between two forwards (tokens appended, ends found, results told, the next step scheduled and laid
-out) then takes place while the device computes. The launched step is a guess, that every row goes on and none joins;
-what turns out otherwise is computed as always, and what was launched in vain is not looked at: it wrote to slots past
-the end of sequences only.
+The next step of decodes is launched while its tokens are still on their way to the host, so that what the host does
+between two forwards takes place while the device computes. It is a guess, that every row goes on and none joins; what
+turns out otherwise is computed as always. What was launched in vain wrote to slots past the end of sequences only.
 """
 
 from __future__ import annotations
@@ -37,6 +34,14 @@ class Launched(NamedTuple):
     num_tokens: list[int]  # of each sequence, this step's included
     tails: list[list[int]]  # block that each sequence's token is stored in, for each layer group
 
+    def fits(self, sequence: Sequence, row: int) -> bool:
+        """A caller's code may have chosen another token; a preempted sequence may have other blocks."""
+        return (
+            sequence.num_computed_tokens == len(sequence.token_ids) == self.num_tokens[row]
+            and sequence.token_ids[-1] == self.token_ids[row]
+            and _tails(sequence) == self.tails[row]
+        )
+
 
 class RunAhead:
     """
@@ -55,8 +60,6 @@ class RunAhead:
         """Forgets what was launched."""
         self._launched = None
 
-    # -- before the tokens have come ----------------------------------------------------------------------------------
-
     def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
         """
         What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the next
@@ -64,7 +67,7 @@ class RunAhead:
 
         Args:
             launch (`Callable`): Sequences and their next tokens `(n,)` on the device to logits `(n, vocab)`, or `None`
-                where that cannot be done without the host (`PackedRunner.run_ahead`).
+                where that cannot be done without the host (`Runner.run_ahead`).
         """
         sequences: list[Sequence] = []
         for generation, _ in ready:
@@ -77,24 +80,22 @@ class RunAhead:
 
     def _fetch(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> list[int]:
         arrived = _send(tokens)
-        launched = self._begin(sequences, tokens, launch)
+        # rows that cannot but go on, or end by what the token is
+        going = [row for row, each in enumerate(sequences) if each.num_tokens + 1 < each.request.max_num_tokens]
+        logits = self._launch(sequences, going, tokens, launch)
         found = arrived()
-        if launched is not None:
-            going, logits = launched
+        if logits is not None:
+            chosen = [sequences[row] for row in going]
             self._launched = Launched(
-                {sequences[row]: at for at, row in enumerate(going)},
+                {sequence: row for row, sequence in enumerate(chosen)},
                 logits,
                 [found[row] for row in going],
-                [sequences[row].num_tokens + 1 for row in going],
-                [_tails(sequences[row]) for row in going],
+                [sequence.num_tokens + 1 for sequence in chosen],
+                [_tails(sequence) for sequence in chosen],
             )
         return found
 
-    def _begin(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> tuple[list[int], Tensor] | None:
-        """Launches the next step of the rows that cannot but go on or end by what the token is; says which."""
-        going = [
-            row for row, sequence in enumerate(sequences) if sequence.num_tokens + 1 < sequence.request.max_num_tokens
-        ]
+    def _launch(self, sequences: list[Sequence], going: list[int], tokens: Tensor, launch: Launch) -> Tensor | None:
         if not going or len(tokens) != len(sequences):
             return None
         chosen = [sequences[row] for row in going]
@@ -104,13 +105,10 @@ class RunAhead:
         if len(going) < len(sequences):
             tokens = tokens[torch.tensor(going, device=tokens.device)]
         try:
-            logits = launch(chosen, tokens)
+            return launch(chosen, tokens)
         except Exception:  # what is wrong will be found, and told, when the step's time has come
             logger.debug("a step could not be launched ahead", exc_info=True)
             return None
-        return None if logits is None else (going, logits)
-
-    # -- when they have -----------------------------------------------------------------------------------------------
 
     def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
         """
@@ -123,7 +121,7 @@ class RunAhead:
         found: list[int] = []
         for sequence, query_len in items:
             row = launched.rows.get(sequence)
-            if row is None or query_len != 1 or not _is_as_launched(sequence, launched, row):
+            if row is None or query_len != 1 or not launched.fits(sequence, row):
                 break
             found.append(row)
         if not found:
@@ -136,15 +134,6 @@ class RunAhead:
 
 def _tails(sequence: Sequence) -> list[int]:
     return [table.block_ids[-1] for table in sequence.blocks.tables]
-
-
-def _is_as_launched(sequence: Sequence, launched: Launched, row: int) -> bool:
-    """A caller's code may have chosen another token; a preempted sequence may have other blocks."""
-    return (
-        sequence.num_computed_tokens == len(sequence.token_ids) == launched.num_tokens[row]
-        and sequence.token_ids[-1] == launched.token_ids[row]
-        and _tails(sequence) == launched.tails[row]
-    )
 
 
 def _send(tokens: Tensor) -> Callable[[], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,25 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .... import kernels
 from ....step import NotCapturable
 
-
-class Graph(Protocol):
-    """What was recorded."""
-
-    def replay(self) -> None:
-        """Does on the device again what was recorded, on the same addresses. It does not wait for it."""
-
-
-class GraphBackend(Protocol):
-    """A way to record work. Everything else about captured steps is the same on any device."""
-
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """
-        Runs `run` once as it is, then records it. Raises what that raised, [`NotCapturable`] if it does what cannot be
-        recorded; streams, random state and memory are then as before.
-        """
-
-    def in_order(self) -> contextlib.AbstractContextManager[Any]:
-        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
+_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+_READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
+_WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 
 
 class NothingUnrecorded(TorchDispatchMode):
@@ -54,26 +38,18 @@ class NothingUnrecorded(TorchDispatchMode):
             raise NotCapturable(f"its forward draws random numbers ({func})")
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if func in _COPIES and _crosses(found, args, kwargs):
-            raise NotCapturable(f"its forward copies between host and device ({func})")
+        if func in _COPIES:
+            tensors = [x for x in (found, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if len({tensor.device.type for tensor in tensors}) > 1:
+                raise NotCapturable(f"its forward copies between host and device ({func})")
         return found
-
-
-_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
-_READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
-_WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 
 
 def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def _crosses(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensors = [x for x in (found, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    return len({tensor.device.type for tensor in tensors}) > 1
-
-
-def graph_backend(device: torch.device) -> GraphBackend | None:
+def graph_backend(device: torch.device) -> CudaGraphs | None:
     """What records steps on `device`; `None` where there are no graphs or the Triton kernels do not serve."""
     if device.type != "cuda" or not kernels.uses_triton(torch.empty(0, device=device)):
         return None
@@ -83,20 +59,20 @@ def graph_backend(device: torch.device) -> GraphBackend | None:
 class CudaGraphs:
     """
     CUDA graphs that share one private memory pool: they are replayed one after the other, and nothing reads what one of
-    them left there but the graph itself.
-
-    Args:
-        device (`torch.device`): A CUDA or ROCm device, with its index.
+    them left there but the graph itself. `device`: a CUDA or ROCm device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = _capture_stream(device)
+        self._device, self._stream = device, _capture_stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._done = torch.cuda.Event()
 
     def capture(self, run: Callable[[], None]) -> RecordedGraph:
-        """As in [`GraphBackend`]. Waits for the device; memory that torch's allocator holds unused is given back."""
+        """
+        Runs `run` once as it is, then records it. Raises what that raised, [`NotCapturable`] if it does what cannot be
+        recorded; streams, random state and memory are then as before. Waits for the device; memory that torch's
+        allocator holds unused is given back.
+        """
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
@@ -107,7 +83,11 @@ class CudaGraphs:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream), _own_workspaces():
+            with torch.cuda.stream(self._stream), contextlib.ExitStack() as stack:
+                # cuBLAS takes its workspaces from the graphs' pool: those it has are not the graph's to keep, and
+                # others, such as torch.compile's own graphs, free them
+                torch._C._cuda_clearCublasWorkspaces()
+                stack.callback(torch._C._cuda_clearCublasWorkspaces)
                 self._record(graph, run)
         return RecordedGraph(graph, self._done)
 
@@ -131,7 +111,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """As in [`GraphBackend`]."""
+        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)
@@ -142,19 +122,13 @@ class CudaGraphs:
 
 
 class RecordedGraph:
-    """
-    A CUDA graph that does not go while it runs.
-
-    Args:
-        graph (`torch.cuda.CUDAGraph`): What was recorded.
-        done (`torch.cuda.Event`): Comes after its last replay.
-    """
+    """A CUDA graph that does not go while it runs: `done` comes after its last replay."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
         self._graph, self._done = graph, done
 
     def replay(self) -> None:
-        """As in [`Graph`]."""
+        """Does on the device again what was recorded, on the same addresses. It does not wait for it."""
         self._graph.replay()
 
     def __del__(self) -> None:
@@ -173,28 +147,3 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """
-    cuBLAS takes its workspaces from the graphs' pool within it: those it has are not the graph's to keep, and others,
-    such as torch.compile's own graphs, free them.
-    """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
-    clear()
-    try:
-        yield
-    finally:
-        clear()
-
-
-@contextlib.contextmanager
-def no_autocast_cache() -> Iterator[None]:
-    """Weights that autocast converts are converted in every replay: the cache's copies go when autocast ends."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

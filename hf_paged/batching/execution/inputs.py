@@ -1,0 +1,160 @@
+"""A packed step on the host, and the memory that its tokens and block tables are copied to."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...cache.block_table import BlockTable
+from ...step import Lengths, StepMetadata
+
+
+class GroupTokens(NamedTuple):
+    """The tokens of a packed step in one layer group."""
+
+    slots: list[int]  # of all tokens
+    tables: list[list[int]]  # block ids of each row
+    seq_lens: list[int]  # tokens that each table holds, those of the step included
+
+
+class PackedTokens(NamedTuple):
+    """The tokens of a packed step."""
+
+    token_ids: list[int]
+    positions: list[int]
+    last: list[int]  # packed positions whose logits are returned
+    query_start: list[int]  # where each row begins, and the end of the last
+    num_decodes: int  # leading rows with one token each
+    groups: list[GroupTokens]
+
+    @property
+    def are_decodes(self) -> bool:
+        """Whether every token is a sequence of its own whose logits are returned."""
+        return self.num_decodes == len(self.token_ids) == len(self.last)
+
+
+def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:
+    """Slots of tokens `[first, end)`, counted from the first that the table holds."""
+    size = table.block_size
+    if first < 0 or end > len(table.block_ids) * size:
+        raise ValueError(
+            f"tokens [{first}, {end}) of a table that holds {len(table.block_ids)} blocks of {size} tokens"
+        )
+    slots: list[int] = []
+    for block in range(first // size, -(-end // size)):
+        start, base = block * size, table.block_ids[block] * size
+        slots += range(base + max(0, first - start), base + min(size, end - start))
+    return slots
+
+
+def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:
+    """Writes rows of `width` from `ints[start]` on, those whose block ids are not the `known` ones."""
+    for row, block_ids in enumerate(tables):
+        if known[row] != block_ids:
+            known[row] = block_ids.copy()
+            first = start + row * width
+            ints[first : first + len(block_ids)] = array("i", block_ids)
+
+
+class TableRows:
+    """
+    Block tables of a step's rows as one tensor. From step to step only the rows that changed are written, in place: by
+    then no code may read through the step before.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[list[int]] = []
+        self._width = 0
+        self._buffer = array("i")
+        self._tensor = torch.empty(0, 0, dtype=torch.int32)
+
+    def tensor(self, tables: list[list[int]]) -> Tensor:
+        """
+        `(len(tables), max_blocks)` int32 on the CPU, valid until the next call; what is past a row's ids means nothing.
+        """
+        rows, width = len(tables), max(map(len, tables), default=0)
+        if rows > len(self._known) or width > self._width:
+            rows_held = max(rows, len(self._known))
+            self._width = max(width + width // 2, self._width)  # block tables grow by one block at a time
+            self._known = [[] for _ in range(rows_held)]
+            self._buffer = array("i", bytes(4 * rows_held * self._width))
+            # shares the buffer, which is never resized
+            self._tensor = torch.frombuffer(self._buffer, dtype=torch.int32).view(rows_held, self._width)
+        _write_changed(self._buffer, 0, self._width, self._known, tables)
+        return self._tensor[:rows]
+
+
+class StaticInputs:
+    """
+    Buffers at fixed addresses for steps of up to `num_rows` decodes, filled for every step with one copy. Rows that a
+    step does not need are aimed at nothing: token 0 at position 0, stored nowhere (slot -1), seeing nothing (length 0).
+
+    Args:
+        widths (`tuple[int, ...]`): Columns of each layer group's block tables.
+        windows (`list[int | None]`): Of the groups.
+        device (`torch.device`): Where the model is.
+
+    Attributes:
+        token_ids, positions (`torch.Tensor` of shape `(1, num_rows)`, int64, on the device).
+    """
+
+    def __init__(
+        self, num_rows: int, widths: tuple[int, ...], windows: list[int | None], block_size: int, device: torch.device
+    ) -> None:
+        self.num_rows, self.widths, self.windows, self.block_size = num_rows, widths, windows, block_size
+        num_longs = (2 + len(widths)) * num_rows  # token ids, positions, every group's slots
+        num_ints = sum((2 + width) * num_rows for width in widths)  # lengths, starts, tables
+        with torch.inference_mode(False):  # they outlive the call
+            self._host = torch.zeros(num_longs + -(-num_ints // 2), dtype=torch.long, pin_memory=device.type != "cpu")
+            self._buffer = torch.zeros_like(self._host, device=device)
+            memory = memoryview((ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())).cast("B")
+            self._longs, self._ints = memory.cast("q"), memory[8 * num_longs :].cast("i")
+            self.token_ids, self.positions, *self._slots = self._buffer[:num_longs].view(-1, 1, num_rows)
+            sizes = [rows for width in widths for rows in (2 * num_rows, width * num_rows)]
+            parts = self._buffer[num_longs:].view(torch.int32)[:num_ints].split(sizes)
+            self._lengths = [part.view(2, num_rows) for part in parts[::2]]  # seq_lens, starts
+            self._tables = [part.view(num_rows, -1) for part in parts[1::2]]
+        self._known: list[list[list[int]]] = [[[]] * num_rows for _ in widths]  # block ids that each row holds
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def fill(self, tokens: PackedTokens) -> None:
+        """
+        Takes a step of decodes whose tables are no wider than `widths`. The host writes pinned memory, and waits only
+        if the copy before is still to be made.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        rows, padding = self.num_rows, self.num_rows - len(tokens.token_ids)
+        nothing = [0] * padding
+        longs = array("q", tokens.token_ids + nothing)
+        longs.extend(tokens.positions + nothing)
+        start = 0  # of the group in `_ints`
+        for group, width, known in zip(tokens.groups, self.widths, self._known):
+            longs.extend(group.slots + [-1] * padding)
+            self._ints[start : start + rows] = array("i", group.seq_lens + nothing)
+            _write_changed(self._ints, start + 2 * rows, width, known, group.tables)
+            start += (2 + width) * rows
+        self._longs[: len(longs)] = longs
+        self._buffer.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def steps(self) -> list[StepMetadata]:
+        """Each group's share of the step, read from the buffers: right for whatever these hold when it is computed."""
+        return [
+            StepMetadata(
+                tables,
+                query_start=tuple(range(self.num_rows + 1)),
+                seq_lens=(),
+                starts=(),
+                block_size=self.block_size,
+                window=window,
+                slots=slots,
+                lengths=Lengths(*lengths),
+            )
+            for slots, window, tables, lengths in zip(self._slots, self.windows, self._tables, self._lengths)
+        ]

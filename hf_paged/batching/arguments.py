@@ -1,19 +1,22 @@
-"""What callers pass beside prompts: each value is taken, or refused by name before anything is allocated."""
+"""What callers pass, prompts in all their forms included: taken, or refused by name before anything is allocated."""
 
 from __future__ import annotations
 
 import difflib
+import operator
 import reprlib
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import TextStreamer
 
-MAX_PRIORITY = 2**31 - 1  # so that a priority times `AGING`, plus a count of arrivals, is exact as a float
-_SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
+# list[int], 1-D or (1, length) tensor, str where the engine has a tokenizer, or what a tokenizer makes of one text
+Prompt = Any
+
 _COUNTS = ("num_beams", "num_return_sequences")
 _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
@@ -26,28 +29,14 @@ def shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, of Python or numpy."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # of Python or numpy
 
 
-def as_priority(value: Any) -> int:
-    """A whole number. Raises `ValueError` for what is none, or too large."""
-    if not is_whole(value) or abs(value) > MAX_PRIORITY:
-        raise ValueError(
-            f"`priority` is {shown(value)}: it must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}, lower "
-            "runs earlier"
-        )
-    return int(value)
-
-
-def as_seed(value: Any) -> int | None:
-    """A whole number that torch takes, or `None`. Raises `ValueError` for anything else."""
-    if value is None:
-        return None
-    low, high = _SEEDS
-    if not is_whole(value) or not low <= value <= high:
-        raise ValueError(f"`seed` is {shown(value)}: it must be None or a whole number from {low} to {high}")
+def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
+    """A whole number within these limits. Raises `ValueError`, with `before` and `after` around what is allowed."""
+    if not _is_whole(value) or not low <= value <= high:
+        raise ValueError(f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to {high}{after}")
     return int(value)
 
 
@@ -112,7 +101,7 @@ def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
 
 def check_ids(value: Any) -> None:
     """Raises `ValueError` for a tensor `(rows, length)` of what are no token ids, or of no rows."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return
     if value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`input_ids` are {value.dtype}: token ids must be torch.int64 or torch.int32")
@@ -123,27 +112,22 @@ def check_ids(value: Any) -> None:
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
     """
     Raises `ValueError` for generation options that count or measure and are no numbers, and with `check_range` for
-    counts that are bools or below 1 (`generate` leaves these to transformers, which takes True, and raises errors of
-    its own type).
+    counts that are bools or below 1, which transformers refuses in a `generate` call with errors of its own.
     """
     for name in _COUNTS:
         value = options.get(name)
         if value is not None and (
-            not isinstance(value, Integral) or (check_range and (not is_whole(value) or value < 1))
+            not isinstance(value, Integral) or (check_range and (not _is_whole(value) or value < 1))
         ):
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
     for name in _LENGTHS:
-        value = options.get(name)
-        if value is not None and not isinstance(value, (Real, torch.Tensor)):
-            raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number (tokens)")
+        if not isinstance(options.get(name), (Real, Tensor, type(None))):
+            raise ValueError(f"`{name}` is {shown(options[name])}: it must be a whole number (tokens)")
 
 
 def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationConfig | None:
-    """
-    A request's generation config from what a caller passed. Raises `ValueError` on options that do not exist, and on
-    values that are no numbers where these must be.
-    """
+    """A request's generation config. Raises `ValueError` for unknown options and values that must be numbers."""
     if value is None:
         return None
     if isinstance(value, GenerationConfig):
@@ -165,3 +149,107 @@ def meant(names: Iterable[str]) -> str:
     found = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for name in sorted(names)}
     hints = [f"`{close[0]}` instead of `{name}`" for name, close in found.items() if close and close[0] != name]
     return f": did you mean {', '.join(hints)}?" if hints else ""
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """The token ids of one prompt. Raises `ValueError` for what is none, and for text without a tokenizer."""
+    if isinstance(prompt, Mapping):
+        rows = _mapped(prompt)[0]
+        if len(rows) != 1:
+            raise ValueError(f"the prompt is a mapping with {len(rows)} rows of `input_ids`: pass one for each request")
+        prompt = rows[0]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the prompt is text: make the engine with `tokenizer=`, or pass token ids")
+        prompt = tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, Tensor):
+        if prompt.dim() == 2 and len(prompt) == 1:
+            prompt = prompt[0]
+        if prompt.dim() != 1 or prompt.is_floating_point():
+            raise ValueError(
+                f"the prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: pass whole numbers of "
+                "shape (length,) or (1, length), one request for each prompt"
+            )
+        prompt = prompt.tolist()
+    try:
+        token_ids = [None if isinstance(token, bool) else operator.index(token) for token in prompt]
+    except TypeError:  # not a sequence, or not of whole numbers
+        token_ids = [None]
+    if None in token_ids:
+        what = reprlib.repr(prompt)
+        raise ValueError(f"the prompt is {what}: pass token ids, one list of whole numbers for each request")
+    return cast(list[int], token_ids)
+
+
+def split_prompts(
+    prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
+) -> list[tuple[Prompt, Any]]:
+    """The prompts of `PagedEngine.generate`, each with its generation config. Raises its errors."""
+    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2)
+    if isinstance(prompts, Mapping):
+        if attention_mask is not None:
+            raise ValueError("`attention_mask` goes with prompts that are a tensor: put it into the mapping")
+        prompts, is_one = _mapped(prompts)
+    if is_one:
+        raise ValueError("pass a list of prompts, or one prompt to `add_request`")
+    if attention_mask is not None:
+        if not isinstance(prompts, Tensor) or prompts.dim() != 2:
+            raise ValueError(
+                "`attention_mask` goes with prompts that are one tensor of shape (rows, length): leave it out"
+            )
+        mask = torch.as_tensor(attention_mask)
+        if mask.shape != prompts.shape:
+            raise ValueError(
+                f"the attention mask has the shape {tuple(mask.shape)}, the prompts have {tuple(prompts.shape)}"
+            )
+        prompts = _unpadded(prompts.tolist(), mask.tolist())
+    prompts = list(prompts)
+    configs = generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
+    if len(configs) == 1:
+        configs = list(configs) * len(prompts)
+    if len(configs) != len(prompts):
+        raise ValueError(f"{len(configs)} generation configs were passed for {len(prompts)} prompts")
+    return list(zip(prompts, configs))
+
+
+def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
+    """Rows of ids without what their masks hide, which may be padding at the ends."""
+    prompts = []
+    for row, (ids, mask) in enumerate(zip(rows, masks)):
+        places = [place for place, is_token in enumerate(mask) if is_token]
+        if places and places[-1] - places[0] >= len(places):
+            raise ValueError(f"the attention mask hides tokens inside of row {row}: it may hide padding at its ends")
+        prompts.append([ids[place] for place in places])
+    return prompts
+
+
+def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
+    """What a tokenizer returns: the ids of every text without padding, and whether it was a single text."""
+    unknown = sorted(str(name) for name in inputs if name not in ("input_ids", "attention_mask"))
+    if unknown or "input_ids" not in inputs:
+        found = f"has {', '.join(f'`{name}`' for name in unknown)}" if unknown else "has no `input_ids`"
+        raise ValueError(
+            f"the mapping of prompts {found}: an engine takes `input_ids` and `attention_mask`; other inputs of a "
+            "model are served by `generate`"
+        )
+    ids = _listed("input_ids", inputs["input_ids"])
+    is_one = bool(ids) and not isinstance(ids[0], (list, tuple))
+    ids = [ids] if is_one else ids
+    if inputs.get("attention_mask") is None:
+        return ids, is_one
+    masks = _listed("attention_mask", inputs["attention_mask"])
+    masks = [masks] if is_one else masks
+    if [len(mask) for mask in masks] != [len(tokens) for tokens in ids]:
+        raise ValueError("the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them")
+    return _unpadded(ids, masks), is_one
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    """Lists in place of tensors and arrays."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor")
+    return [each.tolist() if hasattr(each, "tolist") else each for each in value]

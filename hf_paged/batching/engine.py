@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -13,11 +14,10 @@ from ..cache.memory import PagedMemory
 from ..config import PagedConfig
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
-from .arguments import check_generates
+from .arguments import Prompt, check_generates
 from .engine_core import EngineCore
 from .execution.adapters import base_model
-from .execution.executor import Window
-from .prompts import Prompt
+from .generation import RequestOptions
 from .results import EngineStats, RequestOutput, RequestResult
 from .streams import RequestStream, read_in_thread
 
@@ -63,8 +63,9 @@ class PagedEngine:
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
         self.config = PagedConfig.coerce(config)
-        self._core = EngineCore(self.model, self.config, tokenizer)
-        self.timeline = self._core.current.timeline
+        self.tokenizer = tokenizer
+        self._core = EngineCore(self.model, self.config)
+        self.timeline = self._core.timeline
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -107,40 +108,34 @@ class PagedEngine:
                 that only `generate` serves or that the engine's config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
-        return self._core.add(
-            input_ids,
-            generation_config,
+        options = RequestOptions(
             request_id,
-            priority=priority,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            streamer=streamer,
-            adapter=adapter,
-            seed=seed,
-            return_logprobs=return_logprobs,
-            cache_salt=cache_salt,
+            priority,
+            logits_processor,
+            stopping_criteria,
+            streamer,
+            adapter,
+            seed,
+            return_logprobs,
+            cache_salt,
         )
+        return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
         """
         Ends a request at any point and gives its blocks back; its result, with what it has, comes with the next step.
         Raises `ValueError` if no unfinished request has that id.
         """
-        self._core.cancel(request_id)
-
-    @property
-    def tokenizer(self) -> Any:
-        """For prompts and stop strings that are text, and for text in the results."""
-        return self._core.tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
-        self._core.tokenizer = tokenizer
+        with self._core.lock:
+            state = self._core.requests.get(request_id)
+            if state is None:
+                raise ValueError(f"no unfinished request has the id {request_id!r}")
+            self._core.end(state, "cancelled")
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do, or the end of a request to report."""
-        return self._core.has_unfinished
+        return bool(self._core.requests or self._core.unread)
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -160,7 +155,7 @@ class PagedEngine:
         Raises:
             RuntimeError: if this thread has paused the engine. Where another has, it waits.
         """
-        return self._core.take_step(Window())
+        return self._core.take_step()
 
     def generate(
         self,
@@ -190,7 +185,9 @@ class PagedEngine:
             ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping with other
                 keys, and `request_id` or `streamer` with several prompts.
         """
-        return RequestStream(self._core, prompts, generation_config, attention_mask, options).results(progress)
+        return RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options).results(
+            progress
+        )
 
     def stream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
@@ -199,7 +196,7 @@ class PagedEngine:
         Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
         iterator cancels what is left. Arguments and errors are those of `generate`.
         """
-        return RequestStream(self._core, prompts, generation_config, attention_mask, options).stream()
+        return RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options).stream()
 
     def astream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
@@ -220,7 +217,7 @@ class PagedEngine:
         pause at the same time: steps go on after the last has resumed.
         """
         with self._core.lock:
-            self._core.pauses.add()
+            self._core.paused_by.append(threading.get_ident())
         stack = contextlib.ExitStack()
         stack.callback(self.resume)
         return stack
@@ -228,7 +225,11 @@ class PagedEngine:
     def resume(self) -> None:
         """Ends a pause, that of this thread first. Raises `RuntimeError` if the engine is not paused."""
         with self._core.lock:
-            self._core.pauses.remove()
+            threads, mine = self._core.paused_by, threading.get_ident()
+            if not threads:
+                raise RuntimeError("the engine is not paused: every `resume` needs a `pause` before it")
+            threads.remove(mine if mine in threads else threads[-1])
+            self._core.resumed.notify_all()
 
     @contextlib.contextmanager
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
@@ -262,7 +263,7 @@ class PagedEngine:
     def route(self) -> Route | None:
         """How requests are served and why so; `None` before the first. `last_route(model)` tells the same."""
         with self._core.lock:
-            return self._core.current.route
+            return self._core.route
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
@@ -271,7 +272,7 @@ class PagedEngine:
     @property
     def memory(self) -> PagedMemory:
         """The blocks of the requests; another memory once the model's layers, dtype or device have changed."""
-        return self._core.current.memory
+        return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
         """
@@ -329,11 +330,17 @@ class PagedEngine:
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools, block tables and reference counts agree."""
-        self._core.check_integrity()
+        with self._core.lock, self.memory.lock:
+            self.memory.check_integrity()
+            if self._core.loop is not None:
+                self._core.loop.blocks.check_integrity()
 
     def free(self) -> None:
         """Cancels every request and gives every byte back. The engine can be used again."""
-        self._core.free()
+        with self._core.lock:
+            for state in list(self._core.requests.values()):
+                self._core.end(state, "cancelled")
+            self._core.retire()
 
     def __enter__(self) -> PagedEngine:
         return self

@@ -1,103 +1,102 @@
-"""What an engine does under its lock: requests are added, stepped, told of and ended."""
+"""The requests of an engine, added, stepped, told of and ended under its lock, and the loop that runs them."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..locks import PatientLock
-from .arguments import check_names
-from .current_loop import CurrentLoop
+from ..model.registry import Route, note_route, route_of
+from .arguments import Prompt, check_names
 from .execution.executor import Window
-from .generation import Generation
+from .factory import Layout, choose_layout, empty_cache, make_loop
+from .generation import Generation, RequestOptions, RequestState
 from .loop import StepLoop
-from .pauses import Pauses
-from .prompts import Prompt
-from .request_state import RequestState
-from .results import EngineStats, RequestOutput, RequestResult, Unread
+from .results import EngineStats, RequestOutput, Unread
+from .scheduling.timeline import Timeline
+
+MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
+_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
+# of a loop
+_COUNTS = ("num_captured_steps", "num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")
 
 
 class EngineCore:
-    """
-    Args:
-        model ([`PreTrainedModel`]): The model.
-        config ([`PagedConfig`]): The engine's.
-        tokenizer (*optional*): The engine's.
+    """The unfinished requests of an engine, and the step loop that fits its model as it is now."""
 
-    Attributes:
-        lock ([`PatientLock`]): Held by all methods, and by others around what they read.
-        requests (`dict[Hashable, RequestState]`): Unfinished ones, by id.
-        current ([`CurrentLoop`]): The loop that runs them, and its memory.
-    """
-
-    def __init__(self, model: PreTrainedModel, config: PagedConfig, tokenizer: Any) -> None:
-        self.model, self.config, self.tokenizer = model, config, tokenizer
-        self.lock = PatientLock()
-        self.pauses = Pauses(self.lock)
-        self.requests: dict[Hashable, RequestState] = {}
-        self.current = CurrentLoop(model, config)
+    def __init__(self, model: PreTrainedModel, config: PagedConfig) -> None:
+        self.model, self.config = model, config
+        self.lock = PatientLock()  # held by all methods, and by others around what they read
+        self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
+        self.unread = Unread()  # what waits for `take_step`
+        self.loop: StepLoop | None = None  # `None` while no memory is taken
+        self.memory = PagedMemory(config)  # the loop's
+        self.timeline = Timeline()  # of all loops
+        self.layout = Layout()  # of the loop's forwards
+        self.paused_by: list[int] = []  # threads that asked that no step be taken
+        self.resumed = self.lock.condition()
+        self._made_for: tuple[Any, ...] = ()  # what the loop depends on
+        self._config_text = ""  # of the model's config then
+        self._past: dict[str, Any] = {}  # what earlier loops counted
+        self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
-        self._unread = Unread()  # of steps that others took or that raised, and of what ended outside a step
         self._numbers = itertools.count()  # of the ids that are made up
         self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
         forks.in_child(self)
-
-    @property
-    def loop(self) -> StepLoop | None:
-        """`None` while no memory is taken."""
-        return self.current.loop
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether there is anything to compute or to tell."""
-        return bool(self.requests or self._unread)
 
     def make_id(self) -> str:
         """One that no unfinished request has."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self.requests)
 
-    # -- requests come --------------------------------------------------------------------------------------------
+    # -- requests come and go -------------------------------------------------------------------------------------
 
     def add(
         self,
+        tokenizer: Any,
         prompt: Prompt,
         generation_config: Any,
-        request_id: str | None = None,
+        options: RequestOptions,
         outbox: deque[RequestOutput] | None = None,
-        **options: Any,
     ) -> str:
-        """Queues a request, which reports to `outbox`, else to `take_step`. Other arguments: [`RequestState`]."""
+        """Queues a request, which reports to `outbox`, else to `take_step`. Raises the errors of `add_request`."""
         state: RequestState | None = None
         try:
             with self.lock:
-                check_names(request_id, options.get("adapter"))
-                self.current.check_layout(len(self.requests))
-                request_id = self.make_id() if request_id is None else request_id
-                if request_id in self.requests:
-                    raise ValueError(f"request id {request_id!r} is in use by an unfinished request: choose another")
-                if options.get("cache_salt") is None:
-                    options["cache_salt"] = self.config.cache_salt
-                new = RequestState(self.model, self.tokenizer, request_id, prompt, generation_config, **options)
-                new.outbox = outbox
+                name, salt = options.request_id, options.cache_salt
+                check_names(name, options.adapter)
+                self._check_layer_groups()
+                if name in self.requests:
+                    raise ValueError(f"request id {name!r} is in use by an unfinished request: choose another")
+                options = dataclasses.replace(
+                    options,
+                    request_id=self.make_id() if name is None else name,
+                    cache_salt=self.config.cache_salt if salt is None else salt,
+                )
+                box = self.unread if outbox is None else outbox
+                new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
                 loop = self._get_loop()  # takes memory: not for what is refused
                 if not self.requests:
                     loop.executor.begin()
                 loop.add(new)
-                self.requests[request_id] = state = new
-                self.current.shares_prefills |= new.request.num_rows > 1
+                self.requests[new.request_id] = state = new
+                self._shares_prefills |= new.request.num_rows > 1
                 if new.limits:
                     self._unstarted.append(new)
                 new.put_prompt()
                 self._num_prompt_tokens += len(new.prompt_ids)
-                return request_id
+                return new.request_id
         except BaseException:  # of the streamer, or an interrupt: the request was never added
             with self.lock:
                 if state is not None and self.requests.get(state.request_id) is state:
@@ -105,87 +104,16 @@ class EngineCore:
                     state.end_streamer("error")
             raise
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request. Raises `ValueError` if there is none of that id."""
-        with self.lock:
-            state = self.requests.get(request_id)
-            if state is None:
-                raise ValueError(f"no unfinished request has the id {request_id!r}")
-            self._tell(RequestOutput(request_id, result=self._end(state, "cancelled")), state, self._unread)
-            state.end_streamer("cancelled")
-
-    # -- one step -------------------------------------------------------------------------------------------------
-
-    def take_step(self, window: Window) -> list[RequestOutput]:
-        """Runs what fits. Returns the outputs of requests without an outbox, also those that wait since."""
-        outputs: deque[RequestOutput] = deque()
-        try:
-            with self.lock:
-                self.pauses.wait()
-                outputs = self._unread.take()
-                if self.requests:
-                    self._step(outputs, window)
-                told = list(outputs)
-        except BaseException:  # also an interrupt that waited for the end: the next step tells it
-            with self.lock:
-                self._unread.extend(outputs)
-            raise
-        return told
-
-    def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
-        """A step, unless one of another thread has put something into `outbox`, where these requests report."""
-        with self.lock:
-            self.pauses.wait()
-            if outbox:
-                return
-            states = {name: self.requests.get(name) for name in request_ids}
-            gone = [name for name, state in states.items() if state is None or state.outbox is not outbox]
-            if gone:
-                raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
-            self._unread.extend(self.take_step(window))
-
-    def _step(self, outputs: deque[RequestOutput], window: Window) -> None:
-        loop = self._get_loop()
-        now = time.time()  # as the criteria count
-        self._unstarted = [state for state in self._unstarted if state.is_unstarted]
-        for limit in (limit for state in self._unstarted for limit in state.limits):
-            limit.initial_timestamp = now
-        known = len(loop.executor.slowed_by)
-        loop.step(window)
-        if len(loop.executor.slowed_by) > known:
-            self.current.note_route()
-        while loop.untold:  # one stays there if an interrupt comes while it is told
-            self._report(loop.untold[0], outputs)
-            loop.untold.popleft()
-        if not self.requests:
-            self.current.note_route()
-
-    def _report(self, state: Generation, outputs: deque[RequestOutput]) -> None:
-        """Tells the caller that waits for a request what its step brought."""
-        if not isinstance(state, RequestState) or self.requests.get(state.request_id) is not state:
-            return  # it has ended since
-        tokens, text = state.output()
-        reason = None if state.error is None else "error"
-        result = self._end(state, reason) if reason is not None or state.is_done else None
-        self._tell(RequestOutput(state.request_id, tokens, text, result), state, outputs)
-        if result is not None:
-            state.end_streamer(reason)
-
-    def _tell(self, output: RequestOutput, state: RequestState, default: deque[RequestOutput] | Unread) -> None:
-        (default if state.outbox is None else state.outbox).append(output)
-
-    def _get_loop(self) -> StepLoop:
-        return self.loop if self.loop is not None and self.requests else self.current.get()
-
-    # -- requests go ----------------------------------------------------------------------------------------------
-
-    def _end(self, state: RequestState, reason: str | None) -> RequestResult:
-        """Takes a request out, whose blocks go back, and says how it ended; its streamer is still to be ended."""
+    def end(
+        self, state: RequestState, reason: str | None, tokens: dict[int, int] | None = None, text: str | None = None
+    ) -> None:
+        """Takes a request out, whose blocks go back, and tells how it ended, with what its last step brought."""
         result = state.result(reason)
         self._num_finished += 1
         self._num_hit_tokens += result.num_prefix_hit_tokens
         self.remove(state)
-        return result
+        state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
+        state.end_streamer(reason)
 
     def remove(self, state: RequestState) -> None:
         """Takes a request out, of which nothing is told. With the last of them nothing is in flight any more."""
@@ -202,38 +130,178 @@ class EngineCore:
                 self.loop.executor.leave(window)
             for state in list(self.requests.values()):
                 if state.outbox is outbox:
-                    self._end(state, "cancelled")
-                    state.end_streamer("cancelled")
-
-    def free(self) -> None:
-        """Cancels every request and gives every byte back."""
-        with self.lock:
-            for state in list(self.requests.values()):
-                self.cancel(state.request_id)
-            self.current.retire()
+                    self.end(state, "cancelled")
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: a step that another thread was taking leaves nothing that can go on."""
-        self.pauses.after_fork()
+        """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
+        self.resumed = self.lock.condition()
+        self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         if self.lock.is_among(freed):
-            self.requests, self._unstarted, self._unread = {}, [], Unread()
-            self.current.retire()
+            self.requests, self._unstarted, self.unread = {}, [], Unread()
+            self.retire()
 
-    # -- reports --------------------------------------------------------------------------------------------------
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def take_step(self) -> list[RequestOutput]:
+        """Runs what fits. Returns the outputs of requests without an outbox, also those that wait since."""
+        told: list[RequestOutput] = []
+        try:
+            with self.lock:
+                self._wait_for_resume()
+                if self.requests:
+                    self._step(Window())
+                told = self.unread.take()
+        except BaseException:  # also an interrupt that waited for the end: the next step tells it
+            with self.lock:
+                for output in told:
+                    self.unread.append(output)
+            raise
+        return told
+
+    def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
+        """A step, unless one of another thread has put something into `outbox`, where these requests report."""
+        with self.lock:
+            self._wait_for_resume()
+            if outbox:
+                return
+            states = {name: self.requests.get(name) for name in request_ids}
+            gone = [name for name, state in states.items() if state is None or state.outbox is not outbox]
+            if gone:
+                raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
+            self._step(window)
+            self.unread.trim()
+
+    def _wait_for_resume(self) -> None:
+        if threading.get_ident() in self.paused_by:
+            raise RuntimeError(
+                "the engine was paused by this thread, which would wait for itself: call `resume`, or leave the "
+                "context of `pause` or `weights_update`, before its next step"
+            )
+        while self.paused_by:
+            self.lock.wait_for(self.resumed)
+
+    def _step(self, window: Window) -> None:
+        loop = self._get_loop()
+        now = time.time()  # as the criteria count
+        self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
+        for limit in (limit for state in self._unstarted for limit in state.limits):
+            limit.initial_timestamp = now
+        num_known = len(loop.executor.slowed_by)
+        loop.step(window)
+        while loop.untold:  # one stays there if an interrupt comes while it is told
+            self._report(loop.untold[0])
+            loop.untold.popleft()
+        if not self.requests or len(loop.executor.slowed_by) > num_known:
+            self._note_route()
+
+    def _report(self, state: Generation) -> None:
+        """Tells the caller that waits for a request what its step brought."""
+        if not isinstance(state, RequestState) or self.requests.get(state.request_id) is not state:
+            return  # it has ended since
+        tokens, text = state.output()
+        if state.error is not None:
+            self.end(state, "error", tokens, text)
+        elif state.is_done:
+            self.end(state, None, tokens, text)
+        else:
+            state.outbox.append(RequestOutput(state.request_id, tokens, text))
+
+    # -- the loop that fits the model -----------------------------------------------------------------------------
+
+    def _get_loop(self) -> StepLoop:
+        """The loop; while no request is unfinished, another one if the model is no longer what it was made for."""
+        model = self.model
+        if self.loop is not None and self.requests:
+            return self.loop
+        empty = empty_cache(model, self.memory)
+        layout = choose_layout(model, empty)
+        made_for = (_layers(empty), layout, model.dtype, model.device, autocast_dtype(model.device))
+        if self.loop is None or made_for != self._made_for:
+            self.retire()
+            cache = empty_cache(model, self.memory)
+            cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
+            self.loop = make_loop(model, cache, layout, max_num_seqs=self.config.max_num_seqs)
+            self.loop.scheduler.timeline = self.timeline
+            self.layout, self._counters = layout, cache.counters
+            self._made_for, self._config_text = made_for, _config_text(model)
+            self._note_route()
+        return self.loop
+
+    def _check_layer_groups(self) -> None:
+        """Raises `ValueError` if the model now asks for other layer groups than its unfinished requests have."""
+        if not self.requests or _config_text(self.model) == self._config_text:
+            return  # as nearly always, and quickly known
+        before, now = self._made_for[0], _layers(empty_cache(self.model, self.memory))
+        if now != before:
+            raise ValueError(
+                f"the config of {type(self.model).__name__} now asks for {_words(now)}, and the {len(self.requests)} "
+                f"unfinished requests began with {_words(before)}: change `sliding_window` and `layer_types` while no "
+                "request is unfinished"
+            )
+
+    def retire(self) -> None:
+        """Gives the loop and its memory up; what it counted stays."""
+        self._past = self._counts()
+        self.memory.graphs = None  # a cache that is held has no use for graphs
+        self.loop, self.memory = None, PagedMemory(self.config)
+
+    def _counts(self) -> dict[str, Any]:
+        """What the loops, this one and earlier ones, add up to."""
+        return {name: self._past.get(name, 0) + getattr(self.loop, name, 0) for name in _COUNTS}
+
+    @property
+    def route(self) -> Route | None:
+        """How requests are served and why so; `None` before the first."""
+        if self.loop is None:
+            return None
+        reason, slowed_by = self.layout.unsupported_reason, self.loop.executor.slowed_by
+        is_one_by_one = not self.layout.sides.rows
+        if is_one_by_one:
+            slowed_by = {*slowed_by, f"sequences run one by one, not packed: {reason}"}
+        return route_of(
+            "rows" if is_one_by_one else "engine",
+            str(reason) if is_one_by_one else self.layout.reason,
+            [self._counters],
+            slowed_by,
+            is_packed=reason is None,
+            prefills_shared=self._shares_prefills,
+            num_captured_steps=self._counts()["num_captured_steps"],
+        )
+
+    def _note_route(self) -> None:
+        """`last_route` of the model tells of it."""
+        if self.route is not None:
+            note_route(self.model, self.route)
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
         with self.lock:
+            memory, counts = self.memory.stats(), self._counts()
+            scheduler = self.loop.scheduler if self.loop is not None else None
             return EngineStats(
+                num_blocks=self.config.num_blocks,
+                waste_percent=100 * memory.waste,
+                num_running=scheduler.num_running if scheduler else 0,
+                num_waiting=scheduler.num_waiting if scheduler else 0,
                 num_finished=self._num_finished,
                 num_prompt_tokens=self._num_prompt_tokens,
                 num_prefix_hit_tokens=self._num_hit_tokens,
-                **self.current.stats(),
+                tokens_per_second=counts["num_generated_tokens"] / counts["seconds"] if counts["seconds"] else 0.0,
+                route=self.route,
+                **{name: getattr(memory, name) for name in _MEMORY},
+                **counts,
             )
 
-    def check_integrity(self) -> None:
-        """Raises `AssertionError` unless pools, block tables and reference counts agree."""
-        with self.lock, self.current.memory.lock:
-            self.current.memory.check_integrity()
-            if self.loop is not None:
-                self.loop.blocks.check_integrity()
+
+def _config_text(model: PreTrainedModel) -> str:
+    return repr(vars(model.config.get_text_config(decoder=True)))
+
+
+def _layers(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
+    """The kind of each layer of the cache, and its window in tokens."""
+    return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
+
+
+def _words(layers: tuple[tuple[type, int | None], ...]) -> str:
+    counts = Counter("full attention" if window is None else f"a window of {window} tokens" for _, window in layers)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())

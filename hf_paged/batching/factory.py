@@ -1,10 +1,10 @@
-"""Puts a `StepLoop` together for a model: packed where it can be, rows side by side where not."""
+"""The layout of a model's forwards, packed where it can be and else rectangles, and the `StepLoop` that runs them."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.block_manager import BlockManager
 from ..cache.groups import StateSpec
-from ..cache.memory import GroupMemory, PagedMemory
+from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
@@ -22,13 +22,27 @@ from ..model.weights import WeightsGuard
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
-from .layout import PACKED, Layout
 from .loop import StepLoop
 from .request import Request
 from .scheduling.cost import CostModel
 from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60
+
+
+class Layout(NamedTuple):
+    """How forwards of a model are laid out: packed, unless `unsupported_reason` says why not; then as rectangles."""
+
+    unsupported_reason: str | None = None
+    sides: Sides = Sides()
+
+    @property
+    def reason(self) -> str:
+        """What a [`Route`] says of it."""
+        if self.unsupported_reason is None:
+            return "packed forwards under the engine's scheduler"
+        how = "side by side" if self.sides.rows else "one by one"
+        return f"rows {how} under the engine's scheduler, not packed: {self.unsupported_reason}"
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
@@ -38,61 +52,55 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
     """The best layout that `model` gives the right logits in; `cache`, built for it and empty, is only looked at."""
-    unsupported_reason = packable(model, cache, PackedRunner)
-    return (
-        PACKED
-        if unsupported_reason is None
-        else Layout(unsupported_reason, side_by_side(model, cache, make_rectangles))
-    )
+    reason = packable(model, cache, PackedRunner)
+    return Layout() if reason is None else Layout(reason, side_by_side(model, cache, make_rectangles))
 
 
 def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
     """
-    A loop that runs forwards in this layout on the cache's memory.
-
-    Args:
-        cache ([`PagedCache`]): Built for the model and empty.
-        max_num_seqs (`int`): Most sequences at the same time.
+    A loop that runs forwards in this layout, for at most `max_num_seqs` sequences at a time, on the memory of `cache`,
+    which was built for the model and is empty.
     """
-    make = packed_loop if layout.unsupported_reason is None else rectangle_loop
-    return make(model, cache, layout, max_num_seqs)
-
-
-def packed_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, max_num_seqs: int) -> StepLoop:
-    """`make_loop` for a model that `capability.packable` allows."""
-    memory = cache.memory
-    config = memory.config
+    memory, config = cache.memory, cache.memory.config
+    if layout.unsupported_reason is not None:
+        blocks, runner = make_rectangles(model, cache, layout.sides)
+        scheduler = Scheduler(
+            blocks,
+            max_num_batched_tokens=UNLIMITED,
+            max_num_seqs=max_num_seqs,
+            chunks=False,
+            replays=layout.sides.replays,
+        )
+        return StepLoop(Executor(model, memory, runner, scheduler, guard=None), memory, blocks, scheduler)
     blocks = memory.manager(cache.groups)
     blocks.prefix_caching = config.prefix_caching
-    groups = [group.blocks for group in cache.groups.values()]
     cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
-
-    swapper = MeasuredSwapper(groups, blocks, cost)
-
-    def choose(request: Request) -> str:
-        assert cost is not None
-        tokens = sum(sequence.num_computed_tokens for sequence in request.open_sequences)
-        return cost.choose(tokens, swapper.num_held_bytes(request))
-
+    swapper = MeasuredSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
+    swapper.cost = cost
     guard = WeightsGuard(model, memory, blocks)
     scheduler = Scheduler(
         blocks,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        preempt=choose if cost is not None else config.preemption,
+        preempt=config.preemption if cost is None else swapper.choose,
         swapper=swapper,
         vouch=guard.vouch,
     )
     executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
-    return StepLoop(executor, memory, blocks, scheduler, layout, cache.counters, cost, swapper)
+    return StepLoop(executor, memory, blocks, scheduler, cost, swapper)
 
 
 class MeasuredSwapper(BlockSwapper):
-    """A swapper that counts what it does and tells the cost model how long it took."""
+    """A swapper that counts what it does and tells the cost model, if there is one, how long it took."""
 
-    def __init__(self, groups: Sequence[GroupMemory], blocks: BlockManager, cost: CostModel | None) -> None:
-        super().__init__(groups, blocks.flush_copies)
-        self.cost, self.num_swaps = cost, 0
+    cost: CostModel | None = None
+    num_swaps = 0
+
+    def choose(self, request: Request) -> str:
+        """`"recompute"` or `"swap"`, as the cost model has it."""
+        assert self.cost is not None
+        num_tokens = sum(sequence.num_computed_tokens for sequence in request.open_sequences)
+        return self.cost.choose(num_tokens, self.num_held_bytes(request))
 
     def num_held_bytes(self, request: Request) -> int:
         """Bytes of the request's distinct blocks, over all layers."""
@@ -102,15 +110,13 @@ class MeasuredSwapper(BlockSwapper):
             for i, group in enumerate(self.groups)
         )
 
-    def swap_out(self, request: Request) -> bool:
-        """As `BlockSwapper.swap_out`."""
+    def swap_out(self, request: Any) -> bool:
         num_bytes, start = self.num_held_bytes(request), time.perf_counter()
-        done = super().swap_out(request)
-        if done:
-            self.num_swaps += 1
-            if self.cost is not None and num_bytes:
-                self.cost.observe_swap(num_bytes, time.perf_counter() - start)
-        return done
+        is_done = super().swap_out(request)
+        self.num_swaps += is_done
+        if is_done and self.cost is not None and num_bytes:
+            self.cost.observe_swap(num_bytes, time.perf_counter() - start)
+        return is_done
 
 
 def make_rectangles(model: PreTrainedModel, cache: PagedCache, sides: Sides) -> tuple[BlockManager, RectangleRunner]:
@@ -122,16 +128,6 @@ def make_rectangles(model: PreTrainedModel, cache: PagedCache, sides: Sides) -> 
     blocks = cache.memory.manager(specs)
     blocks.prefix_caching = False  # it would need the states at the end of each block
     return blocks, RectangleRunner(model, cache, states, sides)
-
-
-def rectangle_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, max_num_seqs: int) -> StepLoop:
-    """`make_loop` for any other decoder-only model."""
-    blocks, runner = make_rectangles(model, cache, layout.sides)
-    scheduler = Scheduler(
-        blocks, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, chunks=False, replays=layout.sides.replays
-    )
-    executor = Executor(model, cache.memory, runner, scheduler, guard=None)
-    return StepLoop(executor, cache.memory, blocks, scheduler, layout, cache.counters)
 
 
 @functools.lru_cache

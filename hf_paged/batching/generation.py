@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from ..cache.block_manager import SequenceBlocks
-from .request import Request
+from ..config import check_cache_salt
+from ..interrupts import let_in
+from .arguments import Prompt, as_config, as_list, as_whole, check_streamed_rows, check_streamer, prompt_ids
+from .decoding.beam import BeamDecoding
+from .decoding.prepare import request_decoding
+from .execution.adapters import check_adapter
+from .request import Request, Sequence
+from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, Unread
+
+_MAX_PRIORITY = 2**31 - 1  # so that a priority times `AGING`, plus a count of arrivals, is exact as a float
+_SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
 
 
 class KeptBlocks(NamedTuple):
@@ -18,32 +34,22 @@ class KeptBlocks(NamedTuple):
     num_tokens: int
 
 
+@dataclass(eq=False, repr=False)
 class Generation:
     """
     A decoding with the sequences that its rows are: all prompts of a `generate` call, whose rows advance together so
     that processors see the whole batch, or one request of an engine ([`RequestState`]).
-
-    Args:
-        decoding: transformers' decoding loop between two forwards (`SampleDecoding`, `BeamDecoding`).
-        rows (`list[tuple[Request, int]]`): For each row of the decoding, its request and which sequence of it.
-        keep_blocks (`bool`): Keep the blocks of rows that have ended, for a cache that is returned.
-
-    Attributes:
-        kept (`dict[int, KeptBlocks]`): By row, with `keep_blocks`.
-        parts (`list[Generation]`): After `split`, one a row.
-        new_tokens (`dict[int, int]`): Of the last step, by row; empty for beams.
-        error (`Exception`, *optional*): What ended it early.
-        is_closed (`bool`): Its rows need no step any more.
     """
 
-    def __init__(self, decoding: Any, rows: list[tuple[Request, int]], keep_blocks: bool = False) -> None:
-        self.decoding, self.rows, self.keep_blocks = decoding, rows, keep_blocks
-        self._logits: dict[int, Tensor] = {}  # of rows that wait for the others
-        self.kept: dict[int, KeptBlocks] = {}
-        self.parts: list[Generation] = []
-        self.new_tokens: dict[int, int] = {}
-        self.error: Exception | None = None
-        self.is_closed = False
+    decoding: Any  # a `Decoding`
+    rows: list[tuple[Request, int]]  # for each row of the decoding, its request and which sequence of it
+    keep_blocks: bool = False  # of rows that have ended, for a cache that is returned
+    kept: dict[int, KeptBlocks] = field(default_factory=dict, init=False)  # by row, with `keep_blocks`
+    parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
+    new_tokens: dict[int, int] = field(default_factory=dict, init=False)  # of the last step, by row; empty for beams
+    error: Exception | None = field(default=None, init=False)  # what ended it early
+    is_closed: bool = field(default=False, init=False)  # its rows need no step any more
+    _logits: dict[int, Tensor] = field(default_factory=dict, init=False)  # of rows that wait for the others
 
     @property
     def requests(self) -> list[Request]:
@@ -78,11 +84,15 @@ class Generation:
         order, once it has them; until then it keeps copies.
         """
         rows = self.decoding.open_rows
-        if not self._logits and len(places) == len(rows):
-            return _rows_of(logits, [places[row] for row in rows])
-        for row, place in places.items():
-            self._logits.setdefault(row, logits[place].clone())
-        return self.take_logits()
+        if self._logits or len(places) != len(rows):
+            for row, place in places.items():
+                self._logits.setdefault(row, logits[place].clone())
+            return self.take_logits()
+        wanted = [places[row] for row in rows]
+        first, end = wanted[0], wanted[0] + len(wanted)
+        if wanted == list(range(first, end)):
+            return logits[first:end]  # a view needs no copy
+        return logits[torch.tensor(wanted, device=logits.device)]
 
     def take_logits(self) -> Tensor | None:
         """The logits of all open rows, in order, if they are here; they are handed out once."""
@@ -98,9 +108,146 @@ class Generation:
         self._logits, self.is_closed = {}, True
 
 
-def _rows_of(logits: Tensor, places: list[int]) -> Tensor:
-    """A view where the places follow one another."""
-    first, count = places[0], len(places)
-    if places == list(range(first, first + count)):
-        return logits[first : first + count]
-    return logits[torch.tensor(places, device=logits.device)]
+@dataclass(frozen=True)
+class RequestOptions:
+    """What `PagedEngine.add_request` takes beside the prompt and its generation config, as callers pass it."""
+
+    request_id: Any = None
+    priority: Any = 0
+    logits_processor: Any = None
+    stopping_criteria: Any = None
+    streamer: Any = None
+    adapter: Any = None
+    seed: Any = None
+    return_logprobs: bool = False
+    cache_salt: Any = None
+
+
+class RequestState(Generation):
+    """
+    A request of an engine, not queued yet. Raises the errors of `PagedEngine.add_request`.
+
+    Attributes:
+        limits (`list[MaxTimeCriteria]`): Of `max_time`, whose clock starts with the step that first runs the request.
+        outbox (`deque[RequestOutput]` or [`Unread`]): Where its outputs go.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        prompt: Prompt,
+        generation_config: Any,
+        options: RequestOptions,
+        outbox: deque[RequestOutput] | Unread,
+    ) -> None:
+        if options.adapter is not None:
+            check_adapter(model, options.adapter)
+        check_cache_salt(options.cache_salt)
+        priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
+        generator = None
+        if options.seed is not None:
+            seed = as_whole("seed", options.seed, *_SEEDS, before="None or ")
+            generator = torch.Generator(device=model.device).manual_seed(seed)
+        check_streamer(options.streamer)
+        self.prompt_ids = prompt_ids(prompt, tokenizer)
+        criteria = as_list("stopping_criteria", options.stopping_criteria)
+        decoding = request_decoding(
+            model,
+            self.prompt_ids,
+            as_config(generation_config),
+            logits_processor=as_list("logits_processor", options.logits_processor),
+            stopping_criteria=criteria,
+            streamer=options.streamer,
+            generator=generator,
+            tokenizer=tokenizer,
+            record_logprobs=options.return_logprobs,
+        )
+        check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
+        self.request = Request(
+            options.request_id,
+            [Sequence(list(self.prompt_ids))],
+            decoding.max_length,
+            decoding.num_rows,
+            priority,
+            namespace=(options.adapter, options.cache_salt),
+            adapter=options.adapter,
+        )
+        super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
+        self.request_id, self.outbox = options.request_id, outbox
+        self.limits = [c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in criteria]
+        self._streamer, self._records_logprobs, self._tokenizer = options.streamer, options.return_logprobs, tokenizer
+        self._text = None if tokenizer is None else TextTracker(tokenizer)
+        self._added = time.perf_counter()
+        self._first_token: float | None = None  # seconds, as in `Timings`
+
+    def output(self) -> tuple[dict[int, int], str | None]:
+        """New tokens of the last step, and text, if it has not failed. Sets `error` if the tokenizer raises."""
+        if self.error is not None:
+            return {}, None  # the tokens are of an earlier step
+        if self._first_token is None:
+            self._first_token = time.perf_counter() - self._added
+        text = None
+        if self._text is not None and 0 in self.new_tokens:
+            try:
+                text = self._text.add([self.new_tokens[0]], last=self.is_done)
+            except Exception as failure:
+                self.error = failure
+        return self.new_tokens, text
+
+    def result(self, reason: str | None) -> RequestResult:
+        """How it ended: by itself, or for a reason (`"cancelled"`, `"error"`). What goes wrong here is its error."""
+        sequences: list[SequenceResult] = []
+        try:
+            sequences, failure = self._sequences(reason)
+        except Exception as caught:  # what an interrupt left of the decoding is no more to be read
+            failure = caught
+        admitted_at = self.request.admitted_at
+        queued = None if admitted_at is None else admitted_at - self._added
+        return RequestResult(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            sequences=sequences,
+            error=failure if self.error is None else self.error,
+            timings=Timings(queued, self._first_token, time.perf_counter() - self._added),
+            num_prefix_hit_tokens=self.request.num_hit_tokens,
+            num_preemptions=self.request.num_preemptions,
+        )
+
+    def put_prompt(self) -> None:
+        """The streamer gets the prompt, `(1, length)`."""
+        if self._streamer is not None:
+            with let_in(waiting=False):
+                self._streamer.put(self.decoding.input_ids.cpu())
+
+    def end_streamer(self, reason: str | None) -> None:
+        """After the end, once it is told. A decoding that ended by itself (`reason` is `None`) has done it."""
+        if reason is not None and self._streamer is not None:
+            with contextlib.suppress(Exception), let_in(waiting=False):
+                self._streamer.end()
+
+    def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:
+        """What it returns, and what the tokenizer raised."""
+        decoding, ids, scores = self.decoding, self.decoding.input_ids, None
+        if isinstance(decoding, BeamDecoding):
+            if not decoding.is_done:  # nothing is settled
+                return [SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons], None
+            if decoding.finish_reasons[0] is None:
+                nothing = RuntimeError("no beam could end: the scores contain nan, or too few tokens have a finite one")
+                return [SequenceResult([], "error") for _ in decoding.finish_reasons], nothing
+            reason = "error"  # of beams that could not end, beside some that did
+            scores = decoding.sequences_scores
+            ids = decoding.sequences[:, : decoding.config.num_return_sequences].flatten(0, 1)
+        results: list[SequenceResult] = []
+        failure: Exception | None = None
+        for i, (length, ended) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
+            token_ids, text = ids[i, len(self.prompt_ids) : length].tolist(), None
+            if self._tokenizer is not None and failure is None:
+                try:
+                    text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+                except Exception as caught:
+                    failure = caught
+            logprobs = decoding.logprobs[i] if self._records_logprobs else None
+            score = None if scores is None else scores[i]
+            results.append(SequenceResult(token_ids, ended or reason or "cancelled", text, logprobs, score))
+        return results, failure

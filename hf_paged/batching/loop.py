@@ -5,19 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
-from ..step import ReadCounters
 from .decoding.base import SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .generation import Generation, KeptBlocks
-from .layout import Layout
 from .request import Request, Sequence
 from .scheduling.cost import CostModel
 from .scheduling.plan import StepPlan
@@ -32,41 +31,26 @@ class EngineStalledError(RuntimeError):
     """Several steps in a row neither computed nor sampled anything. The message holds the state."""
 
 
+@dataclass(eq=False, repr=False)
 class StepLoop:
     """
     Runs generations on one model and one paged memory. Its methods are called within `interrupts.held`: the bookkeeping
     of a step happens, or none of it does.
-
-    Args:
-        executor ([`Executor`]): Runs the model.
-        memory ([`PagedMemory`]): Its lock guards the tables.
-        blocks ([`BlockManager`]): Whose tables the runner reads.
-        scheduler ([`Scheduler`]): Decides what runs.
-        layout ([`Layout`]): Of its forwards.
-        counters ([`ReadCounters`]): Of the caches that its forwards read.
-        cost ([`CostModel`], *optional*): Is told how long prefills take.
-        swapper ([`BlockSwapper`], *optional*): Counts in `num_swaps` the requests whose blocks went to host memory.
-
-    Attributes:
-        untold (`deque[Generation]`): That advanced or failed in the last step; callers take out what they have told.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        memory: PagedMemory,
-        blocks: BlockManager,
-        scheduler: Scheduler,
-        layout: Layout,
-        counters: ReadCounters,
-        cost: CostModel | None = None,
-        swapper: Any = None,
-    ) -> None:
-        self.executor, self.memory, self.blocks, self.scheduler = executor, memory, blocks, scheduler
-        self.layout, self.counters, self.cost, self.swapper = layout, counters, cost, swapper
-        self.num_steps = self.num_generated_tokens = self.num_preemptions = 0
-        self.seconds = 0.0
-        self.untold: deque[Generation] = deque()
+    executor: Executor
+    memory: PagedMemory  # its lock guards the tables
+    blocks: BlockManager  # whose tables the runner reads
+    scheduler: Scheduler
+    cost: CostModel | None = None  # is told how long prefills take
+    swapper: Any = None  # a `BlockSwapper` with `num_swaps`, the requests whose blocks went to host memory
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    seconds: float = 0.0  # spent in steps
+
+    def __post_init__(self) -> None:
+        self.untold: deque[Generation] = deque()  # that advanced or failed; callers take out what they have told
         self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # of unfinished requests: what each sequence is
         self._split: list[Generation] = []  # that may have their logits already
         self._idle_steps = self._fruitless_steps = 0
@@ -101,17 +85,14 @@ class StepLoop:
                 if self._is_alone(generation, request):
                     self._finish(request)
                 elif index < len(request.sequences):
-                    self._finish_sequence(request.sequences[index])
+                    self.scheduler.finish_sequence(request.sequences[index])
             for kept in generation.kept.values():
                 self.blocks.free(kept.blocks)
         generation.kept.clear()
         generation.close()
 
     def change_weights(self, recompute: bool) -> None:
-        """
-        Between steps: the weights are others from here on. With `recompute` unfinished requests compute their keys and
-        values again.
-        """
+        """Between steps: the weights are others now; `recompute` forgets the K and V of unfinished requests."""
         with self.executor.lock:
             self.executor.change_weights()
             if recompute:
@@ -119,8 +100,7 @@ class StepLoop:
 
     def _recompute(self) -> None:
         with self.memory.lock:
-            stopped = self.scheduler.recompute()
-        self._loosen(stopped)
+            self._loosen(self.scheduler.recompute())
 
     def _is_alone(self, generation: Generation, request: Request) -> bool:
         """Whether no other open generation has rows of the request."""
@@ -208,7 +188,9 @@ class StepLoop:
         interrupt: BaseException | None = None
         try:
             ready = self._deliver(batch, logits)
-            for (generation, _), result in zip(ready, self._sampled(ready)):
+            fetch = self.executor.fetch_while_running_ahead(ready) if ready else None
+            results: list[Any] = sample_step([(generation.decoding, taken) for generation, taken in ready], fetch)
+            for (generation, _), result in zip(ready, results):
                 error = result if isinstance(result, BaseException) else self._unknown_token(result)
                 if error is not None:
                     interrupt = self._fail(generation, error) or interrupt
@@ -225,13 +207,6 @@ class StepLoop:
                     self.untold.append(generation)
             raise
         return interrupt
-
-    def _sampled(self, ready: list[tuple[Generation, Tensor]]) -> list[Any]:
-        """For each: `SampledTokens`, or what was raised."""
-        if not ready:
-            return []
-        fetch = self.executor.fetch_while_running_ahead(ready)
-        return sample_step([(generation.decoding, logits) for generation, logits in ready], fetch)
 
     def _check_progress(self, batch: StepPlan) -> None:
         self._idle_steps = 0 if batch.items or self.untold else self._idle_steps + 1
@@ -346,7 +321,7 @@ class StepLoop:
             if request.is_swapped:
                 self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
             generation.kept[row] = KeptBlocks(self.blocks.fork(sequence.blocks), sequence.num_computed_tokens)
-        self._finish_sequence(sequence)
+        self.scheduler.finish_sequence(sequence)
 
     def _close(self, generation: Generation) -> None:
         for row, (request, _) in enumerate(generation.rows):
@@ -359,6 +334,3 @@ class StepLoop:
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
         self._rows.pop(request, None)
-
-    def _finish_sequence(self, sequence: Sequence) -> None:
-        self.scheduler.finish_sequence(sequence)

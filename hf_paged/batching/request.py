@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -18,43 +19,26 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """
     One row's tokens.
 
     There is no prefill or decode phase: a sequence has `num_computed_tokens`, and the scheduler lets it catch up. One
     with `num_computed_tokens == num_tokens` has its logits and waits for a token.
-
-    Args:
-        token_ids (`list[int]`): Its tokens, which the caller may append to; the list becomes the sequence's own.
-
-    Attributes:
-        request, index: The request it belongs to, and its place in `request.sequences`.
-        num_computed_tokens (`int`): Tokens whose K and V are in its blocks, or will be after the step just scheduled.
-        num_answered_tokens (`int`): While preempted: how many tokens it had when it last had its logits. As long as it
-            has no more than that, it needs no forward.
-        blocks ([`SequenceBlocks`]): `NO_BLOCKS` until it is admitted, when preempted by recompute, and in the end.
-        swapped: The swapper's, while its blocks are on the host.
     """
 
-    __slots__ = (
-        "blocks",
-        "index",
-        "is_finished",
-        "num_answered_tokens",
-        "num_computed_tokens",
-        "request",
-        "swapped",
-        "token_ids",
-    )
-    request: Request
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.num_computed_tokens = self.num_answered_tokens = self.index = 0
-        self.blocks: SequenceBlocks = NO_BLOCKS
-        self.is_finished = False
-        self.swapped: Any = None
+    token_ids: list[int]  # prompt and generated tokens; the list becomes the sequence's own
+    request: Request = field(init=False)
+    index: int = field(default=0, init=False)  # its place in `request.sequences`
+    num_computed_tokens: int = field(
+        default=0, init=False
+    )  # whose K and V are in its blocks, or will be after the step
+    # while preempted: how many tokens it had when it last had its logits; with no more than that it needs no forward
+    num_answered_tokens: int = field(default=0, init=False)
+    blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # also while recomputation is due, and in the end
+    swapped: Any = field(default=None, init=False)  # the swapper's, while its blocks are on the host
+    is_finished: bool = field(default=False, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -75,68 +59,32 @@ class Sequence:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """
-    One prompt with the sequences that grow from it (samples or beams): the unit of admission and of preemption.
+    """One prompt with the sequences that grow from it (samples or beams): the unit of admission and of preemption."""
 
-    Args:
-        request_id (`Hashable`): The caller's name for it.
-        sequences (`list[Sequence]`): Most often one, holding the prompt; the scheduler forks it.
-        max_num_tokens (`int`): The longest that a sequence of it can get, in tokens.
-        num_rows (`int`, defaults to 1): Sequences that it will have after forking.
-        priority (`int`, defaults to 0): Lower runs earlier.
-        namespace (`Hashable`, *optional*): Prefixes are shared only within it: the adapter and the cache salt.
-        adapter (`str`, *optional*): The PEFT adapter that its forwards run with.
+    request_id: Hashable
+    sequences: list[Sequence]  # most often one, holding the prompt, which is forked once it is computed
+    max_num_tokens: int  # the longest that a sequence of it can get
+    num_rows: int = 1  # sequences that it will have after forking
+    priority: int = 0  # lower runs earlier
+    namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
+    adapter: str | None = None  # the PEFT adapter that its forwards run with
+    status: Status = Status.WAITING
+    arrival: int = 0  # requests added before it
+    key: tuple[float, int] = (0, 0)  # the scheduler's order
+    admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`
+    num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was added
+    num_open_rows: int = field(init=False)  # that are not finished, those still to be forked included
+    num_shared_tokens: int = 0  # while its rows are recomputed: tokens that the first computes for all of them
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0  # of its prompt that the prefix cache had when it was first admitted
 
-    Attributes:
-        admitted_at (`float`, *optional*): When it was first in a batch, in seconds of `time.perf_counter`.
-        arrival (`int`): Counts the requests added before it.
-        num_prompt_tokens (`int`): Tokens of its shortest sequence when it was added.
-        num_open_rows (`int`): Rows that are not finished, those still to be forked included.
-        num_shared_tokens (`int`): While its rows are recomputed: tokens that the first computes for all of them.
-        num_preemptions, num_hit_tokens (`int`): How often it was preempted; tokens of its prompt that the prefix cache
-            had when it was first admitted.
-    """
-
-    __slots__ = (
-        "adapter",
-        "admitted_at",
-        "arrival",
-        "key",
-        "max_num_tokens",
-        "namespace",
-        "num_hit_tokens",
-        "num_open_rows",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_rows",
-        "num_shared_tokens",
-        "priority",
-        "request_id",
-        "sequences",
-        "status",
-    )
-
-    def __init__(
-        self,
-        request_id: Hashable,
-        sequences: Iterable[Sequence],
-        max_num_tokens: int,
-        num_rows: int = 1,
-        priority: int = 0,
-        namespace: Hashable = None,
-        adapter: str | None = None,
-    ) -> None:
-        self.request_id, self.max_num_tokens, self.priority = request_id, max_num_tokens, priority
-        self.namespace, self.adapter = namespace, adapter
-        self.sequences: list[Sequence] = []
+    def __post_init__(self) -> None:
+        sequences, self.sequences = self.sequences, []
         self.adopt(sequences)
-        self.num_rows = self.num_open_rows = max(num_rows, len(self.sequences))
-        self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in self.sequences)
-        self.status = Status.WAITING
-        self.arrival = self.num_preemptions = self.num_hit_tokens = self.num_shared_tokens = 0
-        self.admitted_at: float | None = None
-        self.key: tuple[float, int] = (0, 0)  # the scheduler's order
+        self.num_rows = self.num_open_rows = max(self.num_rows, len(sequences))
+        self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in sequences)
 
     def adopt(self, sequences: Iterable[Sequence]) -> None:
         """Adds sequences behind those that it has."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,27 +120,23 @@ class RequestOutput:
 
 
 class Unread:
-    """
-    Outputs that wait for a call of `step`: every one that brings a result, and the last `MAX_UNREAD` of the others.
-    Tokens of those that were dropped are in the request's result.
-    """
+    """Outputs that wait for a call of `step`."""
 
     def __init__(self) -> None:
-        self._results: deque[RequestOutput] = deque()
-        self._others: deque[RequestOutput] = deque(maxlen=MAX_UNREAD)
+        self._numbers = itertools.count()  # so that they come out in order
+        self._results: deque[tuple[int, RequestOutput]] = deque()
+        self._others: deque[tuple[int, RequestOutput]] = deque()
 
     def append(self, output: RequestOutput) -> None:
-        """Keeps an output, behind those of its request."""
-        (self._results if output.finished else self._others).append(output)
+        (self._results if output.finished else self._others).append((next(self._numbers), output))
 
-    def extend(self, outputs: Iterable[RequestOutput]) -> None:
-        """Keeps outputs in this order."""
-        for output in outputs:
-            self.append(output)
+    def trim(self) -> None:
+        """Drops all but the last `MAX_UNREAD` of those without a result, in which their tokens are."""
+        while len(self._others) > MAX_UNREAD:
+            self._others.popleft()
 
-    def take(self) -> deque[RequestOutput]:
-        """All of them; a request's result comes last."""
-        taken = deque((*self._others, *self._results))
+    def take(self) -> list[RequestOutput]:
+        taken = [output for _, output in sorted((*self._others, *self._results))]
         self._others.clear()
         self._results.clear()
         return taken

@@ -4,94 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from ..interrupts import held, let_in
-from .arguments import meant
+from .arguments import Prompt, meant, prompt_ids, split_prompts
 from .engine_core import EngineCore
 from .execution.executor import Window
-from .prompts import Prompt, plain_ids, split_prompts
-from .request_state import RequestState
+from .generation import RequestOptions
 from .results import RequestOutput, RequestResult
-
-_OPTIONS = {"request_id"} | {
-    name
-    for name, parameter in inspect.signature(RequestState).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-}
 
 
 class RequestStream:
     """
-    One caller of `generate` or `stream`. As a context manager it queues the requests, and cancels those that have not
-    ended; iterated over, it takes steps and gives the outputs of these requests alone.
-
-    Args:
-        engine ([`EngineCore`]): Whose steps it takes, if no other thread does.
-        prompts, generation_config, attention_mask: As in `PagedEngine.generate`.
-        options (`dict`): Other arguments of `add_request`.
-
-    Raises:
-        TypeError: for options that `add_request` does not have.
-        ValueError: for arguments that do not go together.
-
-    Attributes:
-        outbox (`deque[RequestOutput]`): Where the engine puts what the requests' steps brought.
-        places (`dict[str, int]`): Of the requests that were queued, by id.
-        refused (`dict[int, RequestResult]`): Of those that could not be, by place.
+    One caller of `PagedEngine.generate` or `stream`, whose arguments and errors these are. It takes the steps that its
+    requests need, unless another thread does, and gives the outputs of these requests alone.
     """
 
     def __init__(
         self,
         engine: EngineCore,
+        tokenizer: Any,
         prompts: Iterable[Prompt],
         generation_config: Any,
         attention_mask: Any,
         options: dict[str, Any],
     ) -> None:
-        unknown = sorted(set(options) - _OPTIONS)
+        unknown = sorted(set(options) - {field.name for field in dataclasses.fields(RequestOptions)})
         if unknown:
             raise TypeError(
                 f"unknown arguments {unknown}: generation options go into `generation_config`, a dict for instance"
                 + meant(unknown)
             )
-        self.engine, self.options = engine, options
-        self.prompts, self.configs = split_prompts(prompts, generation_config, attention_mask)
+        self.engine, self.tokenizer, self.options = engine, tokenizer, RequestOptions(**options)
+        self.prompts = split_prompts(prompts, generation_config, attention_mask)
         for name in ("request_id", "streamer"):
             if len(self.prompts) > 1 and options.get(name) is not None:
                 raise ValueError(
                     f"`{name}` is one request's, and there are {len(self.prompts)} prompts: use `add_request`"
                 )
-        self.outbox: deque[RequestOutput] = deque()
+        self.outbox: deque[RequestOutput] = deque()  # where the engine puts what the requests' steps brought
         self.window = Window()
-        self.places: dict[str, int] = {}
-        self.refused: dict[int, RequestResult] = {}
+        self.places: dict[str, int] = {}  # among the prompts, by request id
 
-    def __enter__(self) -> RequestStream:
-        try:
-            for place, (prompt, config) in enumerate(zip(self.prompts, self.configs)):
-                try:
-                    self.places[self.engine.add(prompt, config, outbox=self.outbox, **self.options)] = place
-                except Exception as error:
-                    self.refused[place] = RequestResult(self.engine.make_id(), plain_ids(prompt), error=error)
-        except BaseException:
-            self.engine.close(self.outbox, self.window)
-            raise
-        return self
+    def _add_requests(self) -> None:
+        for place, (prompt, config) in enumerate(self.prompts):
+            try:
+                name = self.engine.add(self.tokenizer, prompt, config, self.options, self.outbox)
+            except Exception as error:
+                name, ids = self.engine.make_id(), list[int]()
+                with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
+                    ids = prompt_ids(prompt, None)
+                self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))
+            self.places[name] = place
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.engine.close(self.outbox, self.window)
-
-    def __iter__(self) -> Iterator[RequestOutput]:
+    def _outputs(self) -> Iterator[RequestOutput]:
         unfinished = set(self.places)
         while unfinished or self.outbox:
             while self.outbox:
@@ -105,24 +77,29 @@ class RequestStream:
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """All outputs; closing the generator cancels what is left."""
-        with self:
-            yield from (RequestOutput(result.request_id, result=result) for result in self.refused.values())
-            yield from self
+        try:
+            self._add_requests()
+            yield from self._outputs()
+        finally:
+            self.engine.close(self.outbox, self.window)
 
     def results(self, progress: bool) -> list[RequestResult]:
         """The results in order."""
         self.window.is_call = True
+        results: dict[int, RequestResult] = {}
         # none where it is not shown: a bar takes a lock, which a child process may find held
         shown = tqdm(unit="request", total=len(self.prompts)) if progress else contextlib.nullcontext()
-        with shown as bar, held(), self, let_in():
-            results = dict(self.refused)
-            if bar is not None:
-                bar.update(len(results))
-            for output in self:
-                if output.result is not None:
-                    results[self.places[output.request_id]] = output.result
-                    if bar is not None:
-                        bar.update(1)
+        with shown as bar, held():
+            try:
+                self._add_requests()
+                with let_in():
+                    for output in self._outputs():
+                        if output.result is not None:
+                            results[self.places[output.request_id]] = output.result
+                            if bar is not None:
+                                bar.update(1)
+            finally:
+                self.engine.close(self.outbox, self.window)
         return [results[place] for place in sorted(results)]
 
 

@@ -13,9 +13,8 @@ from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.executor import Window
-from ..batching.factory import choose_layout, make_loop
+from ..batching.factory import Layout, choose_layout, make_loop
 from ..batching.generation import Generation, KeptBlocks
-from ..batching.layout import PACKED, Layout
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
 from ..cache.block_manager import UNCACHED
@@ -63,7 +62,7 @@ class BatchCall:
     inputs: LoopInputs  # each prompt `call.repeats` times
     model_kwargs: dict[str, Any]  # what the model's forward would get
     streamer: Any
-    layout: Layout = PACKED
+    layout: Layout = field(default_factory=Layout)
     paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
 
     def unsupported_reason(self) -> str | None:

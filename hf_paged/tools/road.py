@@ -13,8 +13,7 @@ from .. import compat
 from ..attention import backends
 from ..attention.call import AttentionCall
 from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
-from ..batching.factory import choose_layout, empty_cache
-from ..batching.layout import Layout
+from ..batching.factory import Layout, choose_layout, empty_cache
 from ..cache.layers import PagedLayer
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache

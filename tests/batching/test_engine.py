@@ -92,7 +92,7 @@ def test_models_that_cannot_run_packed(build: Any) -> None:
     with PagedEngine(model, SMALL) as engine:
         for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
             engine.add_request(prompt, options, request_id=mode, seed=seed)
-        assert engine._core.loop is not None and engine._core.loop.layout.unsupported_reason, (
+        assert engine._core.loop is not None and engine._core.layout.unsupported_reason, (
             "the model was meant to be one that cannot run packed"
         )
         results = run_all(engine)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
-from hf_paged.batching import current_loop
+from hf_paged.batching import engine_core
 from hf_paged.batching.loop import MAX_IDLE_STEPS
 from hf_paged.batching.scheduling.plan import StepPlan
 from hf_paged.cache.storage import KVBlocks
@@ -531,7 +531,7 @@ def test_inference_mode_and_grad_mode_may_change_between_calls() -> None:
 def test_a_machine_without_memory_for_more_blocks_preempts(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out while the pool grows is a shortage of blocks like any other."""
     countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
-    monkeypatch.setattr(current_loop, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
+    monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)  # else storage is set aside at once, and never grows
 
     def failing(self: KVBlocks, num_blocks: int) -> KVBlocks:
         countdown()

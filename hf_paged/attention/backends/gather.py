@@ -86,6 +86,11 @@ class Part:
     mask_keys: int  # columns of the mask of the step, 0 if every query sees everything
     causal: bool  # as many keys as queries, and each query sees those up to itself
 
+    def select(self, bias: Tensor) -> Tensor:
+        """`[rows, heads, queries, length]` of a bias `[batch, heads, query_len, positions]`."""
+        first, length = self.first_query, self.length
+        return torch.stack([bias[row, :, first:, low : low + length] for row, low in self.members])
+
 
 def attend(call: AttentionCall) -> Tensor:
     """
@@ -122,100 +127,91 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     group = heads // values.shape[1]
     layouts = [Layout(x.shape, x.stride(), x.element_size()) for x in (keys, values)]
     parts, is_complete = step.plan(plan_parts, *layouts)
-    if call.bias is not None:
-        length = call.bias.shape[-1] if call.bias.shape[-1] > 1 else max(step.seq_lens, default=0)
-        call = call._replace(bias=call.bias.expand(batch, heads, query_len, length))
-    if is_complete and len(parts) == 1:
-        return _attend_part(call, query, parts[0], layouts, slice(0, heads)).flatten(0, 1).contiguous()
+    bias = call.bias
+    if bias is not None:
+        length = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
+        bias = bias.expand(batch, heads, query_len, length)
     shape = batch, query_len, heads, values.shape[3]
     out = query.new_empty(shape) if is_complete else query.new_zeros(shape)
     for part in parts:
         some = slice(part.heads.start * group, part.heads.stop * group)
-        out[part.rows, part.first_query :, some] = _attend_part(call, query, part, layouts, some)
+        own = call._replace(
+            query=query[part.rows, some, part.first_query :],
+            sinks=None if call.sinks is None else call.sinks[some],
+            bias=None if bias is None else part.select(bias[:, some]),
+        )
+        output = _attend_part(own, part, *_gather(own, part, layouts))
+        if is_complete and len(parts) == 1:
+            return output.flatten(0, 1).contiguous()
+        out[part.rows, part.first_query :, some] = output
     return out.flatten(0, 1)
 
 
-def _attend_part(call: AttentionCall, query: Tensor, part: Part, layouts: list[Layout], some: slice) -> Tensor:
-    """`[rows, queries, heads, value_dim]` of a part, which has the query heads `some`."""
-    query, sinks, bias = query[part.rows, some, part.first_query :], call.sinks, call.bias
-    key, value = (x.to(query.dtype) for x in _gather(call, part, layouts))
-    if sinks is not None:
-        sinks = sinks[some]
-    if bias is not None:
-        first, length = part.first_query, part.length
-        bias = torch.stack([bias[row, some, first:, low : low + length] for row, low in part.members])
-    rows, heads, queries, dim = query.shape
-    holds_scores = not call.is_plain or not query.is_cpu or dim != value.shape[3]
+def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
+    """
+    `[rows, queries, heads, value_dim]` of a call with the part's queries `[rows, heads, queries, dim]`, sinks `[heads]`
+    and bias `[rows, heads, queries, length]`, over keys and values `[rows, kv_heads, length, dim]`.
+    """
+    rows, heads, queries, dim = call.query.shape
+    holds_scores = not call.is_plain or not call.query.is_cpu or dim != value.shape[3]
     apart = heads // key.shape[1] if holds_scores and queries >= APART_QUERIES else 1
     is_causal = part.causal and call.is_plain and queries >= PACK_QUERIES
     slices = ((slice(None), slice(None)),) if is_causal else part.slices
     if len(slices) == apart == 1:
-        return _attend_slice(call, part, query, key, value, is_causal, sinks, bias)
-    out = query.new_empty(rows, queries, heads, value.shape[3])
+        return _attend_slice(call, part, key, value, is_causal)
+    out = call.query.new_empty(rows, queries, heads, value.shape[3])
     for (chosen, seen), member in itertools.product(slices, range(apart)):
         one = slice(member, None, apart)
-        states = query[:, one, chosen], key[:, :, seen], value[:, :, seen]
-        features = None if sinks is None else sinks[one], None if bias is None else bias[:, one, chosen, seen]
-        out[:, chosen, one] = _attend_slice(call, part, *states, is_causal, *features)
+        own = call._replace(
+            query=call.query[:, one, chosen],
+            sinks=None if call.sinks is None else call.sinks[one],
+            bias=None if call.bias is None else call.bias[:, one, chosen, seen],
+        )
+        out[:, chosen, one] = _attend_slice(own, part, key[:, :, seen], value[:, :, seen], is_causal)
     return out
 
 
-def _attend_slice(
-    call: AttentionCall,
-    part: Part,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """`[rows, queries, heads, value_dim]` of neighbouring queries `[rows, heads, queries, dim]` over the keys
-    `[rows, kv_heads, keys, dim]` that they see."""
+def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    """`_attend_part` for neighbouring queries over the keys that they see."""
+    query, scale = call.query, call.scale
     queries, kv_heads, keys = query.shape[2], key.shape[1], key.shape[2]
     group = query.shape[1] // kv_heads
     if not call.is_plain:
-        mask = _mask(call, part, queries, keys, torch.promote_types(query.dtype, torch.float32))
-        return _attend_explicitly(call, query, key, value, mask, sinks, bias)
+        compute = torch.promote_types(query.dtype, torch.float32)
+        return _attend_explicitly(call, key, value, _mask(call.step, part, queries, keys, compute), compute)
     if queries >= PACK_QUERIES or (group == 1 and queries > 1):
-        mask = None if is_causal else _mask(call, part, queries, keys, query.dtype)
+        mask = None if is_causal else _mask(call.step, part, queries, keys, query.dtype)
         result = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=call.scale, enable_gqa=group > 1
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
         )
         return result.transpose(1, 2)
     packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
     if packed.shape[2] == 1 and query.dtype != torch.float32 and query.is_cpu:
         # With one query row a half-precision SDPA of the CPU is two to three times slower than this.
-        weights = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale).softmax(-1, dtype=torch.float32)
+        weights = torch.matmul(packed, key.transpose(-1, -2)).mul_(scale).softmax(-1, dtype=torch.float32)
         result = torch.matmul(weights.to(value.dtype), value)
     else:
-        mask = _mask(call, part, queries, keys, query.dtype, heads=group)
-        result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=call.scale)
+        mask = _mask(call.step, part, queries, keys, query.dtype, heads=group)
+        result = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
     if queries == 1:
         return result.flatten(1, 2).unsqueeze(1)
     return result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _attend_explicitly(
-    call: AttentionCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    call: AttentionCall, key: Tensor, value: Tensor, mask: Tensor | None, compute: torch.dtype
 ) -> Tensor:
-    """`_attend_slice` with softcap, sinks and bias, in float32."""
-    queries, kv_heads = query.shape[2], key.shape[1]
-    compute = torch.promote_types(query.dtype, torch.float32)
+    """`_attend_slice` with softcap, sinks and bias, in `compute`."""
+    query, sinks, queries, kv_heads = call.query, call.sinks, call.query.shape[2], key.shape[1]
     packed = query.unflatten(1, (kv_heads, -1)).flatten(2, 3).to(compute)  # [rows, kv_heads, M, dim]
     scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * call.scale
     scores = scores.unflatten(2, (-1, queries)).flatten(1, 2)  # [rows, heads, queries, keys]
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    for added in (bias, mask):
-        if added is not None:
-            scores = scores + added.to(compute)
+    if call.bias is not None:
+        scores = scores + call.bias.to(compute)
+    if mask is not None:
+        scores = scores + mask
     # The largest logit, sink included; 0 where all are -inf, so that such a row becomes zeros and not NaN.
     top = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:
@@ -231,17 +227,15 @@ def _attend_explicitly(
     return (result / total.masked_fill(total == 0, 1.0)).to(query.dtype).transpose(1, 2)
 
 
-def _mask(
-    call: AttentionCall, part: Part, queries: int, keys: int, dtype: torch.dtype, heads: int = 1
-) -> Tensor | None:
+def _mask(step: StepMetadata, part: Part, queries: int, keys: int, dtype: torch.dtype, heads: int = 1) -> Tensor | None:
     """
     `[heads * queries, keys]`: what is added to the scores of the last `queries` queries and `keys` keys, again for each
     head. Counted from the last query and key it is the same for rows of any length: a view of one mask of the step.
     """
     if not part.mask_keys:
         return None
-    rows = min(call.step.query_len or 1, SLICE_QUERIES) if heads == 1 else queries
-    return call.step.plan(_step_mask, rows, part.mask_keys, dtype, heads)[-heads * queries :, -keys:]
+    rows = min(step.query_len or 1, SLICE_QUERIES) if heads == 1 else queries
+    return step.plan(_step_mask, rows, part.mask_keys, dtype, heads)[-heads * queries :, -keys:]
 
 
 @torch.inference_mode(False)
@@ -271,8 +265,10 @@ def _scratch_bytes(size: int, device: torch.device) -> Tensor:
 
 
 def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
-    """K and V of a part, each `[rows, kv_heads, length, dim]`, in the scratch of this thread until its next call; where
-    a gradient is wanted, in memory of their own."""
+    """
+    K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype, in the scratch of this thread until
+    its next call; where a gradient is wanted, in memory of their own.
+    """
     sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
     second = -(-sizes[0] // 64) * 64
     scratch = None if call.needs_grad else _scratch_bytes(second + sizes[1], call.query.device)
@@ -283,7 +279,7 @@ def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tens
         flat = layout.flat(blocks)
         room = None if scratch is None else scratch[start : start + size].view(blocks.dtype).view(-1, flat.shape[1])
         picked = torch.index_select(flat, 0, tiles, out=room).view(*part.shape, layout.shape[3])
-        gathered.append(picked[:, :, part.offset : part.offset + part.length])
+        gathered.append(picked[:, :, part.offset : part.offset + part.length].to(call.query.dtype))
     return gathered
 
 
@@ -324,13 +320,14 @@ def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[
         for at in range(0, len(found), num_rows):
             members = tuple(found[at : at + num_rows])
             rows = [row for row, _ in members]
+            is_range = rows == list(range(rows[0], rows[-1] + 1))  # a slice costs no copy
             firsts = [(row, low // size) for row, low in members]
             tables = torch.stack([step.block_tables[row, first : first + num_blocks] for row, first in firsts]).long()
             for head in range(0, kv_heads, num_heads):
                 heads = slice(head, min(kv_heads, head + num_heads))
                 parts.append(
                     Part(
-                        rows=_index(rows, tables.device),
+                        rows=slice(rows[0], rows[-1] + 1) if is_range else torch.tensor(rows, device=tables.device),
                         members=members,
                         heads=heads,
                         offset=offset,
@@ -344,10 +341,3 @@ def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[
                     )
                 )
     return tuple(parts), is_complete
-
-
-def _index(rows: list[int], device: torch.device) -> slice | Tensor:
-    """A slice, which costs no copy, where the rows are consecutive."""
-    if rows == list(range(rows[0], rows[-1] + 1)):
-        return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, device=device)

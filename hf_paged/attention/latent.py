@@ -44,29 +44,18 @@ class LatentTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    @property
-    def step(self) -> StepMetadata:
-        """The step of the latents."""
-        return self.latent.step
-
     def dense(self) -> torch.Tensor:
         """The expanded keys or values, contiguous."""
         return self.expansion()[self.which].contiguous()
 
     def absorb(
         self, module: nn.Module, query: torch.Tensor
-    ) -> tuple[torch.Tensor, KVBlocks, Callable[[torch.Tensor], torch.Tensor]] | None:
+    ) -> tuple[StepMetadata, torch.Tensor, KVBlocks, Callable[[torch.Tensor], torch.Tensor]] | None:
         """
-        What to attend with instead of the expanded keys and values, or `None` if latents and rotary keys do not lie
+        What to attend with instead of the expanded keys and values: the step, queries `(batch, heads, query_len, rank +
+        rope_dim)`, the blocks of that width that serve as keys and as values, and the function that takes the output
+        `(batch, query_len, heads, rank + rope_dim)` to `(..., value_dim)`. `None` if latents and rotary keys do not lie
         side by side.
-
-        Args:
-            query (`torch.Tensor` of shape `(batch, heads, query_len, nope_dim + rope_dim)`).
-
-        Returns:
-            Queries `(batch, heads, query_len, rank + rope_dim)`, the blocks of that width that serve as keys and as
-            values, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to `(...,
-            value_dim)`.
         """
         layer, rank = self.latent.layer, self.latent.shape[3]
         if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
@@ -80,7 +69,7 @@ class LatentTensor(torch.Tensor):
         def expand(output: torch.Tensor) -> torch.Tensor:
             return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], to_values)
 
-        return query, layer.latents, expand
+        return self.latent.step, query, layer.latents, expand
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LatentTensor(shape={tuple(self.shape)}, latent={self.latent!r})"

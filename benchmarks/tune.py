@@ -24,7 +24,7 @@ from hf_paged.attention.backends import reference
 from hf_paged.attention.call import AttentionCall
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels.triton import configs
-from hf_paged.kernels.triton.configs import DecodeConfig, PrefillConfig
+from hf_paged.kernels.triton.configs import LaunchConfig
 from hf_paged.step import StepMetadata
 
 Config = TypeVar("Config", bound=Hashable)
@@ -88,17 +88,17 @@ class Problem:
         blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
         return backend.attend(AttentionCall(self.query, blocks, self.step, self.scale))
 
-    def decode(self, config: DecodeConfig) -> torch.Tensor:
+    def decode(self, config: LaunchConfig) -> torch.Tensor:
         """The same by the decode kernel."""
-        from hf_paged.kernels.triton.decode import decode_attention
+        from hf_paged.kernels.triton.attention import decode_attention
 
         inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
         output: torch.Tensor = decode_attention(*inputs, scale=self.scale, config=config)
         return output
 
-    def prefill(self, config: PrefillConfig) -> torch.Tensor:
+    def prefill(self, config: LaunchConfig) -> torch.Tensor:
         """The same by the prefill kernel."""
-        from hf_paged.kernels.triton.prefill import prefill_attention
+        from hf_paged.kernels.triton.attention import prefill_attention
 
         inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
         output: torch.Tensor = prefill_attention(*inputs, scale=self.scale, config=config)
@@ -110,20 +110,20 @@ class Problem:
         return float(self.query.shape[-1] ** -0.5)
 
 
-def decode_candidates(default: DecodeConfig) -> Iterator[DecodeConfig]:
+def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
     """The default first, then what may be better."""
     yield default
     for tile, warps, stages, programs in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4)):
-        config = DecodeConfig(tile, default.block_m, warps, stages, programs)
+        config = LaunchConfig(tile, default.block_m, warps, stages, programs)
         if config != default:
             yield config
 
 
-def prefill_candidates(default: PrefillConfig) -> Iterator[PrefillConfig]:
+def prefill_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
     """The default first, then what may be better."""
     yield default
     for block_m, tile, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
-        config = PrefillConfig(block_m, tile, warps, stages)
+        config = LaunchConfig(tile, block_m, warps, stages)
         if config != default:
             yield config
 

@@ -9,7 +9,7 @@ import torch
 
 import hf_paged
 from hf_paged import kernels
-from hf_paged.kernels.triton.cascade_plan import CascadeCosts
+from hf_paged.kernels.triton.cascade import CascadeCosts
 from tests.attention.test_packed import MIXED, PROMPTS, TOLERANCE, Built, Case, causal_mask
 from tests.support import models
 from tests.support.kernels.device import DEVICE, available
@@ -27,7 +27,7 @@ CASES = [
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Forces the kernels, and lists which are called."""
-    from hf_paged.kernels.triton import cascade, decode, prefill
+    from hf_paged.kernels.triton import attention
 
     calls: list[str] = []
 
@@ -36,10 +36,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1])
 
     monkeypatch.setenv(kernels.VARIABLE, "triton")
-    spy(decode, "decode_attention")
-    spy(prefill, "prefill_attention")
-    spy(cascade, "cascade_attention")
-    spy(cascade, "merge")
+    spy(attention, "decode_attention")
+    spy(attention, "prefill_attention")
+    spy(attention, "cascade_attention")
+    spy(attention, "merge")
     return calls
 
 

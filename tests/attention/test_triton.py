@@ -30,7 +30,7 @@ from tests.support.kernels.device import DEVICE, available
     ids=["llama-engine", "gpt_oss-engine", "gemma2-loop"],
 )
 def test_generate_through_the_kernels(name: str, road: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kernels.triton import decode, store
+    from hf_paged.kernels.triton import attention, store
 
     model = models.build(name).to(DEVICE)
     inputs = {key: value[:2].to(DEVICE) for key, value in models.prompt(name).items()}
@@ -47,7 +47,7 @@ def test_generate_through_the_kernels(name: str, road: str, tokens: int, monkeyp
 
         monkeypatch.setattr(module, function, counted)
 
-    count(decode, "decode_attention")
+    count(attention, "decode_attention")
     count(store, "store")
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     if road == "loop":

@@ -92,7 +92,7 @@ def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
 
 
 def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> None:
-    from hf_paged.kernels.triton.prefill import prefill_attention
+    from hf_paged.kernels.triton.attention import prefill_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
     bias = far.rows(random(3, 16))[:, 0]  # of 3 keys
@@ -107,7 +107,7 @@ def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> 
 
 
 def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:
-    from hf_paged.kernels.triton.decode import decode_attention
+    from hf_paged.kernels.triton.attention import decode_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
     step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8, query_len=3)

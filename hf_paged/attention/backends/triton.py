@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...kernels.triton.cascade import Cascade, find_cascade
 from ...kernels.triton.limits import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES
 from ...step import StepMetadata
 from ..call import AttentionCall
-
-if TYPE_CHECKING:
-    from ...kernels.triton.cascade import Cascade
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -52,7 +50,7 @@ def _prefill_reason(call: AttentionCall) -> str | None:
 
 def attend(call: AttentionCall) -> Tensor:
     """`reference.attend`; float32 sums."""
-    from ...kernels.triton import prefill  # needs Triton
+    from ...kernels.triton import attention  # needs Triton
 
     step, blocks = call.step, call.blocks
     if _has_few_queries(step):
@@ -61,7 +59,7 @@ def attend(call: AttentionCall) -> Tensor:
     parts = [] if decodes is None else [_attend_rows(call, call.query[:num_decodes], decodes)]
     features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
     query = call.query[num_decodes:]
-    parts.append(prefill.prefill_attention(query, blocks.keys, blocks.values, chunks or step, **features))
+    parts.append(attention.prefill_attention(query, blocks.keys, blocks.values, chunks or step, **features))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -78,7 +76,7 @@ def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata |
 
 def _attend_rows(call: AttentionCall, query: Tensor, step: StepMetadata) -> Tensor:
     """`attend` for the rows of `step`, equally many and few queries each: with a cascade where that pays off."""
-    from ...kernels.triton import cascade, decode  # need Triton
+    from ...kernels.triton import attention  # needs Triton
 
     keys, values = call.blocks.keys, call.blocks.values
     features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
@@ -86,11 +84,11 @@ def _attend_rows(call: AttentionCall, query: Tensor, step: StepMetadata) -> Tens
         known = step.plan(_no_cascades)
         layout = (query.shape[1], *keys.shape[1:], values.shape[3], query.dtype, keys.dtype)
         if layout not in known:
-            known[layout] = cascade.find_cascade(query, keys, values, step)
+            known[layout] = find_cascade(query, keys, values, step)
         found = known[layout]
         if found is not None:
-            return cascade.cascade_attention(query, keys, values, found, **features)
-    out: Tensor = decode.decode_attention(query, keys, values, step, bias=call.bias, **features)
+            return attention.cascade_attention(query, keys, values, found, **features)
+    out: Tensor = attention.decode_attention(query, keys, values, step, bias=call.bias, **features)
     return out
 
 

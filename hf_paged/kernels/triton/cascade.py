@@ -1,27 +1,46 @@
-"""Cascade attention of a decode step: shared blocks read once a group of rows, tails by the decode kernel, then merged.
-
-The prefix kernel is the prefill kernel without a causal mask, with all queries of a group side by side, so that a
-prompt of `n` samples is read once and not `n` times (cascade inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2).
-"""
+"""Which rows of a decode step share blocks that are worth attending to once for all of them (cascade inference,
+FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
 
 from __future__ import annotations
 
 import dataclasses
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-from . import decode
-from .cascade_plan import CascadeCosts, SharedPrefix, plan_cascade
-from .merge import merge
-from .prefill import prefill_parts
 
 LAUNCH_BYTES = 16 << 20
 """What a GPU reads while two more kernels start and end: about 4 us at 4 TB/s. An estimate, not a measurement."""
+
+
+class SharedPrefix(NamedTuple):
+    """Rows whose block tables begin with the same `num_blocks` blocks."""
+
+    rows: tuple[int, ...]
+    num_blocks: int
+
+
+class CascadeCosts(NamedTuple):
+    """
+    What a layer's attention moves, in bytes.
+
+    Args:
+        token_bytes: K and V of one token, all heads.
+        state_bytes: Output and log-sum-exp of one query over one part of its keys, all heads, as they are merged.
+        rows_per_read: Rows whose queries fit beside one another while a shared block is read once.
+        splits: Parts that shared keys are cut into.
+        overhead_bytes: What could be read while two more kernels start: once a step.
+    """
+
+    token_bytes: int
+    state_bytes: int
+    rows_per_read: int
+    splits: int = 1
+    overhead_bytes: int = 0
 
 
 class Cascade(NamedTuple):
@@ -96,35 +115,64 @@ def find_cascade(
     return Cascade.make(groups, step) if groups else None
 
 
-def cascade_attention(
-    query: Tensor,
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-    cascade: Cascade,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
+def plan_cascade(
+    tables: Sequence[list[int]], seq_lens: Sequence[int], block_size: int, costs: CascadeCosts
+) -> tuple[SharedPrefix, ...]:
     """
-    `decode_attention` of a step with one query a row, up to rounding: the tails' results are rounded to the query's
-    dtype before they are merged. Sinks are counted with the tails.
+    Groups of rows, each row in one at most, that read fewer bytes if the blocks at the head of their tables are read
+    once for the group and merged with the rest.
+
+    Without a group, `n` rows read their `t` shared tokens `n` times; with it `n / rows_per_read` times, rounded up,
+    and every row writes and reads a state a split more. Among groups within groups (a system prompt of all, prompts of
+    some) the saving decides. Nothing is shared if all groups together save less than `overhead_bytes`.
 
     Args:
-        query (`torch.Tensor` of shape `(rows, heads, head_dim)`)
-        num_splits (`int`, *optional*): Parts that shared tokens are cut into; chosen by the size of the chip if not
-            given.
-
-    Returns:
-        `torch.Tensor` of shape `(rows, heads, value_dim)`, in the query's dtype.
+        tables (`Sequence[list[int]]`): Block ids of each row; what is past a row's `seq_len` is not looked at.
+        seq_lens (`Sequence[int]`): Tokens of each row. The last is the row's own: it is never in a shared part.
+        block_size (`int`): Tokens in a block.
+        costs ([`CascadeCosts`])
     """
-    tails, prefixes, query_index = cascade
-    out, lse = decode.decode_attention(
-        query, key_blocks, value_blocks, tails, scale=scale, softcap=softcap, sinks=sinks, return_lse=True
-    )
-    options: dict[str, Any] = dict(scale=scale, softcap=softcap, query_index=query_index, num_splits=num_splits)
-    parts, parts_lse = prefill_parts(query, key_blocks, value_blocks, prefixes, **options)
-    assert parts_lse is not None
-    merge(parts, parts_lse, out, tail=out, tail_lse=lse, index=query_index)
-    return out
+    usable = {row: (seq_len - 1) // block_size for row, seq_len in enumerate(seq_lens) if seq_len > block_size}
+    groups, saved = _best(list(usable), tables, usable, block_size, costs)
+    return tuple(groups) if saved > costs.overhead_bytes else ()
+
+
+def _best(
+    rows: list[int], tables: Sequence[list[int]], usable: dict[int, int], block_size: int, costs: CascadeCosts
+) -> tuple[list[SharedPrefix], int]:
+    """One group of all rows, or the best groups of those that share more blocks; and the bytes saved."""
+    if len(rows) < 2:
+        return [], 0
+    shared = _num_shared([tables[row] for row in rows], min(usable[row] for row in rows))
+    reads = -(-len(rows) // costs.rows_per_read)
+    whole = (len(rows) - reads) * shared * block_size * costs.token_bytes
+    whole -= 2 * len(rows) * (costs.splits + 1) * costs.state_bytes
+    branches: dict[int, list[int]] = {}
+    for row in rows:
+        if usable[row] > shared:
+            branches.setdefault(tables[row][shared], []).append(row)
+    parts: list[SharedPrefix] = []
+    total = 0
+    for branch in branches.values():
+        found, saving = _best(branch, tables, usable, block_size, costs)
+        parts += found
+        total += saving
+    if whole > max(total, 0):
+        return [SharedPrefix(tuple(rows), shared)], whole
+    return parts, total
+
+
+def _num_shared(tables: list[list[int]], most: int) -> int:
+    """How many leading blocks, up to `most`, all tables have in common: list comparisons, which run in C."""
+    first = tables[0]
+    for table in tables[1:]:
+        if table[:most] != first[:most]:
+            low, high = 0, most  # equal up to low, different at high
+            while high - low > 1:
+                middle = (low + high) // 2
+                if table[low:middle] == first[low:middle]:
+                    low = middle
+                else:
+                    high = middle
+            most = low
+    return most

@@ -1,4 +1,4 @@
-"""What the kernels share: addresses, products and the softcap on the device; what a launch needs on the host."""
+"""What the kernels and their launchers share."""
 
 from __future__ import annotations
 
@@ -13,51 +13,6 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Set when Triton was imported, as Triton's own choice is."""
-
-
-# -- on the device ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def dot(a, b, acc):
-    """`a @ b + acc` in float32; products of float32 are exact. Triton's interpreter multiplies the bits of bfloat16."""
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    elif a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def tanh(x):
-    # Exact at both ends: exp2 gives inf or 0. `libdevice.tanh` is slower and unknown to the interpreter.
-    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
-
-
-@triton.jit
-def soften(scores, softcap):
-    return tanh(scores / softcap) * softcap
-
-
-@triton.jit
-def tile_blocks(block_table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Block of each of `TILE` positions from `start`, a multiple of `TILE`; block 0 at and past `end`. [TILE] int64.
-
-    One load where a tile lies within one block; else one id a block, spread over the block's tokens.
-    """
-    if BLOCK_SIZE >= TILE:
-        ids = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-        return tl.zeros([TILE], dtype=tl.int64) + ids
-    else:
-        position = start + tl.arange(0, TILE)
-        return tl.load(block_table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-
-
-# -- on the host ----------------------------------------------------------------------------------------------------
 
 
 def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:

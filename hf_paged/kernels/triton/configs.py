@@ -16,14 +16,14 @@ FOLDER = Path(__file__).with_name("configs")
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeConfig:
+class LaunchConfig:
     """
     Args:
         tile (`int`): Tokens whose K and V are loaded at a time, a power of two of at least 16.
-        block_m (`int`): Most query rows (heads of a group x queries) of one program, a power of two of at least 16.
+        block_m (`int`): Most query rows (queries x heads of a group) of one program, a power of two of at least 16.
         num_warps (`int`): Warps of a program.
         num_stages (`int`): Depth of the loop's software pipeline, as Triton counts.
-        programs_per_sm (`int`): Programs a multiprocessor should get; more splits rows more finely.
+        programs_per_sm (`int`): Of a decode: programs a multiprocessor should get; more splits rows more finely.
     """
 
     tile: int
@@ -31,22 +31,6 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefillConfig:
-    """
-    Args:
-        block_m (`int`): Query rows (queries x heads of a group) of one program, a power of two of at least 16.
-        tile (`int`): Tokens whose K and V are loaded at a time, a power of two of at least 16.
-        num_warps (`int`): Warps of a program.
-        num_stages (`int`): Tiles that are loaded ahead, the current one included.
-    """
-
-    block_m: int
-    tile: int
-    num_warps: int = 8
-    num_stages: int = 3
 
 
 def chip(device: torch.device) -> str:
@@ -66,18 +50,18 @@ def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int
     return f"{kernel}/{key_dim}x{value_dim}/{str(dtype).removeprefix('torch.')}/m{block_m}"
 
 
-def decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device) -> DecodeConfig:
+def decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device) -> LaunchConfig:
     """The measured choice for this chip, else `default_decode_config`."""
     entry = _tables(chip(device)).get(key("decode", key_dim, value_dim, dtype, rows))
     if entry is not None:
-        return DecodeConfig(**entry)
+        return LaunchConfig(**entry)
     config = default_decode_config(key_dim, value_dim, dtype, rows)
     if torch.version.hip is not None:  # 64 KiB of shared memory
         return dataclasses.replace(config, num_stages=2)
     return config
 
 
-def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
+def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
     """
     Tiles of about 32 KiB of K and V together, the next one on its way while one is used: a multiprocessor of an H200
     has to have about 26 KiB on their way to keep its share of the memory busy (4.8 TB/s, 700 ns, 132 of them). Block
@@ -87,12 +71,12 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
     widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         tile = 32 if widest <= 64 else 16
-        return DecodeConfig(tile, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
+        return LaunchConfig(tile, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
     if widest > 256:
-        return DecodeConfig(32, min(block_m, 32), 8, num_stages=5 if block_m == 16 else 3, programs_per_sm=1)
+        return LaunchConfig(32, min(block_m, 32), 8, num_stages=5 if block_m == 16 else 3, programs_per_sm=1)
     if widest > 128:
-        return DecodeConfig(32, min(block_m, 32), 4, num_stages=5)
-    return DecodeConfig(
+        return LaunchConfig(32, min(block_m, 32), 4, num_stages=5)
+    return LaunchConfig(
         tile=128 if widest <= 64 and block_m <= 32 else 64,
         block_m=min(block_m, 64),
         num_warps=4,
@@ -102,19 +86,19 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
 
 def prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, has_mask: bool, device: torch.device
-) -> PrefillConfig:
+) -> LaunchConfig:
     """The measured choice for this chip, else `default_prefill_config`; arguments as there."""
     name = chip(device)
     kernel = "prefill-mask" if has_mask else "prefill"
     entry = _tables(name).get(key(kernel, key_dim, value_dim, dtype, min(rows, 128)))
     if entry is not None:
-        return PrefillConfig(**entry)
+        return LaunchConfig(**entry)
     return default_prefill_config(key_dim, value_dim, dtype, rows, has_mask, name)
 
 
 def default_prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, has_mask: bool, chip: str
-) -> PrefillConfig:
+) -> LaunchConfig:
     """
     Large tiles that compile without spilled registers and fit the shared memory: 99 KiB (compute capabilities 8.6, 8.9
     and 12.0) for heads up to 128, 163 KiB for wider ones. `tests/support/kernels/prefill_cases.py` checks it.
@@ -126,18 +110,18 @@ def default_prefill_config(
     """
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
-        return PrefillConfig(32 if widest <= 128 else 16, 32 if widest <= 256 else 16, 8, 1)
+        return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
-        return PrefillConfig(32, 16 if has_mask else 32, 8, 2)
+        return LaunchConfig(16 if has_mask else 32, 32, 8, 2)
     # Hopper's and Blackwell's tensor cores read both factors from shared memory, earlier ones from registers.
     from_shared = chip.startswith(("sm90", "sm10"))
     if has_mask:
-        return PrefillConfig(64 if from_shared or widest <= 128 else 32, 32, 8, 2)
+        return LaunchConfig(32, 64 if from_shared or widest <= 128 else 32, 8, 2)
     if widest > 128:
-        return PrefillConfig(64 if is_short or not from_shared else 128, 32, 8, 3)
+        return LaunchConfig(32, 64 if is_short or not from_shared else 128, 8, 3)
     if widest > 64 and not from_shared:
-        return PrefillConfig(64, 32, 4, 3) if is_short else PrefillConfig(128, 32, 8, 3)
-    return PrefillConfig(64, 64, 4, 3) if is_short else PrefillConfig(128, 64, 8, 3)
+        return LaunchConfig(32, 64, 4, 3) if is_short else LaunchConfig(32, 128, 8, 3)
+    return LaunchConfig(64, 64, 4, 3) if is_short else LaunchConfig(64, 128, 8, 3)
 
 
 @functools.cache

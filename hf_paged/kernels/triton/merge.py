@@ -9,23 +9,23 @@ from torch import Tensor
 from .common import LN_2, LOG2_E, device_guard
 
 
-@triton.jit
-def _take(partial, weight, rows, dim, VALUE_DIM: tl.constexpr):
-    # A part that saw nothing has weight 0 and may hold anything.
-    inside = (weight > 0.0)[:, None] & (dim < VALUE_DIM)[None, :]
-    return weight[:, None] * tl.load(partial + rows[:, None] + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["parts"])
 def merge_kernel(
-    partials, partials_lse, tail, tail_lse, index, out, out_lse, parts,
+    partials, partials_lse, row_items, tail, tail_lse, index, out, out_lse, parts,
     partials_part, partials_token, partials_head, lse_part, lse_token,
     tail_token, tail_head, tail_lse_token, out_token, out_head, out_lse_token,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    # One position and BLOCK_HEADS heads a program.
+    # One query and BLOCK_HEADS heads a program.
     position = tl.program_id(0).to(tl.int64)
-    token = position
+    token, source, first = position, position, 0
+    if row_items is not None:
+        row, source = position // QUERY_LEN, position % QUERY_LEN
+        first = tl.load(row_items + 2 * row).to(tl.int64)
+        parts = tl.load(row_items + 2 * row + 1)
+        if parts <= 1:
+            return
     if index is not None:
         token = tl.load(index + position).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
@@ -33,38 +33,43 @@ def merge_kernel(
     dim = tl.arange(0, VALUE_WIDTH)
     nothing = float("-inf")
 
-    # First the largest log-sum-exp, so that the loads of the second loop do not wait for one another.
-    lse_rows = partials_lse + position * lse_token + head
-    top = tl.full([BLOCK_HEADS], nothing, dtype=tl.float32)
-    own = top
+    # First all logarithms, so that the loads of values do not wait for one another.
+    every = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
+    lse_rows = partials_lse + (first * lse_part + source * lse_token + head)[None, :]
+    seen = tl.load(lse_rows + every * lse_part, mask=(every < parts) & real[None, :], other=nothing)
+    top = tl.max(seen, axis=0)
     if tail is not None:
         own = tl.load(tail_lse + token * tail_lse_token + head, mask=real, other=nothing)
-        top = own
-    for part in range(0, parts):
-        top = tl.maximum(top, tl.load(lse_rows + tl.cast(part, tl.int64) * lse_part, mask=real, other=nothing))
+        top = tl.maximum(top, own)
     anchor = tl.where(top == nothing, 0.0, top)
+    total = tl.sum(tl.exp2((seen - anchor[None, :]) * LOG2_E), axis=0)
 
-    total = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+    # A part that saw nothing has weight 0 and may hold anything.
     acc = tl.zeros([BLOCK_HEADS, VALUE_WIDTH], dtype=tl.float32)
     if tail is not None:
         weight = tl.exp2((own - anchor) * LOG2_E)
         total += weight
-        acc += _take(tail, weight, token * tail_token + head * tail_head, dim, VALUE_DIM)
-    rows = position * partials_token + head * partials_head
-    for part in range(0, parts):
-        lse = tl.load(lse_rows + tl.cast(part, tl.int64) * lse_part, mask=real, other=nothing)
-        weight = tl.exp2((lse - anchor) * LOG2_E)
-        total += weight
-        acc += _take(partials + tl.cast(part, tl.int64) * partials_part, weight, rows, dim, VALUE_DIM)
+        pointers = tail + (token * tail_token + head * tail_head)[:, None] + dim[None, :]
+        inside = (weight > 0.0)[:, None] & (dim < VALUE_DIM)[None, :]
+        acc += weight[:, None] * tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    rows = partials + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
+    for begin in range(0, parts, STEP):
+        part = (begin + tl.arange(0, STEP)).to(tl.int64)[:, None]
+        lse = tl.load(lse_rows + part * lse_part, mask=(part < parts) & real[None, :], other=nothing)
+        weights = tl.exp2((lse - anchor[None, :]) * LOG2_E)[:, :, None]
+        mask = (weights > 0.0) & (dim < VALUE_DIM)[None, None, :]
+        values = tl.load(rows + part[:, :, None] * partials_part + dim[None, None, :], mask=mask, other=0.0)
+        acc += tl.sum(weights * values.to(tl.float32), axis=0)
 
     # `out` may be `tail`: every program reads before any writes.
     tl.debug_barrier()
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = tl.where(total > 0.0, total, 1.0)
     target = out + token * out_token + head[:, None] * out_head + dim[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=real[:, None] & (dim < VALUE_DIM)[None, :])
+    result = (acc / divisor[:, None]).to(out.dtype.element_ty)
+    tl.store(target, result, mask=real[:, None] & (dim < VALUE_DIM)[None, :])
     if out_lse is not None:
-        seen = tl.where(total > 0.0, anchor + tl.log2(tl.where(total > 0.0, total, 1.0)) * LN_2, nothing)
-        tl.store(out_lse + token * out_lse_token + head, seen, mask=real)
+        logarithm = tl.where(total > 0.0, anchor + tl.log2(divisor) * LN_2, nothing)
+        tl.store(out_lse + token * out_lse_token + head, logarithm, mask=real)
 
 
 def merge(
@@ -76,6 +81,8 @@ def merge(
     tail_lse: Tensor | None = None,
     index: Tensor | None = None,
     out_lse: Tensor | None = None,
+    row_items: Tensor | None = None,
+    most_parts: int | None = None,
 ) -> None:
     """
     Softmax attention over all keys from that over parts of them (FlashInfer, arXiv 2501.01005, sec. 2.2), in float32.
@@ -91,17 +98,24 @@ def merge(
         index (`torch.Tensor` of shape `(n,)`, integer, *optional*): Which token of `out` and `tail` each query is, each
             at most once; `0 .. n - 1` without it. Other tokens are left as they are.
         out_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32, *optional*): Written too; may be `tail_lse`.
+        row_items (`torch.Tensor` of shape `(rows, 2)`, int32, *optional*): For rows of `n` queries with parts of their
+            own: the first part of each row, and how many it has; rows with one part are left as they are.
+        most_parts (`int`, *optional*): With `row_items`, how many a row has at most.
     """
-    parts, positions, heads, value_dim = partials.shape
+    parts, queries, heads, value_dim = partials.shape
+    positions = queries if row_items is None else len(out)
     if positions * heads == 0:
         return
-    width = triton.next_power_of_2(value_dim)
-    block_heads = min(triton.next_power_of_2(heads), max(1, 1024 // width))
+    most, width = triton.next_power_of_2(most_parts or parts), triton.next_power_of_2(value_dim)
+    step = min(most, 8)
+    # Two at least: Triton vectorises no loads of a tile with a dimension of one.
+    block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
     with device_guard(out):
         merge_kernel[(positions, triton.cdiv(heads, block_heads))](
-            partials, partials_lse, tail, tail_lse, index, out, out_lse, parts,
+            partials, partials_lse, row_items, tail, tail_lse, index, out, out_lse, parts,
             *partials.stride()[:3], *partials_lse.stride()[:2],
             *((0, 0) if tail is None else tail.stride()[:2]), 0 if tail_lse is None else tail_lse.stride(0),
             *out.stride()[:2], 0 if out_lse is None else out_lse.stride(0),
-            HEADS=heads, VALUE_DIM=value_dim, BLOCK_HEADS=block_heads, VALUE_WIDTH=width,
+            QUERY_LEN=queries if row_items is not None else 1, HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
+            BLOCK_HEADS=block_heads, BLOCK_PARTS=most, STEP=step,
         )  # fmt: skip

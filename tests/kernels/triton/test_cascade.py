@@ -10,7 +10,7 @@ import torch
 from hf_paged.attention.backends import reference
 from hf_paged.attention.call import AttentionCall
 from hf_paged.cache.storage import KVBlocks
-from hf_paged.kernels.triton.cascade_plan import CascadeCosts, SharedPrefix
+from hf_paged.kernels.triton.cascade import CascadeCosts, SharedPrefix
 from hf_paged.step import StepMetadata
 from tests.support.kernels.device import DEVICE, available
 
@@ -61,7 +61,7 @@ def build(
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks: bool, splits: int | None) -> None:
-    from hf_paged.kernels.triton import cascade
+    from hf_paged.kernels.triton import attention, cascade
 
     query, keys, values, step = build(ROWS, dtype)
     features: dict[str, Any] = dict(scale=SCALE, softcap=4.0 if sinks else None)
@@ -70,7 +70,7 @@ def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks:
     assert plan is not None
     assert plan.query_index.tolist() == [0, 2, 5, 1, 4] and plan.prefixes.seq_lens == (24, 40)
     with torch.no_grad():
-        output = cascade.cascade_attention(query, keys, values, plan, num_splits=splits, **features)
+        output = attention.cascade_attention(query, keys, values, plan, num_splits=splits, **features)
     expected = reference.attend(call(query.double(), keys.double(), values.double(), step, **features))
     tolerance = TOLERANCE[dtype]
     assert output.dtype == dtype
@@ -78,7 +78,7 @@ def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks:
 
 
 def test_rows_whose_window_ends_within_them_share_nothing() -> None:
-    from hf_paged.kernels.triton import cascade
+    from hf_paged.kernels.triton import attention, cascade
 
     for window, members in ((60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)):
         query, keys, values, step = build(ROWS, torch.float32, window)
@@ -88,7 +88,7 @@ def test_rows_whose_window_ends_within_them_share_nothing() -> None:
             continue
         assert plan is not None and plan.query_index.tolist() == members
         with torch.no_grad():
-            output = cascade.cascade_attention(query, keys, values, plan, scale=SCALE)
+            output = attention.cascade_attention(query, keys, values, plan, scale=SCALE)
         expected = reference.attend(call(query, keys, values, step, scale=SCALE))
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
@@ -101,13 +101,13 @@ def test_short_prefixes_are_not_worth_two_more_launches() -> None:
 
 
 def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:
-    from hf_paged.kernels.triton import cascade
+    from hf_paged.kernels.triton import attention, cascade
 
     query, keys, values, step = build(ROWS, torch.float32)
     groups = (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
     plan = cascade.Cascade.make(groups, step)
     with torch.no_grad():
-        output = cascade.cascade_attention(query, keys, values, plan, scale=SCALE)
+        output = attention.cascade_attention(query, keys, values, plan, scale=SCALE)
     expected = reference.attend(call(query, keys, values, step, scale=SCALE))
     torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.kernels.triton.cascade_plan import CascadeCosts, SharedPrefix, plan_cascade
+from hf_paged.kernels.triton.cascade import CascadeCosts, SharedPrefix, plan_cascade
 
 FREE = CascadeCosts(token_bytes=10, state_bytes=0, rows_per_read=1000)
 

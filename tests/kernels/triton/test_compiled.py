@@ -25,7 +25,7 @@ def compiled() -> list[Compiled]:
 
 def test_fits_its_chip(compiled: list[Compiled]) -> None:
     kernels = {row.kernel for row in compiled}
-    assert {"_store_kernel", "decode_kernel", "combine_kernel"} <= kernels
+    assert {"_store_kernel", "attention_kernel", "merge_kernel"} <= kernels
     assert {row.capability for row in compiled} == set(SHARED_LIMIT)
     problems = [f"{row.case} {row.kernel} sm_{row.capability}: {'; '.join(row.problems)}" for row in compiled]
     assert not [problem for problem, row in zip(problems, compiled) if row.problems]
@@ -33,7 +33,11 @@ def test_fits_its_chip(compiled: list[Compiled]) -> None:
 
 def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
     """Keys and values go to shared memory asynchronously (LDGSTS), and half-precision products to the tensor cores."""
-    rows = [row for row in compiled if row.kernel == "decode_kernel" and "fp32" not in row.case]
+    rows = [
+        row
+        for row in compiled
+        if row.kernel == "attention_kernel" and row.case.startswith("decode") and "fp32" not in row.case
+    ]
     assert rows
     for row in rows:
         assert row.instructions.get("LDGSTS", 0) > 0, row
@@ -42,7 +46,11 @@ def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
 
 def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
     """Chips of 8.6, 8.9 and 12.0 have 99 KiB for a block."""
-    assert not [row for row in compiled if row.kernel == "decode_kernel" and row.shared > 99 * 1024]
+    assert not [
+        row
+        for row in compiled
+        if row.kernel == "attention_kernel" and row.case.startswith("decode") and row.shared > 99 * 1024
+    ]
 
 
 def test_a_problem_is_seen() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
-from hf_paged.kernels.triton.configs import DecodeConfig, PrefillConfig, prefill_config
+from hf_paged.kernels.triton.configs import LaunchConfig, prefill_config
 from tests.support.kernels.device import DEVICE, available
 
 
@@ -24,7 +24,7 @@ def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch
     arguments = (128, 128, torch.bfloat16, 4, torch.device("cpu"))
     rule = configs.default_decode_config(*arguments[:4])
     assert configs.decode_config(*arguments) == rule
-    measured = DecodeConfig(tile=128, num_warps=8, num_stages=2, programs_per_sm=3)
+    measured = LaunchConfig(tile=128, num_warps=8, num_stages=2, programs_per_sm=3)
     tune.write(
         tmp_path / "sm90.json", {"gpu": "NVIDIA H200"}, "decode/128x128/bfloat16/m16", measured, {"best_us": 1.0}
     )
@@ -39,8 +39,8 @@ def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch
 
 def test_committed_tables_are_readable() -> None:
     for path in configs.FOLDER.glob("*.json"):
-        for key, entry in json.loads(path.read_text())["configs"].items():
-            (PrefillConfig if key.startswith("prefill") else DecodeConfig)(**entry)
+        for entry in json.loads(path.read_text())["configs"].values():
+            LaunchConfig(**entry)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -54,12 +54,12 @@ def test_the_rule_gives_powers_of_two(dim: int, rows: int, dtype: torch.dtype) -
 
 
 def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
-    default = DecodeConfig(tile=64)
+    default = LaunchConfig(tile=64)
     options = list(tune.decode_candidates(default))
     assert options[0] == default and len(set(options)) == len(options)
     fast_but_wrong, too_large, best = options[1], options[2], options[3]
 
-    def time_us(config: DecodeConfig) -> float:
+    def time_us(config: LaunchConfig) -> float:
         if config == too_large:
             raise RuntimeError("out of resource: shared memory")
         return {fast_but_wrong: 1.0, best: 2.0}.get(config, 3.0)
@@ -77,14 +77,14 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
     torch.manual_seed(0)
     decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
     chunks = tune.Problem.make(16, torch.float32, 2, 5, 40, DEVICE)
-    found = decode.decode(DecodeConfig(tile=16)), chunks.prefill(PrefillConfig(16, 16, 4, 1))
+    found = decode.decode(LaunchConfig(tile=16)), chunks.prefill(LaunchConfig(16, 16, 4, 1))
     for problem, output in zip((decode, chunks), found):
         torch.testing.assert_close(output, problem.run(reference), atol=2e-5, rtol=2e-5)
 
 
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = torch.device("cpu"), []
-    monkeypatch.setattr(tune, "_tune", lambda *arguments: (PrefillConfig(64, 64), {"best_us": 1.0}))
+    monkeypatch.setattr(tune, "_tune", lambda *arguments: (LaunchConfig(64, 64, 8), {"best_us": 1.0}))
     monkeypatch.setattr(configs, "_tables", lambda chip: {key: {"block_m": 32, "tile": 16} for key in asked})
     for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
         asked[:] = [key for key, *_ in tune.tune_prefill(dim, torch.bfloat16, device)]
@@ -92,7 +92,7 @@ def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.Monkey
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
             config = prefill_config(key_dim, value_dim, torch.bfloat16, rows, False, device)
             is_known = configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
-            assert (config == PrefillConfig(32, 16)) == is_known
+            assert (config == LaunchConfig(16, 32)) == is_known
             assert is_known or rows < 4096
 
 

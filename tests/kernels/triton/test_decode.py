@@ -35,20 +35,20 @@ WIDE = [
 
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
     """The kernel with splits of at least this number of tokens, on a chip that always has room for another program."""
-    from hf_paged.kernels.triton import configs, decode
+    from hf_paged.kernels.triton import attention, configs
 
     call = on_device(call)
     assert unsupported_reason(call.made()) is None
     shape, query = call.query.shape[::2], call.query.transpose(1, 2).flatten(0, 1)
-    config = configs.DecodeConfig(tile, block_m, num_warps=4, num_stages=2)
-    before, decode.MIN_SPLIT = decode.MIN_SPLIT, split_tokens
+    config = configs.LaunchConfig(tile, block_m, num_warps=4, num_stages=2)
+    before, attention.MIN_DECODE_SPLIT = attention.MIN_DECODE_SPLIT, split_tokens
     try:
         with torch.no_grad():
             options = {"config": config, **call.options, **options}
-            out = decode.decode_attention(query, *call.inputs[1:], **options)
+            out = attention.decode_attention(query, *call.inputs[1:], **options)
             return tuple(x.unflatten(0, shape) for x in out) if isinstance(out, tuple) else out.unflatten(0, shape)
     finally:
-        decode.MIN_SPLIT = before
+        attention.MIN_DECODE_SPLIT = before
 
 
 def check(case: Case, split_tokens: int, seed: int = 0, **options: Any) -> None:
@@ -87,19 +87,19 @@ def test_matches_dense_attention_on_any_sizes(case: Case, seed: int, split_token
     window=st.sampled_from((None, None, 50)),
 )
 def test_every_split_has_an_item(seq_lens: list[int], multiprocessors: int, window: int | None) -> None:
-    from hf_paged.kernels.triton import decode
+    from hf_paged.kernels.triton import attention
 
     call = build(Case(tuple(seq_lens), heads=1, kv_heads=1, key_dim=16, value_dim=16, window=window))
-    before, decode.num_multiprocessors = decode.num_multiprocessors, lambda device: multiprocessors
+    before, attention.num_multiprocessors = attention.num_multiprocessors, lambda device: multiprocessors
     try:
         out = run(call, split_tokens=16)
     finally:
-        decode.num_multiprocessors = before
+        attention.num_multiprocessors = before
     torch.testing.assert_close(out.double().cpu(), call.expected, atol=2e-5, rtol=2e-5)
 
 
 def test_long_rows_among_short_ones_get_more_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kernels.triton import decode
+    from hf_paged.kernels.triton import attention
 
     found: list[torch.Tensor] = []
     new_empty = torch.Tensor.new_empty
@@ -111,7 +111,7 @@ def test_long_rows_among_short_ones_get_more_splits(monkeypatch: pytest.MonkeyPa
     case = Case(seq_lens=(320, 16, 0, 64), heads=1, kv_heads=1, key_dim=16, value_dim=16)
     call = build(case)
     monkeypatch.setattr(torch.Tensor, "new_empty", remember)
-    monkeypatch.setattr(decode, "num_multiprocessors", lambda device: 4)  # 8 programs: 400 tokens, 50 each, so 64
+    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: 4)  # 8 programs: 400 tokens, 50 each, so 64
     run(call, split_tokens=16)
     items = next(tensor for tensor in found if tensor.dtype == torch.int32 and tensor.shape == (4, 2))
     assert items.tolist() == [[0, 5], [5, 1], [6, 1], [7, 1]]
@@ -195,11 +195,11 @@ def test_dtypes_of_queries_and_blocks_may_differ() -> None:
 
 
 def test_a_bias_too_short_raises_where_the_host_knows() -> None:
-    from hf_paged.kernels.triton import decode
+    from hf_paged.kernels.triton import attention
 
     call = build(Case(seq_lens=(40, 5)))
     with pytest.raises(IndexError, match=r"the bias covers 39 positions, seq_lens are \(40, 5\)"):
-        decode._bias_arguments(torch.zeros(39), 14, 1, call.step)
+        attention._bias_layout(torch.zeros(39), 14, 1, call.step)
 
 
 @pytest.mark.parametrize(

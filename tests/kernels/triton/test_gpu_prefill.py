@@ -83,7 +83,7 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
         for target, source in zip(static, inputs_of(x)):
             target.copy_(source)
 
-    from hf_paged.kernels.triton.prefill import prefill_attention
+    from hf_paged.kernels.triton.attention import prefill_attention
 
     keys, values = pool.chunk(2, dim=1)
     load(first)
@@ -103,14 +103,14 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
 @pytest.mark.parametrize("splits", [None, 1, 7])
 def test_cascade_of_long_prompts(splits: int | None, dtype: torch.dtype) -> None:
     from hf_paged.attention.backends import reference
-    from hf_paged.kernels.triton import cascade
+    from hf_paged.kernels.triton import attention, cascade
 
     rows = [("a", 60, 5), ("b", 35, 1), ("a", 60, 170), ("", 0, 30), ("b", 35, 9), *[("a", 60, 3)] * 12]
     query, keys, values, step = cascades.build(rows, dtype, heads=8, num_blocks=200)
     plan = cascade.find_cascade(query, keys, values, step, cascades.FREE)
     assert plan is not None
     with torch.no_grad():
-        output = cascade.cascade_attention(query, keys, values, plan, scale=0.3, num_splits=splits)
+        output = attention.cascade_attention(query, keys, values, plan, scale=0.3, num_splits=splits)
     wanted = reference.attend(cascades.call(query.double(), keys.double(), values.double(), step, scale=0.3))
     tolerance = cascades.TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)

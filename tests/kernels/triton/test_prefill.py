@@ -216,7 +216,7 @@ def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> Any:
-    from hf_paged.kernels.triton import prefill
+    from hf_paged.kernels.triton import attention, configs
 
     def move(value: Any) -> Any:
         return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
@@ -226,9 +226,9 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
              for x in (built.key_blocks, built.value_blocks)]  # fmt: skip
     options = {name: move(value) for name, value in {**built.options, **options}.items()}
     query = move(built.query)
-    chosen = None if config is None else prefill.PrefillConfig(*config, num_warps=4, num_stages=2)
+    chosen = None if config is None else configs.LaunchConfig(*config[::-1], num_warps=4, num_stages=2)
     with torch.no_grad():
-        return prefill.prefill_attention(query, *pools, built.step, config=chosen, **options)
+        return attention.prefill_attention(query, *pools, built.step, config=chosen, **options)
 
 
 def check(case: Case, seed: int = 0) -> None:

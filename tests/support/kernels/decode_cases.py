@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.kernels.triton.decode import decode_attention
+from hf_paged.kernels.triton.attention import decode_attention
 from hf_paged.kernels.triton.store import store
 from hf_paged.step import Lengths, StepMetadata
 from tests.support.kernels.aot import AotCase

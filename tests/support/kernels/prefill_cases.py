@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from hf_paged.kernels.triton.attention import prefill_attention, prefill_parts
 from hf_paged.kernels.triton.merge import merge
-from hf_paged.kernels.triton.prefill import prefill_attention, prefill_parts
 from hf_paged.step import StepMetadata
 from tests.support.kernels.aot import AotCase
 

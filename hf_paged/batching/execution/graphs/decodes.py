@@ -24,7 +24,7 @@ from ....cache.memory import GroupMemory, autocast_dtype
 from ....cache.paged_cache import PagedCache
 from ....cache.storage import KVBlocks
 from ....kernels import VARIABLE
-from ....kernels.triton.cascade_plan import CascadeCosts, plan_cascade
+from ....kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from ....model.self_check import first_line
 from ....model.state import ModelState
 from ....step import StepMetadata
@@ -289,7 +289,6 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
 
 def eager_costs(groups: list[GroupMemory], num_heads: int) -> list[CascadeCosts]:
     """For each layer group what its layers move together, and what launching all layers of the model takes."""
-    from ....kernels.triton.cascade import default_costs  # needs Triton
 
     query = torch.empty(1, num_heads, 1, 1, device="meta")
     num_layers, found = sum(len(group.storage.layers) for group in groups), []

@@ -1,0 +1,297 @@
+"""Triton attention over paged K/V, by one kernel with two grids that no length decides.
+
+For rows of one or a few queries each the grid is `(kv_heads * tiles of query rows, items)`. An item is a split of a
+row; each program works out which one from the lengths on the device, so that a captured graph stays right as rows grow
+and no step waits for the device. A long row among short ones is spread over more programs, and there are about as many
+as the chip runs at once (Flash-Decoding, Dao et al. 2023; balanced as in FlashInfer, arXiv 2501.01005, sec. 3.3).
+
+For prompts, chunks, speculated trees and shared prefixes the packed queries of all rows are cut into tiles, the query
+heads of a K/V head side by side in them, so that chunks of a few tokens fill a tile too. The grid has room for the most
+tiles that these tokens can need; each program reads its row from `query_start` on the device. Tiles of keys that every
+query of a tile sees go without masks (FlashAttention-2, arXiv 2307.08691, sec. 3.1).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...step import StepMetadata
+from .attention_kernel import attention_kernel
+from .cascade import Cascade
+from .common import device_guard, dot_dtype, num_multiprocessors, split_dim
+from .configs import LaunchConfig, decode_config, prefill_config
+from .limits import MAX_BATCH
+from .merge import merge
+
+MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
+"""Tokens of a split of a row, but for its last one: fewer cost more to merge than they gain."""
+
+
+def decode_attention(
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    step: StepMetadata,
+    *,
+    bias: Tensor | None = None,
+    return_lse: bool = False,
+    config: LaunchConfig | None = None,
+    **features: Any,
+) -> Any:
+    """
+    Attention of each row's queries, equally many and at most `MAX_QUERIES`, over the K/V that its block table names.
+    Sums in float32.
+
+    Of `step` it uses the device tensors and the static sizes only: the same launch is right for other lengths, as in a
+    captured graph, up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros.
+
+    Args:
+        query (`torch.Tensor` of shape `(T, heads, head_dim)`)
+        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
+        step ([`StepMetadata`])
+        bias (`torch.Tensor` that broadcasts to `(rows, heads, query_len, max seq_len)`, *optional*)
+        return_lse (`bool`): Also the logarithm of each query's sum of exponentials, to merge results over disjoint
+            keys.
+        config (`LaunchConfig`, *optional*): Instead of the one for this chip.
+        features: `scale`, `softcap`, `sinks` and `alibi_slopes`, as in `prefill_parts`.
+
+    Returns:
+        `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also one of
+        shape `(T, heads)`, float32, natural logarithm, the sink's logit included, `-inf` for queries that see nothing.
+
+    Raises:
+        IndexError: if the bias is shorter than the longest row, where the host knows the lengths.
+    """
+    num_tokens, heads, key_dim = query.shape
+    _, kv_heads, block_size, value_dim = value_blocks.shape
+    num_rows, query_len = step.num_rows, step.query_len
+    assert query_len is not None
+    out = query.new_empty(num_tokens, heads, value_dim)
+    lse = query.new_empty(num_tokens, heads, dtype=torch.float32) if return_lse else None
+    if out.numel() == 0:
+        return (out, lse) if return_lse else out
+    rows = heads // kv_heads * query_len
+    config = config or decode_config(key_dim, value_dim, key_blocks.dtype, rows, query.device)
+    block_m = min(config.block_m, max(16, triton.next_power_of_2(rows)))
+    programs = kv_heads * triton.cdiv(rows, block_m)
+    target = num_multiprocessors(query.device) * config.programs_per_sm
+    longest = step.block_tables.shape[1] * block_size
+    if step.causal and step.window is not None:
+        longest = min(longest, step.window + query_len + config.tile)
+    is_split = longest > MIN_DECODE_SPLIT and programs < target
+    items, block_rows = num_rows, 1
+    part_out = part_lse = row_items = None
+    if is_split:
+        # One more for a row than its share of the programs; see `_find_item`. The batch is padded coarsely, as each
+        # size is compiled once.
+        items = min(num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT))
+        block_rows = next(size for size in (32, 256, 2048, MAX_BATCH) if size >= num_rows)
+        part_out = query.new_empty(items, query_len, heads, value_dim, dtype=torch.float32)
+        part_lse = query.new_empty(part_out.shape[:3], dtype=torch.float32)
+        row_items = query.new_empty(num_rows, 2, dtype=torch.int32)
+    key_tiles, value_tiles = split_dim(key_dim), split_dim(value_dim, smallest=32)  # 16 columns feed 2 of 4 warps
+    _launch(
+        (programs, items), query, key_blocks, value_blocks, step, out, lse, config, block_m, value_tiles, is_split,
+        bias=bias, bias_layout=_bias_layout(bias, heads, query_len, step), **features,
+        starts=step.on_device.starts, part_out=part_out, part_lse=part_lse, row_items=row_items, target=target,
+        QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_ROWS=block_rows, M_TILES=programs // kv_heads,
+        VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, key_tiles, value_tiles),
+    )  # fmt: skip
+    if part_out is not None and part_lse is not None:
+        most = triton.cdiv(target, programs)
+        merge(part_out, part_lse, out, out_lse=lse, row_items=row_items, most_parts=most)
+    return (out, lse) if return_lse else out
+
+
+def prefill_parts(
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    step: StepMetadata,
+    *,
+    bias: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    query_index: Tensor | None = None,
+    num_splits: int | None = None,
+    config: LaunchConfig | None = None,
+    is_whole: bool = False,
+    return_lse: bool = False,
+    **features: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """
+    Attention of each row's last `query_len` tokens over parts of the K/V that its block table names, those of this step
+    included, to be merged. Sums in float32; nothing is read on the host.
+
+    Slots at or past a row's `seq_len`, or before its start, are never read. A query that sees nothing gets zeros.
+
+    Args:
+        query (`torch.Tensor` of shape `(T, heads, head_dim)`): All rows' queries, one row after the other.
+        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
+        step ([`StepMetadata`]): Whose longest row chooses the tiles' size.
+        bias (`torch.Tensor` that broadcasts to `(T, heads, max seq_len)`, *optional*): Added to the scores.
+        tree_mask (`torch.Tensor` of shape `(T, >= max query_len)`, bool, *optional*):
+            Which of its row's queries' tokens each query sees, itself included: a speculated tree with every token's
+            ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2). Its position is then that of the last ancestor's child,
+            and a window, no shorter than the tree is deep, counts from there.
+        query_index (`torch.Tensor` of shape `(T,)`, int32, *optional*): Query `i` is `query[query_index[i]]`.
+        num_splits (`int`, *optional*): Parts that each row's keys are cut into; chosen by the size of the chip if
+            not given.
+        config (`LaunchConfig`, *optional*): Instead of the one for this chip.
+        is_whole, return_lse (`bool`): Whether one part is the result, and then whether its `lse` is wanted.
+        features: `scale`, `softcap` and `sinks` as in `AttentionCall`; `alibi_slopes` (`torch.Tensor` of shape
+            `(heads,)`) adds `slope * (key position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
+
+    Returns:
+        `torch.Tensor` of shape `(splits, T, heads, value_dim)`, float32, a whole in the query's dtype, and the
+        logarithms of the sums of exponentials, `(splits, T, heads)`, float32, natural, the sink included, `-inf` for
+        what sees nothing.
+    """
+    kv_heads, block_size, key_dim = key_blocks.shape[1:]
+    heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
+    rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
+    has_mask = bias is not None or tree_mask is not None
+    config = config or prefill_config(key_dim, value_dim, query.dtype, rows, has_mask, query.device)
+    tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
+    if num_splits is None:  # so that programs cover the chip about once
+        programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
+        num_splits = max(1, min(num_multiprocessors(query.device) // programs, longest // MIN_PREFILL_SPLIT))
+    shape = (num_splits, step.num_tokens, heads, value_dim)
+    parts = query.new_empty(shape, dtype=query.dtype if is_whole and num_splits == 1 else torch.float32)
+    needs_lse = return_lse or not is_whole or num_splits > 1
+    lse = query.new_empty(shape[:3], dtype=torch.float32) if needs_lse else None
+    if parts.numel():
+        _, starts, query_start = step.on_device
+        tree_mask = tree_mask if step.causal else None
+        _launch(
+            (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config, config.block_m,
+            (max(16, triton.next_power_of_2(value_dim)), 0), num_splits > 1,
+            bias=bias, bias_layout=_bias_layout(bias, heads, None, step), **features,
+            starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
+            tree_mask=tree_mask, tree_row=0 if tree_mask is None else tree_mask.stride(0),
+        )  # fmt: skip
+    return parts, lse
+
+
+def prefill_attention(
+    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, step: StepMetadata, **options: Any
+) -> Any:
+    """
+    `prefill_parts`, merged: `torch.Tensor` of shape `(T, heads, value_dim)`, in the query's dtype; with `return_lse`
+    also one of shape `(T, heads)`, float32.
+    """
+    parts, lse = prefill_parts(query, key_blocks, value_blocks, step, is_whole=True, **options)
+    if len(parts) == 1:
+        return parts[0] if lse is None else (parts[0], lse[0])
+    assert lse is not None
+    out, out_lse = query.new_empty(parts.shape[1:]), torch.empty_like(lse[0]) if options.get("return_lse") else None
+    merge(parts, lse, out, out_lse=out_lse)
+    return out if out_lse is None else (out, out_lse)
+
+
+def cascade_attention(
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    cascade: Cascade,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """
+    `decode_attention` of a step with one query a row, up to rounding: the tails' results are rounded to the query's
+    dtype before they are merged. Sinks are counted with the tails. The queries of a group go side by side through the
+    prefill kernel, without a causal mask, so that a prompt of `n` samples is read once and not `n` times.
+
+    Args:
+        query (`torch.Tensor` of shape `(rows, heads, head_dim)`)
+        num_splits (`int`, *optional*): As in `prefill_parts`, of shared tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, heads, value_dim)`, in the query's dtype.
+    """
+    tails, prefixes, index = cascade
+    tensors = query, key_blocks, value_blocks
+    features: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    out, lse = decode_attention(*tensors, tails, sinks=sinks, return_lse=True, **features)
+    parts, parts_lse = prefill_parts(*tensors, prefixes, query_index=index, num_splits=num_splits, **features)
+    assert parts_lse is not None
+    merge(parts, parts_lse, out, tail=out, tail_lse=lse, index=index)
+    result: Tensor = out
+    return result
+
+
+def _launch(
+    grid: tuple[int, ...],
+    query: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    step: StepMetadata,
+    out: Tensor,
+    lse: Tensor | None,
+    config: LaunchConfig,
+    block_m: int,
+    value_tiles: tuple[int, int],
+    is_split: bool,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None,
+    bias_layout: tuple[int, ...],
+    **given: Any,
+) -> None:
+    """The kernel with what both grids give it; `given` are the arguments of its own that one grid needs."""
+    heads, key_dim = query.shape[1:]
+    kv_heads, block_size, value_dim = value_blocks.shape[1:]
+    query = query if query.stride(2) == 1 else query.contiguous()
+    key_tiles = split_dim(key_dim)
+    with device_guard(query):
+        attention_kernel[grid](
+            query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables, sinks, alibi_slopes,
+            bias, step.num_rows, step.num_tokens, step.window if step.causal else None, scale, softcap,
+            step.block_tables.stride(0), *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
+            *bias_layout, HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            BLOCK_SIZE=block_size, CAUSAL=step.causal, SPLIT=is_split,
+            FOLDED=scale > 0 and softcap is None and alibi_slopes is None and bias is None,
+            SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
+            DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype), BLOCK_M=block_m, TILE=config.tile,
+            KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
+            num_warps=config.num_warps, num_stages=config.num_stages, **given,
+        )  # fmt: skip
+
+
+def _is_prefix(
+    key_blocks: Tensor, value_blocks: Tensor, key_tiles: tuple[int, int], value_tiles: tuple[int, int]
+) -> bool:
+    """Whether the values are the first elements of the keys, as latents are, so that one load serves both."""
+    return (
+        key_blocks.data_ptr() == value_blocks.data_ptr()
+        and key_blocks.storage_offset() == value_blocks.storage_offset()
+        and key_blocks.stride() == value_blocks.stride()
+        and key_blocks.dtype == value_blocks.dtype
+        and key_blocks.shape[3] >= value_blocks.shape[3]
+        and value_tiles[0] == key_tiles[0]
+        and value_tiles[1] in (0, key_tiles[1])
+    )
+
+
+def _bias_layout(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> tuple[int, ...]:
+    """How far apart in memory a bias has rows, tokens of all rows, heads and keys, and how many keys. It broadcasts to
+    `(rows, heads, query_len, keys)`, without `query_len` to `(T, heads, keys)`."""
+    if bias is None:
+        return (0,) * 5
+    keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size
+    if keys < max(step.seq_lens, default=0):
+        raise IndexError(f"the bias covers {keys} positions, seq_lens are {step.seq_lens}")
+    if query_len is None:
+        return (0, *bias.expand(step.num_tokens, heads, keys).stride(), keys)
+    row, head, token, key = bias.expand(step.num_rows, heads, query_len, keys).stride()
+    return row - query_len * token, token, head, key, keys

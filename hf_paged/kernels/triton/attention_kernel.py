@@ -1,0 +1,352 @@
+"""Device code of `attention.py`: tiles of query rows over the keys that they see."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import LN_2, LOG2_E
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Set when Triton was imported, as Triton's own choice is."""
+
+
+@triton.jit
+def dot(a, b, acc):
+    """`a @ b + acc` in float32; products of float32 are exact. Triton's interpreter multiplies the bits of bfloat16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def tile_blocks(block_table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Block of each of `TILE` positions from `start`, a multiple of `TILE`; block 0 at and past `end`. [TILE] int64.
+
+    One load where a tile lies within one block; else one id a block, spread over the block's tokens.
+    """
+    if BLOCK_SIZE >= TILE:
+        ids = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+        return tl.zeros([TILE], dtype=tl.int64) + ids
+    else:
+        position = start + tl.arange(0, TILE)
+        return tl.load(block_table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _first_seen(start, seq_len, window, QUERY_LEN: tl.constexpr):
+    # What the first query sees bounds what any does.
+    if window is not None:
+        start = tl.maximum(start, seq_len - QUERY_LEN + 1 - window)
+    return tl.maximum(start, 0)
+
+
+@triton.jit
+def _find_item(
+    seq_lens, starts, item, rows, programs, target, window,
+    QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Row of an item, its split, the row's splits and first item, tokens of a split. The row is past `rows` if none is.
+
+    Every row has a split, so that rows without tokens get their zeros; splits are so long that, with `programs`
+    of each, there are about `target`.
+    """
+    i = tl.arange(0, BLOCK_ROWS)
+    ends = tl.load(seq_lens + i, mask=i < rows, other=0)
+    firsts = _first_seen(tl.load(starts + i, mask=i < rows, other=0), ends, window, QUERY_LEN)
+    tokens = tl.maximum(ends - firsts // TILE * TILE, 0)
+    size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
+    size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
+    splits = tl.where(i < rows, tl.maximum(tl.cdiv(tokens, size), 1), 0)
+    # Past the last row the running sum stays what it is, so that items past the last count all of BLOCK_ROWS.
+    row = tl.sum((tl.cumsum(splits, axis=0) <= item).to(tl.int32), axis=0)
+    first = tl.sum(tl.where(i < row, splits, 0), axis=0)
+    return row, item - first, tl.sum(tl.where(i == row, splits, 0), axis=0), first, size
+
+
+@triton.jit
+def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row that a tile belongs to, and the tile's number within it, which may be past the row's last.
+
+    Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs;
+    a tile's row is the last that begins at or before it. Counting takes one load where a binary search takes eight.
+    """
+    row = -1
+    for first in range(0, rows, 256):
+        i = first + tl.arange(0, 256)
+        begins = tl.load(query_start + i, mask=i < rows, other=0) * GROUP // BLOCK_M + i
+        row += tl.sum(((begins <= tile) & (i < rows)).to(tl.int32), axis=0)
+    return row, tile - (tl.load(query_start + row) * GROUP // BLOCK_M + row)
+
+
+@triton.jit
+def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
+    """A tile of keys or values, zeros where a mask says so; a mask that hides nothing costs registers and branches."""
+    if MASK_TOKENS and MASK_DIMS:
+        return tl.load(pointers, mask=is_seen & is_real, other=0.0)
+    elif MASK_TOKENS:
+        return tl.load(pointers, mask=is_seen, other=0.0)
+    elif MASK_DIMS:
+        return tl.load(pointers, mask=is_real, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _attend_tile(
+    acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
+    query_position, context_len, window, scale, softcap, slopes, bias, tree_mask, factor,
+    key_block, key_token, value_block, value_token, bias_key, bias_len,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr, VALUE_IS_KEY: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys from `first_key`: the new sums `[M, VALUE_MAIN]` and `[M, VALUE_REST]`, sums of weights and
+    largest scores `[M]`: the running softmax of FlashAttention (arXiv 2205.14135, sec. 3.1)."""
+    position = first_key + tl.arange(0, TILE)
+    # Slots that no query sees are not read. Their zeros take part in the products, where NaN times a weight of zero
+    # would be NaN.
+    is_seen = (position >= low) & (position < high)
+    block = tile_blocks(block_table, first_key, high, BLOCK_SIZE, TILE)
+    offset = (position % BLOCK_SIZE).to(tl.int64)
+    key_rows = (block * key_block + offset * key_token)[:, None]
+    d = tl.arange(0, KEY_MAIN)[None, :]
+    k = _load(keys + key_rows + d, is_seen[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM).to(q.dtype)
+    scores = dot(q, tl.trans(k), None)  # [M, TILE]
+    if KEY_REST > 0:
+        d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
+        padded: tl.constexpr = KEY_MAIN + KEY_REST > KEY_DIM
+        k_rest = _load(keys + key_rows + d_rest, is_seen[:, None], d_rest < KEY_DIM, MASKED, padded).to(q.dtype)
+        scores = dot(q_rest, tl.trans(k_rest), scores)
+
+    if not FOLDED:
+        scores = scores * scale
+    if softcap is not None:  # exact at both ends, where exp2 gives inf or 0; `libdevice.tanh` is slower
+        scores = (1.0 - 2.0 / (tl.exp2(scores / softcap * (2.0 * LOG2_E)) + 1.0)) * softcap
+    if slopes is not None:
+        scores += slopes[:, None] * (position[None, :] - query_position[:, None]).to(tl.float32)
+    if bias is not None:
+        bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
+        is_covered = (is_seen & (position < bias_len))[None, :]
+        scores += _load(bias_rows, is_covered, True, MASKED, False).to(tl.float32)
+    if MASKED:
+        sees = is_seen[None, :]
+        if CAUSAL:
+            if tree_mask is None:
+                sees = sees & (position[None, :] <= query_position[:, None])
+            else:
+                column = position - context_len
+                is_new = is_seen & (column >= 0)
+                seen = tl.load(tree_mask[:, None] + column[None, :], mask=is_new[None, :], other=1)
+                sees = sees & (seen != 0)
+            if window is not None:
+                sees = sees & (position[None, :] > query_position[:, None] - window)
+        scores = tl.where(sees, scores, float("-inf"))
+
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    anchor = new_top
+    if MASKED or bias is not None:
+        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    if bias is not None:  # a bias may be its dtype's minimum, which times the factor would be -inf
+        weights = tl.exp2((scores - anchor[:, None]) * factor)
+    else:  # one fused multiply-add a score
+        weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
+    shrink = tl.exp2((top - anchor) * factor)
+    total = total * shrink + tl.sum(weights, axis=1)
+    weights = weights.to(q.dtype)
+    if VALUE_IS_KEY:
+        acc = dot(weights, k, acc * shrink[:, None])
+        if VALUE_REST > 0:
+            acc_rest = dot(weights, k_rest, acc_rest * shrink[:, None])
+    else:
+        value_rows = key_rows
+        if not SAME_STRIDES:
+            value_rows = (block * value_block + offset * value_token)[:, None]
+        d = tl.arange(0, VALUE_MAIN)[None, :]
+        v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM)
+        acc = dot(weights, v.to(q.dtype), acc * shrink[:, None])
+        if VALUE_REST > 0:
+            d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
+            v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, True)
+            acc_rest = dot(weights, v.to(q.dtype), acc_rest * shrink[:, None])
+    return acc, acc_rest, total, new_top
+
+
+@triton.jit
+def _store_rows(
+    out, lse, at, acc, acc_rest, total, top, factor, is_row,
+    VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
+):  # fmt: skip
+    """Writes what rows saw to the rows `at` of `(n, VALUE_DIM)`: zeros, and `-inf` as logarithm, if nothing."""
+    has_seen = total > 0.0
+    total = tl.where(has_seen, total, 1.0)
+    inverse = tl.where(has_seen, 1.0 / total, 0.0)[:, None]
+    d = tl.arange(0, VALUE_MAIN)[None, :]
+    pointers = out + at[:, None] * VALUE_DIM + d
+    tl.store(pointers, (acc * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM))
+    if VALUE_REST > 0:
+        d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
+        pointers = out + at[:, None] * VALUE_DIM + d
+        tl.store(pointers, (acc_rest * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM))
+    if lse is not None:
+        tl.store(lse + at, tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["rows", "num_tokens", "window", "table_row", "bias_len", "tree_row", "target"])
+def attention_kernel(
+    query, key_blocks, value_blocks, out, lse, seq_lens, block_tables, sinks, alibi_slopes, bias,
+    rows, num_tokens, window, scale, softcap, table_row, query_token, query_head,
+    key_block, key_head, key_token, value_block, value_head, value_token,
+    bias_row, bias_token, bias_head, bias_key, bias_len,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
+    starts=None, query_start=None, query_index=None, tree_mask=None, tree_row=0,
+    part_out=None, part_lse=None, row_items=None, target=0, QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0,
+    BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
+):  # fmt: skip
+    """One tile of query rows over the keys of their row, or over a part of these.
+
+    `QUERY_LEN`, where it is not 0, is that of all rows, whose keys are split by their lengths into items; else tiles
+    are found by `query_start`, and all rows' keys are cut into equally many parts.
+    """
+    BY_LENGTH: tl.constexpr = QUERY_LEN > 0
+    part, num_parts = 0, 1
+    if BY_LENGTH:
+        kv_head, tile, item = tl.program_id(0) // M_TILES, tl.program_id(0) % M_TILES, tl.program_id(1)
+        row = item
+        if SPLIT:
+            row, part, num_parts, first_item, size = _find_item(
+                seq_lens, starts, item, rows, tl.num_programs(0), target, window, QUERY_LEN, TILE, MIN_SPLIT, BLOCK_ROWS
+            )
+            if row >= rows:
+                return
+            if (tl.program_id(0) == 0) & (part == 0):
+                tl.store(row_items + 2 * row, first_item)
+                tl.store(row_items + 2 * row + 1, num_parts)
+        first_query, query_len = row * QUERY_LEN, QUERY_LEN
+    else:
+        # The last tiles see the most keys: they start first.
+        row, tile = _find_row(query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M)
+        kv_head = tl.program_id(1)
+        first_query = tl.load(query_start + row)
+        query_len = tl.load(query_start + row + 1) - first_query
+        if tile * BLOCK_M >= query_len * GROUP:
+            return
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # query, then head within the group
+    is_row = m < query_len * GROUP
+    head = (kv_head * GROUP + m % GROUP).to(tl.int64)  # a head may be as far from the next as all tokens are long
+    packed = (first_query + m // GROUP).to(tl.int64)
+    token = packed
+    if query_index is not None:
+        token = tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
+    q_rows = query + (token * query_token + head * query_head)[:, None]
+    d = tl.arange(0, KEY_MAIN)[None, :]
+    q = _load(q_rows + d, is_row[:, None], d < KEY_DIM, True, True).to(DOT_DTYPE)  # [BLOCK_M, KEY_MAIN]
+    q_rest = None
+    if KEY_REST > 0:
+        d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
+        q_rest = _load(q_rows + d_rest, is_row[:, None], d_rest < KEY_DIM, True, True).to(DOT_DTYPE)
+
+    # Some query of the tile sees keys in [low, high), all of them see those in [full_low, full_high).
+    seq_len = tl.load(seq_lens + row)
+    low = 0
+    if starts is not None:
+        low = tl.load(starts + row)
+    high, full_low, full_high = seq_len, low, seq_len
+    context_len = seq_len - query_len
+    position = context_len + m // GROUP
+    tree_rows = None
+    if CAUSAL:
+        oldest, newest = context_len, seq_len - 1
+        if tree_mask is not None:
+            full_high = context_len
+            # A token of a tree is as far along as it has ancestors, itself included.
+            tree_rows = tree_mask + packed * tree_row
+            position = tl.full([BLOCK_M], -1, tl.int32) + context_len
+            for column in range(0, query_len):
+                position += (tl.load(tree_rows + column, mask=is_row, other=0) != 0).to(tl.int32)
+        elif not BY_LENGTH:
+            oldest = context_len + tile * BLOCK_M // GROUP
+            newest = context_len + (tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1) // GROUP
+            high, full_high = newest + 1, oldest + 1
+        if window is not None:
+            low = tl.maximum(low, oldest - window + 1)
+            full_low = tl.maximum(full_low, newest - window + 1)
+    if SPLIT:
+        aligned = low // TILE * TILE  # tiles start at multiples of TILE, so that they align with blocks
+        if not BY_LENGTH:
+            part = tl.program_id(2)
+            size = tl.cdiv(tl.cdiv(tl.maximum(high - aligned, 0), TILE), tl.num_programs(2)) * TILE
+        low, high = tl.maximum(low, aligned + part * size), tl.minimum(high, aligned + (part + 1) * size)
+        full_high = tl.minimum(full_high, high)
+
+    # Scores count in units of `factor` powers of two; where nothing is added to them, the scale is part of it.
+    factor = LOG2_E
+    if FOLDED:
+        factor = scale * LOG2_E
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        if part == 0:
+            top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * (LOG2_E / factor)
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
+    bias_rows = None
+    if bias is not None:
+        bias_at = row.to(tl.int64) * bias_row + packed * bias_token + head * bias_head
+        bias_rows = bias + tl.where(is_row, bias_at, 0)
+    acc = tl.zeros([BLOCK_M, VALUE_MAIN], tl.float32)
+    acc_rest = tl.zeros([BLOCK_M, VALUE_REST if VALUE_REST > 0 else 1], tl.float32)
+    keys = key_blocks + kv_head.to(tl.int64) * key_head
+    values = value_blocks + kv_head.to(tl.int64) * value_head
+    block_table = block_tables + row.to(tl.int64) * table_row
+
+    # The tiles at both ends need masks; those in [full_begin, full_end) are seen whole by all. Few queries take one
+    # masked loop: the loads of a bare loop would start when those of the ends have arrived.
+    begin = low // TILE * TILE
+    end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
+    full_begin, full_end = end, end
+    if not BY_LENGTH:
+        full_begin = tl.minimum(tl.cdiv(tl.maximum(full_low, low), TILE) * TILE, end)
+        full_end = tl.maximum(full_high // TILE * TILE, full_begin)
+    leading = (full_begin - begin) // TILE
+    for i in range(0, leading + (end - full_end) // TILE):
+        first_key = begin + i * TILE
+        if not BY_LENGTH:
+            first_key = tl.where(i < leading, first_key, full_end + (i - leading) * TILE)
+        acc, acc_rest, total, top = _attend_tile(
+            acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
+            position, context_len, window, scale, softcap, slopes, bias_rows, tree_rows, factor,
+            key_block, key_token, value_block, value_token, bias_key, bias_len,
+            KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
+            CAUSAL and QUERY_LEN != 1, FOLDED, SAME_STRIDES, VALUE_IS_KEY, True,
+        )  # fmt: skip
+    if not BY_LENGTH:
+        for first_key in range(full_begin, full_end, TILE):
+            acc, acc_rest, total, top = _attend_tile(
+                acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
+                position, context_len, window, scale, softcap, slopes, bias_rows, tree_rows, factor,
+                key_block, key_token, value_block, value_token, bias_key, bias_len,
+                KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
+                CAUSAL, FOLDED, SAME_STRIDES, VALUE_IS_KEY, False,
+            )  # fmt: skip
+
+    at = packed * HEADS + head
+    if SPLIT and not BY_LENGTH:
+        at += tl.cast(part, tl.int64) * num_tokens * HEADS
+    if not BY_LENGTH or num_parts == 1:
+        _store_rows(out, lse, at, acc, acc_rest, total, top, factor, is_row, VALUE_DIM, VALUE_MAIN, VALUE_REST)
+    elif SPLIT:
+        at = (item.to(tl.int64) * QUERY_LEN + m // GROUP) * HEADS + head
+        _store_rows(
+            part_out, part_lse, at, acc, acc_rest, total, top, factor, is_row, VALUE_DIM, VALUE_MAIN, VALUE_REST
+        )

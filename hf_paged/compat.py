@@ -1,8 +1,6 @@
 """
-The private names of transformers that this package uses; no other module names them. On import each is looked for: of a
-version that lacks some, the error names them.
-
-Functions that stand for a method take the model, whose class may override it, and the method's own arguments.
+The private names of transformers that this package uses, each of which is looked for on import; no other module names
+them. Functions that stand for a method take the model, whose class may override it, and the method's own arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _missing: list[str] = []
 
 def _name(owner: Any, name: str) -> str:
     if not hasattr(owner, name):
-        _missing.append(f"{owner.__name__ if hasattr(owner, '__name__') else type(owner).__name__}.{name}")
+        _missing.append(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
     return name
 
 
@@ -34,8 +32,6 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
 
     return call
 
-
-# -- the stages of `generate` -----------------------------------------------------------------------------------------
 
 PREPARE_CACHE = _name(GenerationMixin, "_prepare_cache_for_generation")
 PREFILL = _name(GenerationMixin, "_prefill")
@@ -54,8 +50,7 @@ validate_generated_length = _method("_validate_generated_length")
 get_logits_processor = _method("_get_logits_processor")
 get_stopping_criteria = _method("_get_stopping_criteria")
 
-# -- between two forwards ---------------------------------------------------------------------------------------------
-
+# between two forwards
 update_inputs = _method(UPDATE_INPUTS)
 prepare_position_ids = _method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _method("_supports_logits_to_keep")
@@ -76,8 +71,6 @@ _made = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__co
 for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # which that method sets
     if _made is not None and _attribute not in _made.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
-
-# -- classes and registries -------------------------------------------------------------------------------------------
 
 _IMPLEMENTATION = _name(PreTrainedConfig(), "_attn_implementation_internal")
 _SUPPORTS_SDPA = _name(PreTrainedModel, "_supports_sdpa")

@@ -63,29 +63,24 @@ class PagedConfig:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        size = self.block_size
-        if not _is_int(size) or not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
-            raise ValueError(
-                f"`block_size` is {size!r}: it must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} "
-                "(tokens)"
-            )
-        if self.num_blocks is not None and (not _is_int(self.num_blocks) or self.num_blocks < 1):
-            raise ValueError(f"`num_blocks` is {self.num_blocks!r}: it must be None or a whole number of at least 1")
-        fraction = self.memory_fraction
-        if fraction is not None and (
-            not isinstance(fraction, Real) or isinstance(fraction, bool) or not 0 < fraction <= 1
-        ):
-            raise ValueError(f"`memory_fraction` is {fraction!r}: it must be None or a number above 0 and at most 1")
+        size, fraction = self.block_size, self.memory_fraction
+        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
+        self._check("block_size", is_size, f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} (tokens)")
+        if self.num_blocks is not None:
+            self._check("num_blocks", _is_count(self.num_blocks), "None or a whole number of at least 1")
+        if fraction is not None:
+            is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
+            self._check("memory_fraction", is_number and 0 < fraction <= 1, "None or a number above 0 and at most 1")
         for name in ("prefix_caching", "capture"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be True or False")
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                raise ValueError(f"`{name}` is {value!r}: it must be a whole number of at least 1")
-        if self.preemption not in PREEMPTION:
-            raise ValueError(f"`preemption` is {self.preemption!r}: it must be one of {', '.join(PREEMPTION)}")
+            self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")
+        self._check("preemption", self.preemption in PREEMPTION, f"one of {', '.join(PREEMPTION)}")
         check_cache_salt(self.cache_salt)
+
+    def _check(self, name: str, is_allowed: bool, allowed: str) -> None:
+        if not is_allowed:
+            raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be {allowed}")
 
     @classmethod
     def coerce(cls, value: PagedConfig | Mapping[str, Any] | None) -> PagedConfig:
@@ -113,5 +108,10 @@ def check_cache_salt(value: Any) -> None:
         raise ValueError(f"`cache_salt` is {value!r}: it must be None or text of at least one character")
 
 
-def _is_int(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, of Python or numpy."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return is_whole(value) and value >= 1

@@ -8,15 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any, Protocol
-
-
-class Survivor(Protocol):
-    """Something that must be looked after in a child process."""
-
-    def after_fork(self, freed: set[Any]) -> None:
-        """This thread is the only one. `freed` are the locks that others held; what they guard may be half changed."""
-
+from typing import Any
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _survivors: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -36,8 +28,11 @@ def rlock() -> threading.RLock:
     return made
 
 
-def in_child(survivor: Survivor) -> None:
-    """From now on, as long as it lives, `survivor.after_fork` is called in child processes."""
+def in_child(survivor: Any) -> None:
+    """
+    From now on, as long as it lives, `survivor.after_fork(freed)` is called in child processes, where this thread is
+    the only one; what the locks in the set `freed`, which others held, guard may be half changed.
+    """
     _survivors.add(survivor)
 
 

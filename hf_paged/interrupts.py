@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -103,9 +103,7 @@ class held:
         if self._is_outermost:
             _hold()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_outermost:
             _release()
 
@@ -131,12 +129,10 @@ class let_in:
             try:
                 _release(self._waiting)
             except BaseException:
-                self.__exit__(None, None, None)
+                self.__exit__()
                 raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._was_held:
             try:
                 _hold()
@@ -145,13 +141,6 @@ class let_in:
                 raise
             finally:
                 torch.set_grad_enabled(self._grad)
-
-
-def acquire(lock: Any) -> None:
-    """Acquires a lock that another thread may hold for long, letting signals in meanwhile."""
-    while not lock.acquire(timeout=0.05):
-        with let_in():
-            pass
 
 
 def _forget() -> None:

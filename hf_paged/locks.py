@@ -1,11 +1,9 @@
-"""Locks that are held while a model computes. One forward of the engine at a time through a model, whichever memory it
-writes to: adapters are the model's."""
+"""Locks that are held while a model computes."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -24,7 +22,7 @@ class PatientLock:
         self._holds: dict[int, list[interrupts.held]] = {}  # by thread; one that waits for a condition has some, too
 
     def condition(self) -> threading.Condition:
-        """A condition of this lock, for `wait_for`."""
+        """For `wait_for`."""
         return threading.Condition(self._lock)
 
     def wait_for(self, condition: threading.Condition) -> None:
@@ -34,25 +32,25 @@ class PatientLock:
             pass
 
     def is_among(self, locks: set[Any]) -> bool:
-        """Whether it is one of these, which `forks` speaks of."""
+        """Whether it is one of those that `after_fork` is told of."""
         return self._lock in locks
 
     def __enter__(self) -> None:
         hold = interrupts.held()
         hold.__enter__()
         try:
-            interrupts.acquire(self._lock)
+            while not self._lock.acquire(timeout=0.05):
+                with interrupts.let_in():
+                    pass
         except BaseException:
-            hold.__exit__(None, None, None)
+            hold.__exit__()
             raise
         self._holds.setdefault(threading.get_ident(), []).append(hold)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         hold = self._holds[threading.get_ident()].pop()
         self._lock.release()
-        hold.__exit__(kind, error, traceback)
+        hold.__exit__()
 
 
 _guard = forks.lock()
@@ -60,7 +58,10 @@ _locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDicti
 
 
 def step_lock(model: nn.Module) -> PatientLock:
-    """Held from scheduling to the end of the forward, and while the model's state is read or checked."""
+    """
+    Held from scheduling to the end of the forward, and while the model's state is read or checked. One forward at a
+    time goes through a model, whichever memory it writes to: adapters are the model's.
+    """
     with _guard:
         if model not in _locks:
             _locks[model] = PatientLock()

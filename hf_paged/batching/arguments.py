@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import TextStreamer
 
+from ..config import is_whole
+
 # list[int], 1-D or (1, length) tensor, str where the engine has a tokenizer, or what a tokenizer makes of one text
 Prompt = Any
 
@@ -29,13 +31,9 @@ def shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)  # of Python or numpy
-
-
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
     """A whole number within these limits. Raises `ValueError`, with `before` and `after` around what is allowed."""
-    if not _is_whole(value) or not low <= value <= high:
+    if not is_whole(value) or not low <= value <= high:
         raise ValueError(f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to {high}{after}")
     return int(value)
 
@@ -117,7 +115,7 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
     for name in _COUNTS:
         value = options.get(name)
         if value is not None and (
-            not isinstance(value, Integral) or (check_range and (not _is_whole(value) or value < 1))
+            not isinstance(value, Integral) or (check_range and (not is_whole(value) or value < 1))
         ):
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low

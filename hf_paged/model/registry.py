@@ -75,12 +75,12 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
     budget = (config.block_size, config.num_blocks, config.memory_fraction)
     key = (budget, model.dtype, autocast_dtype(model.device), model.device)
     with _lock:
-        found = _memories.get(model)
-        if found is None or found[0] != key:
-            found = _memories[model] = (key, PagedMemory(config))
-        elif found[1].config != config:
-            found[1].config = config
-        return found[1]
+        known, memory = _memories.get(model, (None, None))
+        if memory is None or known != key:
+            memory = PagedMemory(config)
+            _memories[model] = key, memory
+        memory.config = config
+        return memory
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:
@@ -94,11 +94,9 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
         logger.warning("%s runs slower than it could: %s", type(model).__name__, reason)
 
 
-def _memories_of(model: Any) -> list[PagedMemory]:
-    """Memories of a model and, for wrappers such as PEFT's, of the models inside it."""
-    with _lock:
-        modules = [module for module in model.modules() if module in _memories]
-        return [_memories[module][1] for module in modules]
+def _owners(model: Any) -> list[Any]:
+    """A model and, of wrappers such as PEFT's, the models inside it, where they have a memory."""
+    return [module for module in model.modules() if module in _memories]
 
 
 def free(model: Any) -> None:
@@ -106,7 +104,7 @@ def free(model: Any) -> None:
     Gives every byte of the model's pool back. Caches that a caller still holds keep theirs until they are collected.
     """
     with _lock:
-        for module in [module for module in model.modules() if module in _memories]:
+        for module in _owners(model):
             _memories.pop(module)[1].graphs = None  # graphs are of use to no cache
 
 
@@ -123,16 +121,19 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     Args:
         reset (`bool`, defaults to `False`): Start counting the peaks again; the figures returned are those before.
     """
-    memories = _memories_of(model)
-    if not memories:
+    with _lock:
+        memory = next((_memories[module][1] for module in _owners(model)), None)
+    if memory is None:
         return MemoryStats()
-    stats = memories[0].stats()
+    stats = memory.stats()
     if reset:
-        memories[0].reset_peak()
+        memory.reset_peak()
     return stats
 
 
 def check_integrity(model: Any) -> None:
     """Raises `AssertionError` unless the model's pool agrees with the block tables that are alive."""
-    for memory in _memories_of(model):
+    with _lock:
+        memories = [_memories[module][1] for module in _owners(model)]
+    for memory in memories:
         memory.check_integrity()

@@ -1,7 +1,4 @@
-"""
-What of a model decides what its forward computes, and whether it is what it was: K/V of an earlier call may be served,
-and a recorded graph replayed, as long as it is.
-"""
+"""Whether a model is what it was: as long as it is, keys and values that are cached and recorded graphs may be used."""
 
 from __future__ import annotations
 
@@ -68,27 +65,21 @@ def read_state(model: nn.Module) -> ModelState | None:
 
 
 def fingerprint(model: nn.Module) -> bytes | None:
-    """
-    [`ModelState.fingerprint`] of the model as it is now, or `None` if it cannot be read, which is said once for each
-    model; nothing may be served then.
-    """
+    """[`ModelState.fingerprint`] of the model as it is now; `None`, which is logged once, if it cannot be read."""
     try:
         return ModelState(model).fingerprint()
     except Exception as error:  # no such operation for a dtype or a device, no memory, code of the user's
         if model not in _told:
             _told.add(model)
-            logger.warning(
-                "Prefix caching is off for this %s, since whether it changes cannot be read: %s",
-                type(model).__name__,
-                error,
-            )
+            message = "Prefix caching is off for this %s, since whether it changes cannot be read: %s"
+            logger.warning(message, type(model).__name__, error)
         return None
 
 
 class ModelState:
     """
-    A walk over a model as it is now. Modules may change at any time: a state is made and asked within one window in
-    which no code of the user's runs.
+    What of a model decides what its forward computes, read now; it is asked within the same window, in which no code of
+    the user's runs.
 
     `fingerprint`, `addresses` and `is_same` cover names, shapes and dtypes of all parameters, buffers, tensors and
     arrays that are plain attributes; all attributes of modules and configs that are Python scalars, nested containers
@@ -98,9 +89,8 @@ class ModelState:
     covered is what such code reads elsewhere: globals of Python modules, files, attributes of objects that libraries
     made. Comparable within one process only.
 
-    Tensors that are tied are read once. Subclasses of `Tensor` (quantised or sharded weights) are read by
-    `__tensor_flatten__`. Those without it, sparse tensors and those without content (meta) raise `UnreadableError`;
-    code of the user's that is asked for its parts may raise others.
+    Subclasses of `Tensor` (quantised or sharded weights) are read by `__tensor_flatten__`. Those without it, sparse
+    tensors and those without content (meta) raise `UnreadableError`; code of the user's may raise others.
 
     Attributes:
         structure (`bytes`): Everything but the content of tensors.
@@ -214,16 +204,12 @@ class ModelState:
             if type(value) not in _SCALARS:
                 value = self._number(value) if name == "config" and hasattr(value, "to_dict") else self._value(value)
             found.append((name, value))
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                found.append((name, None if tensor is None else self._tensor(tensor)))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            found.append((name, None if tensor is None else self._tensor(tensor)))
         for name, child in module._modules.items():
             found.append((name, None if child is None else self._number(child)))
-        for hooks in filter(None, (module._forward_pre_hooks, module._forward_hooks)):
-            for hook in hooks.values():
-                if not only_looks(hook):
-                    found.append(("hook", self._value(hook)))
-        return found
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        return [*found, *(("hook", self._value(hook)) for hook in hooks if not only_looks(hook))]
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -288,7 +274,7 @@ class ModelState:
         if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
             raise UnreadableError("a lazily conjugated or negated tensor")
         self._all_tensors.append(tensor)
-        form = (_name(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.get_device())
+        form = (str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.get_device())
         number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
@@ -301,7 +287,7 @@ class ModelState:
             raise UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
         names, context = tensor.__tensor_flatten__()
         parts = [(name, self._value(getattr(tensor, name))) for name in names]
-        return kind.__qualname__, _name(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
+        return kind.__qualname__, str(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
 
 
 def only_looks(hook: Callable[..., Any]) -> bool:
@@ -322,11 +308,6 @@ def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
 @functools.lru_cache(maxsize=8192)
 def _code_hash(code: types.CodeType) -> str:
     return hashlib.sha256(marshal.dumps(code)).hexdigest()
-
-
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype)
 
 
 def _line(tensor: Tensor, chance: random.Random) -> memoryview:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..cache.handles import PagedTensor, implements
+from ..cache.handles import LazyTensor, PagedTensor, implements
 from ..cache.storage import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
@@ -94,7 +94,7 @@ def _paged_attention(
         if output is not None:
             step.counters.latent += expand is not None
             return output if expand is None else expand(output), None
-    key, value = (x.dense() if isinstance(x, (PagedTensor, LatentTensor)) else x for x in (key, value))
+    key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     implementation = _implementation(module)
     if isinstance(mask, PagedMask):
         mask = mask.resolve(implementation)
@@ -224,7 +224,7 @@ def sdpa_on_handles(
         if output is not None:
             return output.transpose(1, 2)
     query, key, value, attn_mask = (
-        x.dense() if isinstance(x, (PagedTensor, PagedMask)) else x for x in (query, key, value, attn_mask)
+        x.dense() if isinstance(x, LazyTensor) else x for x in (query, key, value, attn_mask)
     )
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

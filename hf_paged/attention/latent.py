@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
 
-from ..cache.handles import PagedTensor
+from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.storage import KVBlocks
 from ..step import StepMetadata
 
 
-class LatentTensor(torch.Tensor):
+class LatentTensor(LazyTensor):
     """
     The keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents.
 
@@ -25,7 +24,7 @@ class LatentTensor(torch.Tensor):
 
     latent: PagedTensor
     rotary: PagedTensor
-    expansion: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    expansion: Callable[[], tuple[Tensor, Tensor]]
     which: int
 
     @staticmethod
@@ -37,20 +36,17 @@ class LatentTensor(torch.Tensor):
         dims = (module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim)
         heads = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
         shape = (batch, heads, length, dims[which])
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=latent.dtype, device=latent.device)
+        tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=latent.dtype, device=latent.device)
         tensor.latent, tensor.rotary, tensor.expansion, tensor.which = latent, rotary, expansion, which
         return tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """The expanded keys or values, contiguous."""
         return self.expansion()[self.which].contiguous()
 
     def absorb(
-        self, module: nn.Module, query: torch.Tensor
-    ) -> tuple[StepMetadata, torch.Tensor, KVBlocks, Callable[[torch.Tensor], torch.Tensor]] | None:
+        self, module: nn.Module, query: Tensor
+    ) -> tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
         """
         What to attend with instead of the expanded keys and values: the step, queries `(batch, heads, query_len, rank +
         rope_dim)`, the blocks of that width that serve as keys and as values, and the function that takes the output
@@ -66,20 +62,10 @@ class LatentTensor(torch.Tensor):
         in_latents = torch.matmul(query[..., :nope], to_keys)  # (batch, heads, query_len, rank)
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
 
-        def expand(output: torch.Tensor) -> torch.Tensor:
+        def expand(output: Tensor) -> Tensor:
             return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], to_values)
 
         return self.latent.step, query, layer.latents, expand
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"LatentTensor(shape={tuple(self.shape)}, latent={self.latent!r})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(LatentTensor, LatentTensor.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def can_absorb(module: nn.Module) -> bool:
@@ -110,7 +96,7 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
 
 def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor, *args: Any, **kwargs: Any) -> Any:
         lazy = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor) and kv_nope.fresh is None
         if not lazy or args or kwargs or not can_absorb(self) or torch.is_grad_enabled():
             return original(self, kv_nope, k_rot, *args, **kwargs)

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     bidirectional_mask_function,
     causal_mask_function,
 )
+
+from ..cache.handles import LazyTensor
 
 # Told of every mask made in this context: how a call learns which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar("mask_observer", default=None)
@@ -60,7 +61,7 @@ def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
     return function.__qualname__.split(".")[0], dict(zip(function.__code__.co_freevars, values))
 
 
-class PagedMask(Tensor):
+class PagedMask(LazyTensor):
     """
     The mask `(batch, 1, query_length, kv_length)` that a mask function describes.
 
@@ -82,9 +83,6 @@ class PagedMask(Tensor):
         mask.arguments, mask.model_attention, mask._made = arguments, model_attention, {}
         mask.pattern = parse(arguments.get("mask_function", causal_mask_function))
         return mask
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def resolve(self, implementation: str) -> Any:
         """What the mask interface of `implementation` makes of the same arguments (for sdpa that may be `None`)."""
@@ -110,16 +108,6 @@ class PagedMask(Tensor):
             self._made["columns"] = padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
         found: Columns | None = self._made["columns"]
         return found
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PagedMask(shape={tuple(self.shape)}, pattern={self.pattern}, model_attention={self.model_attention!r})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(PagedMask, PagedMask.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int) -> Columns | None:

@@ -26,7 +26,29 @@ def implements(torch_function: Callable[..., Any]) -> Callable[[Function], Funct
     return register
 
 
-class PagedTensor(torch.Tensor):
+class LazyTensor(torch.Tensor):
+    """A tensor without memory: any operation is given an ordinary tensor in its place."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def dense(self) -> torch.Tensor:
+        """The ordinary tensor."""
+        raise TypeError(f"a {type(self).__name__} has no numbers")
+
+    def read(self) -> torch.Tensor:
+        """`dense` for code that is not ours."""
+        return self.dense()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class PagedTensor(LazyTensor):
     """
     A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks.
 
@@ -70,9 +92,6 @@ class PagedTensor(torch.Tensor):
         handle.on_read, handle._dense = on_read, None
         return handle
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def dense(self) -> torch.Tensor:
         """The same as an ordinary tensor, gathered once. Raises [`NotPackable`] for packed rows."""
         if self._dense is None:
@@ -81,13 +100,10 @@ class PagedTensor(torch.Tensor):
             self._dense = gather(self.step, self.blocks, self.dtype) if self.fresh is None else self.fresh
         return self._dense
 
-    def _read(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
         if self.on_read is not None:
             self.on_read()
         return self.dense()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PagedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, block_size={self.step.block_size})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense().clone().__reduce_ex__(protocol)
@@ -103,11 +119,6 @@ class PagedTensor(torch.Tensor):
             args = tree_map_only(PagedTensor, PagedTensor.dense, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(PagedTensor, PagedTensor._read, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 # Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.

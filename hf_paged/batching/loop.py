@@ -215,7 +215,7 @@ class StepLoop:
             steps = max(self._idle_steps, self._fruitless_steps)
             raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")
         if not self.scheduler.has_unfinished:
-            self.executor.forget_ahead()
+            self.executor.ahead.clear()
 
     # -- logits to generations ------------------------------------------------------------------------------------
 

@@ -226,8 +226,8 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
     with PagedEngine(model, CONFIG) as engine:
         engine.add_request(prompts(9)[0], MODES["greedy_eos"])
         run_all(engine)
-        assert engine._core.loop is not None and engine._core.loop.executor._ahead is not None
-        assert engine._core.loop.executor._ahead._launched is None and seen["launched"] > seen["used"]
+        assert engine._core.loop is not None
+        assert engine._core.loop.executor.ahead._launched is None and seen["launched"] > seen["used"]
         assert_drained(engine)
 
 
@@ -272,9 +272,8 @@ def test_only_what_was_launched_is_taken() -> None:
 
     def launched() -> RunAhead:
         ahead = RunAhead(PagedMemory(CONFIG), scheduler)
-        rows = {sequence: row for row, sequence in enumerate(sequences)}
-        lengths, tails = [s.num_tokens for s in sequences], [[s.blocks.tables[0].block_ids[-1]] for s in sequences]
-        ahead._launched = Launched(rows, logits, [7] * 4, lengths, tails)
+        states = [(s.num_tokens, 7, [s.blocks.tables[0].block_ids[-1]]) for s in sequences]
+        ahead._launched = Launched(logits, dict(zip(sequences, enumerate(states))))
         return ahead
 
     assert scheduler.reserve_next(sequences)

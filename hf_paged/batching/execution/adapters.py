@@ -21,12 +21,7 @@ class AdapterError(ValueError):
 
 
 def base_model(model: Any) -> Any:
-    """
-    The transformers model inside a PEFT wrapper, or the model itself.
-
-    Raises:
-        ValueError: for prompt learning (prefix tuning, prompt tuning), whose inputs only PEFT's own `generate` makes.
-    """
+    """The transformers model inside a PEFT wrapper, or the model itself. Raises `ValueError` for prompt learning."""
     if not hasattr(model, "get_base_model"):
         return model
     for name, config in getattr(model, "peft_config", {}).items():
@@ -56,10 +51,8 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
 @contextlib.contextmanager
 def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """
-    Within it, forwards of `model` run with the adapter `name` (`"__base__"`: with none; `None`: as the model is).
-
-    Unlike PEFT's `set_adapter` it leaves `requires_grad` alone. Raises `AdapterError` if they cannot, since PEFT's
-    layers pass over names that they do not know.
+    Forwards of `model` run with the adapter `name` (`"__base__"`: with none; `None`: as the model is), or raise
+    [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone.
     """
     if name is None:
         yield

@@ -31,10 +31,7 @@ from .run_ahead import RunAhead
 
 @dataclass
 class Window:
-    """
-    A time in which control does not go back to code that might change the model (`model.weights.WeightsGuard`): one
-    step, or a whole call (`is_call`) of `generate`.
-    """
+    """Time in which no other code can change the model (`model.weights.WeightsGuard`): a step, or a `generate` call."""
 
     is_call: bool = False
     is_open: bool = False
@@ -42,18 +39,11 @@ class Window:
 
 
 class Runner(Protocol):
-    """
-    Computes scheduled tokens.
+    """Computes scheduled tokens."""
 
-    Attributes:
-        can_capture (`bool`): Whether steps may be replays of graphs, for which it needs the model's state.
-        has_states (`bool`): Whether a step that failed cannot be taken again.
-        num_captured_steps (`int`): Steps that were replays.
-    """
-
-    can_capture: bool = False
-    has_states: bool = False
-    num_captured_steps: int = 0
+    can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
+    has_states: bool = False  # whether a step that failed cannot be taken again
+    num_captured_steps: int = 0  # that were replays
 
     def begin(self, state: ModelState | None) -> None:
         """Work begins on a model in this state; `None`: its state is unknown."""
@@ -61,22 +51,15 @@ class Runner(Protocol):
 
     def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         """
-        Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence; the model runs with
-        `adapter` now.
-
-        Args:
-            items (`list[tuple[Sequence, int]]`): Sequences and their `query_len`. `num_computed_tokens` counts the
-                tokens of this step already, and the block tables have room for them.
-
-        Returns:
-            `torch.Tensor` of shape `(n, vocab_size)`, in the dtype of the model's logits: what follows the last token
-            of each of the `n` sequences that are computed as far as they go, in order.
+        Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence, for which its tables
+        have room; the model runs with `adapter` now. Returns logits `(n, vocab_size)` in the model's dtype: after the
+        last token of each of the `n` sequences that are then computed as far as they go, in order.
         """
 
     def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
         """
-        Logits `(n, vocab_size)` after one more token of each sequence, for which its block tables have room:
-        `token_ids` `(n,)`, int64, on the device. `None` if that cannot be done before the host has them.
+        Logits `(n, vocab_size)` after one more token of each sequence, `(n,)` int64 on the device; `None` if that
+        cannot be done before the host has it.
         """
         return None
 
@@ -95,18 +78,7 @@ def in_order(parts: list[tuple[list[int], Tensor]]) -> Tensor:
 
 
 class Executor:
-    """
-    Args:
-        model ([`PreTrainedModel`]): Run under its `step_lock`.
-        memory ([`PagedMemory`]): Its lock guards the tables.
-        runner ([`Runner`]): Computes what is scheduled.
-        scheduler ([`Scheduler`]): Is asked which step may be launched ahead.
-        guard ([`WeightsGuard`], *optional*): Knows which cached blocks may be served; none where none are cached.
-
-    Attributes:
-        num_embeddings (`int`): The token ids below it can be computed.
-        slowed_by (`set[str]`): What kernels said of steps that they did not take.
-    """
+    """Runs the model under its `step_lock`. There is no `guard` where no blocks are cached."""
 
     def __init__(
         self,
@@ -118,9 +90,9 @@ class Executor:
     ) -> None:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
-        self.num_embeddings = num_embeddings(model)
-        self.slowed_by: set[str] = set()
-        self._ahead = RunAhead(memory, scheduler) if runner.can_capture else None
+        self.num_embeddings = num_embeddings(model)  # the token ids below it can be computed
+        self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
+        self.ahead = RunAhead(memory, scheduler)
         self._autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
         self._checks_weights = self._switches_attention = True
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
@@ -146,9 +118,8 @@ class Executor:
 
     def open(self, window: Window) -> None:
         """
-        Before the first step of a window: other code may have changed the model since the last. Forgets the prefix
-        cache if it was computed with other weights, as far as a quick look tells, and graphs that were recorded of
-        another model.
+        Before the first step of a window: if other code changed the model, as far as a quick look tells, forgets the
+        prefix cache and graphs.
         """
         if not window.is_open:
             with self.lock:
@@ -158,23 +129,20 @@ class Executor:
             window.is_open = True
 
     def settle(self, window: Window) -> None:
-        """
-        Before control goes back to other code: what was computed in the window gets the fingerprint of the weights that
-        computed it. A call may do so once its first token is out.
-        """
+        """Before other code runs, in a call after the first token: what was computed gets its weights' fingerprint."""
         if self.guard is not None and not window.is_settled:
             with self.lock:
                 self.guard.settle(window.is_call)
         window.is_settled = True
 
     def leave(self, window: Window) -> None:
-        """The window ends, after a failure perhaps: what it computed without `settle` is vouched for by nothing."""
+        """The window ends, after a failure perhaps: what it computed without `settle` is not served."""
         if self.guard is not None and window.is_open and not window.is_settled:
             self.guard.abandon()
 
     def rest(self) -> None:
         """Nothing is in flight any more."""
-        self.forget_ahead()
+        self.ahead.clear()
         self.runner.rest()
         if self.guard is not None:
             self.guard.rest()
@@ -188,7 +156,7 @@ class Executor:
     def _forget_model(self) -> None:
         """No graph is used before the model's state has been read again, and its modules may have other configs."""
         self._num_changes, self._configs = -1, None
-        self.forget_ahead()
+        self.ahead.clear()
         self.runner.begin(None)
 
     def notice_model(self) -> None:
@@ -218,14 +186,11 @@ class Executor:
             obstacles.reset(tokens[1])
 
     def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """
-        [`Runner`]'s logits of the items: of what was launched ahead, then of the rest, adapter by adapter. Interrupts
-        reach the forward.
-        """
-        ahead, count = self._ahead.take(items) if self._ahead is not None else (None, 0)
-        if ahead is not None:
-            return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
-        return self._run_by_adapter(items)
+        """[`Runner`]'s logits: of what was launched ahead, then of the rest. Interrupts reach the forward."""
+        ahead, count = self.ahead.take(items)
+        if ahead is None:
+            return self._run_by_adapter(items)
+        return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
 
     def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
         names = {sequence.request.adapter for sequence, _ in items}
@@ -244,11 +209,8 @@ class Executor:
             return self.runner.run(items, adapter)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
-        """
-        What brings the tokens of these generations' rows to the host while the next step runs already; `None` where
-        that is out of the question.
-        """
-        return self._ahead.fetch(ready, self._run_ahead) if self._ahead is not None else None
+        """[`RunAhead`]'s, where the runner can launch a step before the host has its tokens."""
+        return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_capture else None
 
     def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:
         adapter, *others = {sequence.request.adapter for sequence in sequences}
@@ -257,11 +219,6 @@ class Executor:
         known = token_ids.clamp(0, self.num_embeddings - 1)  # what was chosen is checked when the host has it
         with self.lock, self._cast(), use_adapter(self.model, adapter):
             return self.runner.run_ahead(sequences, known, adapter)
-
-    def forget_ahead(self) -> None:
-        """What was launched ahead is not looked at."""
-        if self._ahead is not None:
-            self._ahead.clear()
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and autocast_dtype(self.model.device) is None:

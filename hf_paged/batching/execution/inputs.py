@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
 from typing import Any, NamedTuple
 
@@ -31,11 +32,6 @@ class PackedTokens(NamedTuple):
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
 
-    @property
-    def are_decodes(self) -> bool:
-        """Whether every token is a sequence of its own whose logits are returned."""
-        return self.num_decodes == len(self.token_ids) == len(self.last)
-
 
 def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:
     """Slots of tokens `[first, end)`, counted from the first that the table holds."""
@@ -44,11 +40,9 @@ def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:
         raise ValueError(
             f"tokens [{first}, {end}) of a table that holds {len(table.block_ids)} blocks of {size} tokens"
         )
-    slots: list[int] = []
-    for block in range(first // size, -(-end // size)):
-        start, base = block * size, table.block_ids[block] * size
-        slots += range(base + max(0, first - start), base + min(size, end - start))
-    return slots
+    block_ids = table.block_ids[first // size : -(-end // size)]
+    slots = itertools.chain.from_iterable(range(block_id * size, (block_id + 1) * size) for block_id in block_ids)
+    return list(slots)[first % size :][: end - first]
 
 
 def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:
@@ -73,9 +67,7 @@ class TableRows:
         self._tensor = torch.empty(0, 0, dtype=torch.int32)
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
-        """
-        `(len(tables), max_blocks)` int32 on the CPU, valid until the next call; what is past a row's ids means nothing.
-        """
+        """`(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""
         rows, width = len(tables), max(map(len, tables), default=0)
         if rows > len(self._known) or width > self._width:
             rows_held = max(rows, len(self._known))
@@ -90,16 +82,9 @@ class TableRows:
 
 class StaticInputs:
     """
-    Buffers at fixed addresses for steps of up to `num_rows` decodes, filled for every step with one copy. Rows that a
-    step does not need are aimed at nothing: token 0 at position 0, stored nowhere (slot -1), seeing nothing (length 0).
-
-    Args:
-        widths (`tuple[int, ...]`): Columns of each layer group's block tables.
-        windows (`list[int | None]`): Of the groups.
-        device (`torch.device`): Where the model is.
-
-    Attributes:
-        token_ids, positions (`torch.Tensor` of shape `(1, num_rows)`, int64, on the device).
+    Buffers at fixed addresses for steps of up to `num_rows` decodes with block tables of `widths` columns a layer
+    group, filled for every step with one copy. Rows that a step does not need are aimed at nothing: token 0 at position
+    0, stored nowhere (slot -1), seeing nothing (length 0). `token_ids` and `positions` are `(1, num_rows)` int64.
     """
 
     def __init__(
@@ -122,10 +107,7 @@ class StaticInputs:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tokens: PackedTokens) -> None:
-        """
-        Takes a step of decodes whose tables are no wider than `widths`. The host writes pinned memory, and waits only
-        if the copy before is still to be made.
-        """
+        """Takes a step of decodes. The host writes pinned memory, and waits if the copy before is still to be made."""
         if self._copied is not None:
             self._copied.synchronize()
         rows, padding = self.num_rows, self.num_rows - len(tokens.token_ids)
@@ -144,7 +126,7 @@ class StaticInputs:
             self._copied.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Each group's share of the step, read from the buffers: right for whatever these hold when it is computed."""
+        """Each group's share of the step, as the buffers say when it is computed."""
         return [
             StepMetadata(
                 tables,

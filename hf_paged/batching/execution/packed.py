@@ -22,13 +22,9 @@ from .inputs import GroupTokens, PackedTokens, TableRows, chunk_slots
 
 class PackedRunner(Runner):
     """
-    Runs the model's own forward on tokens of many sequences at once; steps of nothing but decodes as replays of a graph
-    where there are graphs. The caller that runs a loop of steps switches the model's attention around it
-    (`attention.switch.use_paged_attention`).
-
-    Args:
-        model (`PreTrainedModel`): A model that `capability.packable` allows.
-        cache ([`PagedCache`]): Built for the model and empty: it tells which layers share tables, and owns the memory.
+    Runs the forward of a model that `capability.packable` allows on tokens of many sequences at once, with its
+    attention switched by the caller; steps of nothing but decodes as replays of a graph where there are graphs.
+    `cache`, built for the model and empty, tells which layers share tables, and owns the memory.
     """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
@@ -50,18 +46,15 @@ class PackedRunner(Runner):
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        """
-        As [`Runner`]'s, for items in chunks of any length, those with a `query_len` of 1 first. `adapter` tells graphs
-        apart.
-        """
+        """As [`Runner`]'s: chunks of any length, those of one token first."""
         tokens = self._lay_out(items)
-        if tokens.are_decodes and (replayed := self._replay(tokens, adapter)) is not None:
-            return replayed
-        return self._run_eagerly(tokens)
+        are_decodes = tokens.num_decodes == len(tokens.token_ids) == len(tokens.last)
+        replayed = self._replay(tokens, adapter) if are_decodes else None
+        return self._run_eagerly(tokens) if replayed is None else replayed
 
     @torch.no_grad()
     def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
-        """As [`Runner`]'s: launches a replay, if there is a graph for it, and waits for nothing."""
+        """As [`Runner`]'s, if there is a graph for it."""
         return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
 
     def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:
@@ -72,7 +65,25 @@ class PackedRunner(Runner):
         return logits
 
     def _run_eagerly(self, tokens: PackedTokens) -> Tensor:
-        inputs, steps = self._prepare(tokens)
+        buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
+        buffer.extend(tokens.positions)
+        for group in tokens.groups:
+            buffer.extend(group.slots)
+        inputs = torch.frombuffer(buffer, dtype=torch.long).view(2 + len(tokens.groups), -1).to(self.device)
+        query_start = tuple(tokens.query_start)
+        steps = [
+            StepMetadata(
+                self._rows[number].tensor(tables).to(self.device),
+                query_start,
+                tuple(seq_lens),
+                (0,) * len(seq_lens),
+                self._block_size,
+                window=self.windows[number],
+                slots=inputs[2 + number : 3 + number],
+                block_ids=tables[: tokens.num_decodes],
+            )
+            for number, (_, tables, seq_lens) in enumerate(tokens.groups)
+        ]
         last = tokens.last
         kept = last or [len(tokens.token_ids) - 1]  # a head with weights of another library's may refuse no rows
         arguments = {}
@@ -98,32 +109,6 @@ class PackedRunner(Runner):
         finally:
             self.cache.begin([None] * len(steps))
         return logits
-
-    def _prepare(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
-        """
-        Model inputs `(2 + groups, num_tokens)` int64: token ids, positions, then every group's slots; each group's
-        share of the step.
-        """
-        buffer = array("q", tokens.token_ids)  # one, so that a device gets one copy
-        buffer.extend(tokens.positions)
-        for group in tokens.groups:
-            buffer.extend(group.slots)
-        inputs = torch.frombuffer(buffer, dtype=torch.long).view(2 + len(tokens.groups), -1).to(self.device)
-        query_start = tuple(tokens.query_start)
-        steps = [
-            StepMetadata(
-                self._rows[number].tensor(tables).to(self.device),
-                query_start,
-                tuple(seq_lens),
-                (0,) * len(seq_lens),
-                self._block_size,
-                window=self.windows[number],
-                slots=inputs[2 + number : 3 + number],
-                block_ids=tables[: tokens.num_decodes],
-            )
-            for number, (_, tables, seq_lens) in enumerate(tokens.groups)
-        ]
-        return inputs, steps
 
     def _lay_out(self, items: Items[tuple[Sequence, int]], ahead: int = 0) -> PackedTokens:
         """`ahead`: tokens of each sequence that come before this step's and are not counted as computed yet."""

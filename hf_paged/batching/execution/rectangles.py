@@ -26,23 +26,13 @@ from .executor import Runner, in_order
 
 @dataclasses.dataclass(eq=False)
 class Rectangle:
-    """
-    Rows that went through the model side by side, with what their next step begins with.
-
-    Args:
-        blocks (`list[SequenceBlocks]`): What each row holds.
-        lengths (`list[int]`): Tokens of each row, without padding.
-        token_ids (`torch.Tensor` of shape `(rows, length)`, int64): Padded on the left.
-        cache ([`PagedCache`], *optional*): Borrows the rows' tables and has their states; `None` for a model that
-            brings a cache of its own.
-        inputs (`dict`): What `generate` carries to the next forward: attention mask, position ids, the cache.
-    """
+    """Rows that went through the model side by side, with what their next step begins with."""
 
     blocks: list[SequenceBlocks]
-    lengths: list[int]
-    token_ids: Tensor
-    cache: PagedCache | None
-    inputs: dict[str, Any]
+    lengths: list[int]  # tokens of each row, without padding
+    token_ids: Tensor  # (rows, length) int64, padded on the left
+    cache: PagedCache | None  # with the rows' tables and states; none for a model that brings a cache of its own
+    inputs: dict[str, Any]  # what `generate` carries to the next forward: attention mask, position ids, the cache
 
     def append(self, sequences: Items[Sequence]) -> None:
         """The next token of each row."""
@@ -60,22 +50,15 @@ class Rectangle:
 
 class RectangleRunner(Runner):
     """
-    Runs rows that cannot be packed through the model's own preparation of inputs: prompts as a padded batch, then the
-    next tokens of all rows, side by side. Padding is not stored, so rows of any length join at no cost.
-
-    A sequence begins with its prompt, or all of its tokens, and goes on by one token: a state knows nothing between.
-
-    Args:
-        model ([`PreTrainedModel`]): A decoder-only model, whose attention is switched by the caller that runs a loop of
-            steps.
-        cache ([`PagedCache`]): Built for the model and empty: it tells the layers, owns the memory, and counts reads.
-        states ([`StateStorage`], *optional*): Of the last table of each sequence, where layers hold states.
-        sides ([`Sides`]): Which rows may run side by side.
+    Runs rows of a decoder-only model through its own preparation of inputs, with its attention switched by the caller:
+    prompts as a padded batch, then the next tokens of all rows, side by side. Padding is not stored, so rows of any
+    length join at no cost. A sequence begins with its prompt, or all of its tokens, and goes on by one token.
     """
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage | None, sides: Sides) -> None:
         self.model, self.memory, self.counters = model, cache.memory, cache.counters
-        self.states, self.sides, self.has_states = states, sides, states is not None
+        self.states, self.sides = states, sides  # states: of the last table of each sequence
+        self.has_states = states is not None
         self._last: Rectangle | None = None
         self._holders: set[Rectangle] = set()  # of states in use
         parameters = inspect.signature(model.forward).parameters
@@ -101,7 +84,7 @@ class RectangleRunner(Runner):
         return logits if len(answered) == len(items) else logits[answered]
 
     def _divide(self, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], bool]]:
-        """The items of each forward, as places in `items`, and whether they are prompts."""
+        """The places in `items` of each forward, and whether they are prompts."""
         begins = [count == sequence.num_computed_tokens for sequence, count in items]
         prompts = [place for place, is_prompt in enumerate(begins) if is_prompt]
         going = [place for place, is_prompt in enumerate(begins) if not is_prompt]
@@ -121,7 +104,7 @@ class RectangleRunner(Runner):
     # -- one forward ------------------------------------------------------------------------------------------------
 
     def _forward(self, sequences: list[Sequence], begins: bool) -> Tensor:
-        """`(rows, vocab)`: after the last token of each row, of prompts or of rows that go on by one token."""
+        """`(rows, vocab)`: after the last token of each row."""
         model, rectangle = self.model, self._begin(sequences) if begins else self._continue(sequences)
         self._last = None
         inputs = model.prepare_inputs_for_generation(

@@ -23,34 +23,19 @@ from ..scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[list[Sequence], Tensor], Tensor | None]
+"""Sequences and their next tokens `(n,)` on the device to logits `(n, vocab)`; `None` where that needs the host."""
 
 
 class Launched(NamedTuple):
     """A step that runs on the device, for `n` sequences."""
 
-    rows: dict[Sequence, int]  # where each sequence is in the others
     logits: Tensor  # (n, vocab)
-    token_ids: list[int]
-    num_tokens: list[int]  # of each sequence, this step's included
-    tails: list[list[int]]  # block that each sequence's token is stored in, for each layer group
-
-    def fits(self, sequence: Sequence, row: int) -> bool:
-        """A caller's code may have chosen another token; a preempted sequence may have other blocks."""
-        return (
-            sequence.num_computed_tokens == len(sequence.token_ids) == self.num_tokens[row]
-            and sequence.token_ids[-1] == self.token_ids[row]
-            and _tails(sequence) == self.tails[row]
-        )
+    # its place, and what it is if all went as guessed: its length, its last token, the last block of each table
+    rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
 
 
 class RunAhead:
-    """
-    Launches steps before their time, and gives their logits when it has come.
-
-    Args:
-        memory ([`PagedMemory`]): Its lock guards the tables.
-        scheduler ([`Scheduler`]): Takes the blocks, and tells whether there is anything else to do.
-    """
+    """Launches steps before their time, and gives their logits when it has come."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory, self._scheduler = memory, scheduler
@@ -64,10 +49,6 @@ class RunAhead:
         """
         What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the next
         step meanwhile; `None` where that is out of the question.
-
-        Args:
-            launch (`Callable`): Sequences and their next tokens `(n,)` on the device to logits `(n, vocab)`, or `None`
-                where that cannot be done without the host (`Runner.run_ahead`).
         """
         sequences: list[Sequence] = []
         for generation, _ in ready:
@@ -85,14 +66,8 @@ class RunAhead:
         logits = self._launch(sequences, going, tokens, launch)
         found = arrived()
         if logits is not None:
-            chosen = [sequences[row] for row in going]
-            self._launched = Launched(
-                {sequence: row for row, sequence in enumerate(chosen)},
-                logits,
-                [found[row] for row in going],
-                [sequence.num_tokens + 1 for sequence in chosen],
-                [_tails(sequence) for sequence in chosen],
-            )
+            states = ((sequences[row].num_tokens + 1, found[row], _tails(sequences[row])) for row in going)
+            self._launched = Launched(logits, dict(zip([sequences[row] for row in going], enumerate(states))))
         return found
 
     def _launch(self, sequences: list[Sequence], going: list[int], tokens: Tensor, launch: Launch) -> Tensor | None:
@@ -111,17 +86,16 @@ class RunAhead:
             return None
 
     def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
-        """
-        Logits `(n, vocab)` of the first `n` of the scheduled items (`Scheduler.schedule`), which were launched ahead,
-        and `n`.
-        """
+        """Logits `(n, vocab)` of the first `n` of the scheduled items, which were launched ahead, and `n`."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0
         found: list[int] = []
         for sequence, query_len in items:
-            row = launched.rows.get(sequence)
-            if row is None or query_len != 1 or not launched.fits(sequence, row):
+            row, guessed = launched.rows.get(sequence, (0, None))
+            # a caller's code may have chosen another token; a preempted sequence may have other blocks
+            now = len(sequence.token_ids), sequence.token_ids[-1], _tails(sequence)
+            if query_len != 1 or sequence.num_to_compute or now != guessed:
                 break
             found.append(row)
         if not found:

@@ -21,8 +21,7 @@ _WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_p
 class NothingUnrecorded(TorchDispatchMode):
     """
     Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
-    numbers. Unlike torch's sync debug mode it is this thread's alone; and a failure here leaves no capture behind
-    that is half done.
+    numbers: in this thread alone, unlike torch's sync debug mode.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +58,7 @@ def graph_backend(device: torch.device) -> CudaGraphs | None:
 class CudaGraphs:
     """
     CUDA graphs that share one private memory pool: they are replayed one after the other, and nothing reads what one of
-    them left there but the graph itself. `device`: a CUDA or ROCm device, with its index.
+    them left there but the graph itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,9 +68,8 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], None]) -> RecordedGraph:
         """
-        Runs `run` once as it is, then records it. Raises what that raised, [`NotCapturable`] if it does what cannot be
-        recorded; streams, random state and memory are then as before. Waits for the device; memory that torch's
-        allocator holds unused is given back.
+        Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`] if
+        it does what cannot be recorded; streams, random state and memory are then as before.
         """
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
@@ -102,7 +100,9 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         except BaseException:
-            if not _has_ended(graph):  # what `capture_end` does after the stream's own end was left out
+            try:
+                graph.pool()
+            except RuntimeError:  # what `capture_end` does after the stream's own end was left out
                 generator.graphsafe_set_state(state)
                 for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
                     with contextlib.suppress(AttributeError, RuntimeError):
@@ -128,20 +128,12 @@ class RecordedGraph:
         self._graph, self._done = graph, done
 
     def replay(self) -> None:
-        """Does on the device again what was recorded, on the same addresses. It does not wait for it."""
+        """Does on the device again what was recorded, and does not wait for it."""
         self._graph.replay()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
             self._done.synchronize()
-
-
-def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    try:
-        graph.pool()
-    except RuntimeError:
-        return False
-    return True
 
 
 @functools.cache

@@ -35,20 +35,14 @@ from .capture import CudaGraphs, RecordedGraph
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor, list[StepMetadata]], Tensor]
+"""Token ids and positions `(1, n)` and each group's step to logits `(1, n, vocab_size)`."""
 
+# steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
 MIN_USES = 3
-"""Steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement.
-Who stops at the right moment never waits more than twice as long as necessary."""
-
-MAX_GRAPHS = 48
-"""Graphs that are kept. Up to 256 rows there are 28 sizes; the rest is for tables that grow, and adapters."""
-
-MIN_TABLE_TOKENS = 1024
-"""Tokens that block tables have room for at least, so that short sequences need no new graph when they grow."""
-
+MAX_GRAPHS = 48  # that are kept: up to 256 rows there are 27 sizes; the rest is for tables that grow, and adapters
+MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
+# what a GPU reads while the host launches one layer, about 0.2 ms at 4 TB/s: an estimate, not a measurement
 EAGER_LAYER_BYTES = 800 << 20
-"""What a GPU reads while the host launches one layer kernel by kernel: about 0.2 ms at 4 TB/s. An estimate, not a
-measurement."""
 
 
 class Key(NamedTuple):
@@ -85,10 +79,7 @@ def bucket(num_rows: int) -> int:
 
 
 def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | None:
-    """
-    The graphs of `model` over the memory of `cache`, which keeps them for the next call; `None` where there can be none
-    or the config wants none.
-    """
+    """The graphs of `model`, kept in the memory of `cache`; `None` where there can be none or the config wants none."""
     memory = cache.memory
     if not memory.config.capture:
         return None
@@ -101,20 +92,10 @@ def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | N
 
 
 class DecodeGraphs:
-    """
-    The graphs of one model over one memory. It holds neither, nor anything that does; graphs and buffers go with it.
-
-    Args:
-        model ([`PreTrainedModel`]): Whose forward is recorded.
-        groups (`list[GroupMemory]`): Of the layer groups, whose blocks the graphs read and write.
-        backend ([`CudaGraphs`]): Records.
-
-    Attributes:
-        obstacle (`str`, *optional*): Why nothing is recorded any more, until the model is another.
-    """
+    """The graphs of one model over one memory. It holds neither, nor anything that does."""
 
     def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: CudaGraphs) -> None:
-        self.obstacle: str | None = None
+        self.obstacle: str | None = None  # why nothing is recorded any more, until the model is another
         self._model: weakref.ref[PreTrainedModel] = weakref.ref(model)
         self._device, self._groups, self._backend = model.device, groups, backend
         self._windows = [group.spec.window for group in groups]
@@ -132,10 +113,7 @@ class DecodeGraphs:
         return self._device == model.device and self._model() is model and self._groups == groups
 
     def begin(self, state: ModelState) -> None:
-        """
-        Work begins on a model in this `state`, which stays as it is until the work ends. Graphs recorded of another are
-        dropped; weights may have changed in place.
-        """
+        """Drops graphs that were recorded of a model in another state; weights may have changed in place."""
         model = self._model()
         assert model is not None
         found = (state.addresses(), *_numerics(model))
@@ -153,17 +131,8 @@ class DecodeGraphs:
         self, tokens: PackedTokens, adapter: str | None, forward: Forward, token_ids: Tensor | None = None
     ) -> Tensor | None:
         """
-        A step as a replay.
-
-        Args:
-            tokens ([`PackedTokens`]): Of decodes only, for all of whose rows logits are wanted.
-            adapter (`str`, *optional*): That the model runs with now.
-            forward (`Callable`): Token ids and positions `(1, n)` and the groups' steps to logits `(1, n, vocab_size)`.
-            token_ids (`torch.Tensor` of shape `(n,)`, int64, *optional*): On the device, in place of those of `tokens`:
-                the host does not have them yet. Nothing is recorded then.
-
-        Returns:
-            `torch.Tensor` of shape `(n, vocab_size)`, the caller's; `None` if there is no graph for the step.
+        A step of decodes as a replay: logits `(n, vocab_size)`, the caller's, or `None` if there is no graph for it.
+        With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, nothing is recorded.
         """
         if self.obstacle is not None:
             return None
@@ -209,7 +178,7 @@ class DecodeGraphs:
     # -- recording --------------------------------------------------------------------------------------------------
 
     def _capture(self, key: Key, tokens: PackedTokens) -> Key | None:
-        """Records a graph; if that fails, says why, once, and gives up on this model."""
+        """Records a graph; if that fails, says why, and gives up on this model."""
         start = time.perf_counter()
         outputs: list[Tensor] = []
         try:
@@ -255,10 +224,7 @@ class DecodeGraphs:
             self._costs = None
 
     def _prefers_cascade(self, groups: list[GroupTokens]) -> bool:
-        """
-        Whether a step is faster eagerly, where shared blocks are read once, than as a graph, which knows none: in some
-        layer group a cascade saves more than the eager launches of all layers cost.
-        """
+        """Whether in some group a cascade, which no graph has, saves more than the eager launch of all layers costs."""
         if all(len({table[0] for table in group.tables}) == len(group.tables) for group in groups):
             return False  # no two decodes begin with the same block, as in most steps
         if self._costs is None:

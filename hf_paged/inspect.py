@@ -13,19 +13,19 @@ import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .cache.storage import free_bytes
+from .cache.groups import GroupSpec
+from .cache.storage import KVBlocks, free_bytes
 from .config import PagedConfig
-from .tools.footprint import GroupFootprint, measure
-from .tools.models import build, find_model
-from .tools.pictures import format_bytes, require
-from .tools.road import Road, find_road
+from .tools.models import Road, build, find_model, find_road, kernels, measure, stores_latents
+from .tools.pictures import format_bytes, group_label, require
 
 DEFAULT_LENGTH = 2048  # tokens
 ROADS = {
@@ -37,70 +37,43 @@ ROADS = {
 
 
 @dataclass(frozen=True)
+class Group:
+    """Layers that share block tables."""
+
+    name: str
+    kind: str  # "self", or "cross", whose tokens are those of the encoder
+    window: int | None  # tokens that its layers look back; `None`: all
+    num_layers: int
+    layers: dict[str, int]  # how many layers store keys and values of which shape
+    is_latent: bool
+    block_size: int  # tokens
+    block_bytes: int  # over all these layers
+    token_bytes: int
+    kernels: dict[str, str]  # the backend of a decode and of a prefill chunk
+
+    def num_blocks(self, length: int) -> int:
+        """Most blocks that a sequence which grows to `length` tokens holds at a time."""
+        return GroupSpec(self.kind, self.window).num_spanned(0, length, 1, 0, self.block_size)
+
+
+@dataclass(frozen=True)
 class Report:
-    """A model's paged memory on this machine."""
+    """A model's paged memory on this machine, as `--json` prints it."""
 
     model: str
     model_type: str
-    dtype: torch.dtype
-    device: torch.device
     num_parameters: int
     weight_bytes: int
     free_bytes: int  # on the device now
+    left_bytes: int  # that the weights leave to blocks
     max_positions: int | None
-    lengths: tuple[int, ...]  # of sequences to report, in tokens
-    groups: list[GroupFootprint]
-    other_layers: dict[str, int]  # of its cache, which hold something else, by class
+    token_bytes: int  # over all layers, before any window has passed it
+    other_layers: dict[str, int]  # layers of the cache that hold something else, by class
+    dtype: str
+    device: str
+    groups: list[Group]
+    fits: list[dict[str, int]]  # by their length in tokens, how many sequences fit beside the weights
     road: Road
-
-    @property
-    def left_bytes(self) -> int:
-        """Free bytes that the weights leave to blocks."""
-        return max(0, self.free_bytes - self.weight_bytes)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all layers, before any window has passed it."""
-        return sum(group.token_bytes for group in self.groups)
-
-    def sequence_bytes(self, length: int) -> int:
-        """Bytes of the blocks of one sequence of `length` tokens; an encoder's output is taken to be as long."""
-        return sum(group.num_blocks(length) * group.block_bytes for group in self.groups)
-
-    def num_sequences(self, length: int) -> int:
-        """Number of sequences of `length` tokens whose blocks fit beside the weights."""
-        num_bytes = self.sequence_bytes(length)
-        return self.left_bytes // num_bytes if num_bytes else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints: bytes, tokens and names."""
-        own = ("model", "model_type", "num_parameters", "weight_bytes", "free_bytes", "left_bytes", "max_positions")
-        of_group = ("layers", "is_latent", "block_size", "block_bytes", "token_bytes")
-        return {
-            **{name: getattr(self, name) for name in (*own, "token_bytes", "other_layers")},
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "groups": [
-                {
-                    "name": group.name,
-                    **asdict(group.spec),
-                    "num_layers": len(group.blocks),
-                    **{name: getattr(group, name) for name in of_group},
-                    "kernels": self.road.kernels.get(group.name, {}),
-                }
-                for group in self.groups
-            ],
-            "fits": [
-                {
-                    "length": length,
-                    "sequence_bytes": self.sequence_bytes(length),
-                    "sequences": self.num_sequences(length),
-                    "tokens": self.num_sequences(length) * length,
-                }
-                for length in self.lengths
-            ],
-            "road": {"name": self.road.name, "reason": self.road.reason, "in_place": self.road.in_place},
-        }
 
 
 def examine(
@@ -124,80 +97,108 @@ def examine(
         dtype = config.dtype or text.dtype or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     built = build(config, cls, dtype, "meta")
-    groups, other_layers = measure(built, block_size)
+    stored, other_layers = measure(built, block_size)
+    road = find_road(built)
+    groups = [_group(built, spec, blocks, device if road.in_place else None) for spec, blocks in stored.items()]
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
+    weight_bytes, free = built.get_memory_footprint(), free_bytes(device)
+    left_bytes = max(0, free - weight_bytes)
+    fits = []
+    for each in dict.fromkeys((length, max_positions or length)):
+        sequence_bytes = sum(group.num_blocks(each) * group.block_bytes for group in groups)
+        count = left_bytes // sequence_bytes if sequence_bytes else 0
+        fit = {"length": each, "sequence_bytes": sequence_bytes, "sequences": count, "tokens": count * each}
+        fits.append(fit)
     return Report(
         model=cls.__name__,
         model_type=config.model_type,
-        dtype=dtype,
-        device=device,
         num_parameters=built.num_parameters(),
-        weight_bytes=built.get_memory_footprint(),
-        free_bytes=free_bytes(device),
+        weight_bytes=weight_bytes,
+        free_bytes=free,
+        left_bytes=left_bytes,
         max_positions=max_positions,
-        lengths=(length, max_positions) if max_positions and max_positions != length else (length,),
-        groups=groups,
+        token_bytes=sum(group.token_bytes for group in groups),
         other_layers=other_layers,
-        road=find_road(built, groups, device),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        groups=groups,
+        fits=fits,
+        road=road,
     )
+
+
+def _group(model: PreTrainedModel, spec: GroupSpec, blocks: list[KVBlocks], device: torch.device | None) -> Group:
+    is_latent = stores_latents(model, blocks)
+    block_size, block_bytes = blocks[0].keys.shape[2], sum(layer.block_bytes for layer in blocks)
+    return Group(
+        name=group_label(spec.label),
+        kind=spec.kind,
+        window=spec.window,
+        num_layers=len(blocks),
+        layers=dict(Counter(_shape(layer, is_latent) for layer in blocks)),
+        is_latent=is_latent,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        token_bytes=block_bytes // block_size,
+        kernels=kernels(blocks[0], spec.window, is_latent, device) if device is not None else {},
+    )
+
+
+def _shape(layer: KVBlocks, is_latent: bool) -> str:
+    (_, heads, _, key_dim), (_, value_heads, _, value_dim) = layer.keys.shape, layer.values.shape
+    if is_latent:
+        return f"latent of {key_dim}, rotary key of {value_dim}"
+    if (heads, key_dim) == (value_heads, value_dim):
+        return f"{heads} heads of {key_dim}"
+    return f"keys {heads} x {key_dim}, values {value_heads} x {value_dim}"
 
 
 def print_report(report: Report) -> None:
     """Prints tables with rich. Raises `ImportError` without it."""
     console, escape = require("rich.console").Console(), require("rich.markup").escape
-    dtype, groups = str(report.dtype).removeprefix("torch."), report.groups
-    console.print(f"[bold]{escape(report.model)}[/] ({escape(report.model_type)}), {dtype}, on {report.device}")
-    console.print(f"{report.num_parameters:,} parameters, {format_bytes(report.weight_bytes)} of weights")
+    groups, weights, free = report.groups, format_bytes(report.weight_bytes), format_bytes(report.free_bytes)
+    console.print(f"[bold]{escape(report.model)}[/] ({escape(report.model_type)}), {report.dtype}, on {report.device}")
+    console.print(f"{report.num_parameters:,} parameters, {weights} of weights")
     if groups:
-        stored = [_stored(group) for group in groups]
+        rows = []
+        for group in groups:
+            counts = group.layers
+            shapes = ", ".join(shape if len(counts) == 1 else f"{count} x {shape}" for shape, count in counts.items())
+            rows.append((f"{group.num_layers} with {group.name}", shapes, group.token_bytes, group.block_bytes))
         if len(groups) > 1:
-            block_bytes = sum(group.block_bytes for group in groups)
-            stored.append(("all", "", format_bytes(report.token_bytes), format_bytes(block_bytes)))
+            rows.append(("all", "", report.token_bytes, sum(group.block_bytes for group in groups)))
         title = f"Keys and values, blocks of {groups[0].block_size} tokens"
-        console.print(_table(title, ("layers", "each stores", "a token", "a block"), stored))
+        table = _table(title, "layers", "each stores", "a token", "a block")
+        for name, shapes, token_bytes, block_bytes in rows:
+            table.add_row(name, shapes, format_bytes(token_bytes), format_bytes(block_bytes))
+        console.print(table)
     else:
         console.print("It keeps no keys and values in blocks.")
-    for name, count in report.other_layers.items():
-        console.print(f"{count} layers hold a state of their own, not in blocks ({escape(name)}).")
+    for name, num_layers in report.other_layers.items():
+        console.print(f"{num_layers} layers hold a state of their own, not in blocks ({escape(name)}).")
     if groups:
-        free, weights = format_bytes(report.free_bytes), format_bytes(report.weight_bytes)
         title = f"What fits: {free} are free, {format_bytes(report.left_bytes)} beside the weights"
         if report.weight_bytes > report.free_bytes:
             title = f"Nothing fits: {free} are free, the weights alone take {weights}"
-        columns = ("sequences of", "blocks of one", "bytes of one", "sequences", "tokens")
-        console.print(_table(title, columns, [_fit(report, length) for length in report.lengths]))
-    if any(group.spec.kind == "cross" for group in groups):
+        table = _table(title, "sequences of", "blocks of one", "bytes of one", "sequences", "tokens")
+        for fit in report.fits:
+            length, one = fit["length"], format_bytes(fit["sequence_bytes"])
+            blocks = sum(group.num_blocks(length) for group in groups)
+            table.add_row(f"{length:,} tokens", f"{blocks:,}", one, f"{fit['sequences']:,}", f"{fit['tokens']:,}")
+        console.print(table)
+    if any(group.kind == "cross" for group in groups):
         console.print("The encoder's output is taken to be as long as the sequence.")
     console.print(f"[bold]Road[/] {ROADS[report.road.name]}: {escape(report.road.reason)}")
-    for name, kernels in report.road.kernels.items():
-        chosen = ", ".join(f"{what}: {backend}" for what, backend in kernels.items())
-        console.print(f"[bold]Kernels[/] {escape(name)}: {chosen}")
+    for group in groups if report.road.in_place else ():
+        chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
+        console.print(f"[bold]Kernels[/] {escape(group.name)}: {chosen}")
 
 
-def _stored(group: GroupFootprint) -> tuple[str, ...]:
-    """What a group's layers store, a row of the table."""
-    layers = group.layers
-    shapes = ", ".join(shape if len(layers) == 1 else f"{count} x {shape}" for shape, count in layers.items())
-    name = f"{len(group.blocks)} with {group.name}"
-    return name, shapes, format_bytes(group.token_bytes), format_bytes(group.block_bytes)
-
-
-def _fit(report: Report, length: int) -> tuple[str, ...]:
-    """How many sequences of a length fit this machine, a row of the table."""
-    blocks = sum(group.num_blocks(length) for group in report.groups)
-    count, one = report.num_sequences(length), format_bytes(report.sequence_bytes(length))
-    return f"{length:,} tokens", f"{blocks:,}", one, f"{count:,}", f"{count * length:,}"
-
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Any:
-    box = require("rich.box").SIMPLE_HEAD
-    table = require("rich.table").Table(title=title, title_justify="left", title_style="bold", box=box)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _table(title: str, first: str, *columns: str) -> Any:
+    rich, box = require("rich.table"), require("rich.box").SIMPLE_HEAD
+    numbers = [rich.Column(column, justify="right") for column in columns]
+    return rich.Table(first, *numbers, title=title, title_justify="left", title_style="bold", box=box)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
             require("rich")
         report = examine(**options)
         if as_json:
-            print(json.dumps(report.to_dict(), indent=2))
+            print(json.dumps(asdict(report), indent=2))
         else:
             print_report(report)
     except (ImportError, ValueError) as error:

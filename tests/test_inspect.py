@@ -46,36 +46,37 @@ def generated(name: str) -> tuple[hf_paged.MemoryStats, hf_paged.Route]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "t5", "bart", "whisper", "mixtral"])
 def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
-    report = examine(saved_test_model(tmp_path, name), block_size=models.BLOCK_SIZE, dtype=torch.float32)
+    path = saved_test_model(tmp_path, name)
+    report = examine(path, block_size=models.BLOCK_SIZE, dtype=torch.float32, length=13 + 7)
     stats, route = generated(name)
     assert report.road.name == route.road
     assert report.road.in_place == route.in_place
     if not models.is_encoder_decoder(name):  # whose encoders' outputs have lengths of their own
         blocks = sum(group.num_blocks(13 + 7) for group in report.groups)
         assert blocks == stats.peak_blocks
-        assert report.sequence_bytes(13 + 7) == stats.peak_bytes
+        assert report.fits[0]["sequence_bytes"] == stats.peak_bytes
     assert report.model == models.CONFIGS[name][1]
     assert report.num_parameters == models.build(name).num_parameters()
-    kernels = {kernel for each in report.road.kernels.values() for kernel in each.values()}
-    assert kernels <= {"cpp", "gather", "reference"} and len(report.road.kernels) == len(report.groups)
+    for group in report.groups:
+        assert group.kernels and set(group.kernels.values()) <= {"cpp", "gather", "reference"}
 
 
 def test_llama(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "llama"), block_size=16, dtype=torch.bfloat16, length=100)
     [group] = report.groups
-    assert (group.spec.kind, group.spec.window, len(group.blocks)) == ("self", None, 2)
+    assert (group.kind, group.window, group.num_layers) == ("self", None, 2)
     assert group.layers == {"2 heads of 16": 2}
     assert group.token_bytes == report.token_bytes == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, dim, bytes
     assert group.block_bytes == 16 * group.token_bytes
-    assert report.lengths == (100, 2048) and group.num_blocks(100) == 7
-    assert report.num_sequences(100) == report.left_bytes // (7 * group.block_bytes)
+    assert [fit["length"] for fit in report.fits] == [100, 2048] and group.num_blocks(100) == 7
+    assert report.fits[0]["sequences"] == report.left_bytes // (7 * group.block_bytes)
 
 
 def test_sliding_windows_are_a_group_that_stops_growing(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "gemma3"), block_size=8)
-    by_window = {group.spec.window: group for group in report.groups}
+    by_window = {group.window: group for group in report.groups}
     assert set(by_window) == {None, models.WINDOW}
-    assert (len(by_window[None].blocks), len(by_window[models.WINDOW].blocks)) == (1, 2)
+    assert (by_window[None].num_layers, by_window[models.WINDOW].num_layers) == (1, 2)
     assert by_window[models.WINDOW].num_blocks(1000) == by_window[models.WINDOW].num_blocks(100) == 2
     assert by_window[None].num_blocks(1000) == 125
 
@@ -86,20 +87,20 @@ def test_latents(tmp_path: Path) -> None:
     assert group.is_latent and group.layers == {"latent of 24, rotary key of 8": 3}
     assert group.token_bytes == 3 * (24 + 8) * 4
     assert report.road.name == "engine" and report.road.in_place and "side by side" in report.road.reason
-    assert list(report.road.kernels) == ["full attention"]
+    assert group.name == "full attention" and list(group.kernels) == ["decode", "prefill chunk"]
 
 
 def test_encoder_decoders_have_cross_attention(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "t5"), dtype=torch.float32)
-    assert [group.spec.kind for group in report.groups] == ["self", "cross"]
+    assert [group.kind for group in report.groups] == ["self", "cross"]
     assert report.road.name == "hf_loop" and "encoder" in report.road.reason
 
 
 def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2)
-    report = examine(saved(tmp_path, config))
+    report = examine(saved(tmp_path, config), length=100)
     assert not report.groups and report.other_layers == {"LinearAttentionLayer": 2}
-    assert report.num_sequences(100) == 0 and report.road.name == "engine"
+    assert report.fits[0]["sequences"] == 0 and report.road.name == "engine"
 
 
 @pytest.mark.parametrize("name", models.HYBRID)
@@ -111,7 +112,7 @@ def test_rows_side_by_side(name: str, tmp_path: Path) -> None:
 
 
 def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.tools.road.MAX_CHECK_BYTES", 0)
+    monkeypatch.setattr("hf_paged.tools.models.MAX_CHECK_BYTES", 0)
     report = examine("LlamaConfig", dtype=torch.float16)
     assert report.num_parameters > 6e9 and report.weight_bytes >= 2 * report.num_parameters
     assert report.token_bytes == 32 * 2 * 32 * 128 * 2
@@ -122,7 +123,7 @@ def test_a_model_with_fewer_layers_is_checked_instead(tmp_path: Path, monkeypatc
     config = models.config("gemma3", num_hidden_layers=24, layer_types=None)
     name = saved(tmp_path, config, "Gemma3ForCausalLM")
     size = examine(name, dtype=torch.float32).weight_bytes
-    monkeypatch.setattr("hf_paged.tools.road.MAX_CHECK_BYTES", size // 2)
+    monkeypatch.setattr("hf_paged.tools.models.MAX_CHECK_BYTES", size // 2)
     report = examine(name, dtype=torch.float32)
     assert report.road.name == "engine" and "fewer layers" in report.road.reason
 
@@ -131,13 +132,13 @@ def test_dtype_is_the_configurations_unless_given(tmp_path: Path) -> None:
     config = models.config("llama")
     config.dtype = torch.bfloat16
     name = saved(tmp_path, config)
-    assert examine(name).dtype is torch.bfloat16
+    assert examine(name).dtype == "bfloat16"
     assert examine(name, dtype=torch.float32).token_bytes == 2 * examine(name).token_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt2", "GPT2Config", "GPT2LMHeadModel"])
 def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged.tools.road.MAX_CHECK_BYTES", 0)
+    monkeypatch.setattr("hf_paged.tools.models.MAX_CHECK_BYTES", 0)
     assert examine(name).model == "GPT2LMHeadModel"
 
 

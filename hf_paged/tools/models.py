@@ -1,23 +1,47 @@
-"""From what a user names to a model without weights."""
+"""
+What is known of a model without its weights, from what a user names: its class, its layer groups, the road that
+`generate` takes with it and the kernels, each asked of the code that decides it in a call.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
-import inspect
 import os
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import compat
+from ..attention import backends
+from ..attention.call import AttentionCall
+from ..attention.latent import can_absorb
+from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
+from ..batching.factory import Layout, choose_layout, empty_cache
+from ..cache.groups import GroupSpec
+from ..cache.layers import PagedLayer, spec_of
+from ..cache.memory import PagedMemory
+from ..cache.paged_cache import PagedCache
+from ..cache.storage import KVBlocks
+from ..config import PagedConfig
+from ..generation.call import prepared
 from ..model.self_check import first_line
+from ..step import StepMetadata
 
+MAX_RUN_BYTES = 4 << 30  # of a model that is run on the CPU for its shapes
+MAX_CHECK_BYTES = 2 << 30  # of the weights of the model whose forwards are compared
+_LENGTH, _CHUNK = 4, 64  # tokens of the forward that shows shapes, and of a prefill chunk
 _DECODERS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
@@ -55,7 +79,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
     ends = ("Config", "ForCausalLM", "ForConditionalGeneration")
     types = list(CONFIG_MAPPING.keys())  # which are not what it counts
-    names = {each.lower(): each for each in [*(each for each in dir(transformers) if each.endswith(ends)), *types]}
+    names = {each.lower(): each for each in [*filter(lambda each: each.endswith(ends), dir(transformers)), *types]}
     close = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=5)]
     hint = f" Close to it: {', '.join(close)}." if close else ""
     raise ValueError(
@@ -78,14 +102,192 @@ def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTra
 
 
 def _is_a(found: Any, base: type) -> bool:
-    return inspect.isclass(found) and issubclass(found, base)
+    return isinstance(found, type) and issubclass(found, base)
 
 
 def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The model in eval mode; on `"meta"` it takes no memory. Raises `ValueError` if the configuration does not do."""
+    """
+    The model in eval mode, with the same random weights each time; on `"meta"` it takes no memory. Raises `ValueError`
+    if the configuration does not do.
+    """
     try:
-        with torch.device(device):
-            model: PreTrainedModel = compat.from_config(cls, config, dtype=dtype)
+        with torch.random.fork_rng([]), torch.device(device):
+            torch.manual_seed(0)
+            model: PreTrainedModel = compat.from_config(cls, copy.deepcopy(config), dtype=dtype)
     except Exception as error:  # whatever a configuration's contradictions lead to
         raise ValueError(f"{cls.__name__} cannot be built from its configuration: {first_line(error)}") from error
     return model.eval()
+
+
+def measure(model: PreTrainedModel, block_size: int) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
+    """
+    For each layer group of a model on the meta device a block of every layer, there too, with the shapes that a forward
+    without memory hands to its cache; and the layers of the cache that hold something else, by class. Raises
+    `ValueError` if the forward fails.
+    """
+    cache = _forward_cache(model)
+    parts: dict[str, DynamicCache] = {"self": cache}
+    if isinstance(cache, EncoderDecoderCache):
+        parts = {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    groups: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
+    others: Counter[str] = Counter()
+    for kind, part in parts.items():
+        for layer in part.layers:
+            spec = spec_of(layer, kind)
+            if spec is None:
+                others[type(layer).__name__] += 1
+            elif layer.keys is not None:
+                states = layer.keys.to("meta"), layer.values.to("meta")
+                groups[spec].append(KVBlocks.allocate(1, block_size, *states))
+    return groups, dict(others)
+
+
+def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
+    """Whether these layers store the latents of multi-head latent attention as keys, the rotary keys as values."""
+    return any("expand_kv" in vars(type(module)) and can_absorb(module) for module in model.modules()) and all(
+        layer.keys.shape[1] == 1 and layer.keys.shape[3] != layer.values.shape[3] for layer in blocks
+    )
+
+
+def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
+    """The cache after a forward without memory; where that asks for numbers, with random weights on the CPU."""
+    try:
+        try:
+            return _run(build(model.config, type(model), model.dtype, "meta"))
+        except Exception:  # something asks for numbers, or the configuration contradicts itself
+            if model.get_memory_footprint() > MAX_RUN_BYTES:
+                raise
+            return _run(build(model.config, type(model), model.dtype, "cpu"))
+    except Exception as error:
+        raise ValueError(
+            f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward fails with this "
+            f"configuration: {first_line(error)}"
+        ) from error
+
+
+def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
+    text = model.config.get_text_config(decoder=True)
+    model.config.pad_token_id = text.pad_token_id = None  # some models look for it, to warn, and ids may be on "meta"
+    cache: DynamicCache | EncoderDecoderCache = DynamicCache(config=text)
+    ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=model.device)
+    inputs: dict[str, object] = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, DynamicCache(config=text))
+        width = getattr(model.config, "d_model", None) or model.config.hidden_size
+        encoded = torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device)
+        inputs = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # which needs no count of the tokens of an expert
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.device) -> dict[str, str]:
+    """The backends that `backends.select` chooses on `device` for blocks such as `first`, by what a step computes."""
+    keys, values = (torch.empty_like(states, device=device) for states in (first.keys, first.values))
+    blocks = KVBlocks.allocate(1, keys.shape[2], keys, values)
+    if is_latent:  # as `LatentTensor.absorb` gives them
+        blocks = blocks.latents
+    tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    found = {}
+    for name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
+        step = StepMetadata.rectangle(tables, (length,), keys.shape[2], query_len=length, window=window)
+        query = blocks.keys.new_zeros(length, blocks.keys.shape[1], blocks.keys.shape[3])
+        with torch.no_grad():
+            chosen = backends.select(AttentionCall(query, blocks, step, scale=1.0))
+        found[name] = next(known for known, backend in backends.BACKENDS.items() if backend is chosen)
+    return found
+
+
+@dataclass(frozen=True)
+class Road:
+    """How a `generate` call with `cache_implementation="paged"` would go."""
+
+    name: str  # as in `Route`: "engine", "hf_loop" or "plain"; "undecided" between the first two
+    reason: str
+    in_place: bool  # whether attention can read the blocks where they are
+
+
+def find_road(model: PreTrainedModel) -> Road:
+    """The road of a model, which is on the meta device."""
+    built, reason = _built_caches(model)
+    if not built:
+        return Road("plain", reason, False)
+    in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
+    unsupported = "the model has an encoder"
+    if len(built) == 1:
+        checked = _check_forwards(model, built[0])
+        if checked is None:
+            reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
+            return Road("undecided", reason, in_place)
+        layout, what = checked
+        if layout.unsupported_reason is None or layout.sides.rows:
+            padded = "" if layout.sides.prompts else "; padded prompts under transformers' own loop"
+            return Road("engine", f"{layout.reason} ({what}){padded}", in_place)
+        unsupported = layout.unsupported_reason
+    if not any(cache.groups for cache in built):
+        how = "nothing of its cache is in blocks"
+    elif in_place:
+        how = "blocks are read in place"
+    else:
+        own = model_attention(model.config.get_text_config(decoder=True))
+        how = f"its own {own} attention gets gathered keys and values"
+    return Road("hf_loop", f"{how}; not on the engine: {unsupported}", in_place)
+
+
+def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
+    """The caches that `generate` would put in blocks, and why there are none."""
+    config = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
+    config.cache_implementation, config.use_cache = NAME, True
+    token = prepared.set(None)
+    try:
+        compat.prepare_cache(model, config, {}, GenerationMode.GREEDY_SEARCH, 1, 16)
+        call = prepared.get()
+        return (call.built, call.reason) if call is not None else ([], "the model prepares its cache by itself")
+    except Exception as error:
+        return [], f"its cache cannot be prepared: {first_line(error)}"
+    finally:
+        prepared.reset(token)
+
+
+def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, str] | None:
+    """The layout that the engine's checks choose, which compare forwards, and of what; `None` if it is too large."""
+    config: PreTrainedConfig
+    for config, what in (
+        (model.config, "checked on random weights"),
+        (_cut(model.config, cache), "checked on random weights and fewer layers"),
+    ):
+        try:
+            if build(config, type(model), torch.float32, "meta").get_memory_footprint() > MAX_CHECK_BYTES:
+                continue
+            small = build(config, type(model), torch.float32, "cpu")
+        except ValueError:
+            continue
+        return choose_layout(small, empty_cache(small, PagedMemory(PagedConfig()))), what
+    return None
+
+
+def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
+    """
+    The configuration with as many layers as have one of each kind, and narrow where that changes nothing of keys and
+    values: the same modules in a small model.
+    """
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config(decoder=True)
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig) and part is not text and hasattr(part, "num_hidden_layers"):
+            part.num_hidden_layers = 1
+    kinds = [(type(layer), layer.group.spec if isinstance(layer, PagedLayer) else None) for layer in cache.layers]
+    before = text.num_hidden_layers
+    count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    text.num_hidden_layers = count = min(max(2, count), before)
+    most = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:count])
+        elif isinstance(value, int) and name in most:
+            setattr(text, name, min(value, most[name]))
+        elif isinstance(value, int) and name.endswith("token_id"):
+            setattr(text, name, min(value, most["vocab_size"] - 1))
+    return config

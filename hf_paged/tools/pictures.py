@@ -92,9 +92,6 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.3g} {unit}"
 
 
-# -- matplotlib -------------------------------------------------------------------------------------------------------
-
-
 def require(module: str) -> Any:
     """The module. Raises `ImportError`, naming the extra that brings it, where its library is not installed."""
     library = module.partition(".")[0]
@@ -243,9 +240,6 @@ def plot_intervals(
 
 def _shortened(name: str) -> str:
     return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-# -- HTML that needs no library ---------------------------------------------------------------------------------------
 
 
 def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:

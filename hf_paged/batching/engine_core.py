@@ -18,9 +18,10 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..locks import PatientLock
 from ..model.registry import Route, note_route, route_of
+from ..model.self_check import Layout
 from .arguments import Prompt, check_names
 from .execution.executor import Window
-from .factory import Layout, choose_layout, empty_cache, make_loop
+from .factory import choose_layout, empty_cache, make_loop
 from .generation import Generation, RequestOptions, RequestState
 from .loop import StepLoop
 from .results import EngineStats, RequestOutput, Unread
@@ -255,7 +256,7 @@ class EngineCore:
         if self.loop is None:
             return None
         reason, slowed_by = self.layout.unsupported_reason, self.loop.executor.slowed_by
-        is_one_by_one = not self.layout.sides.rows
+        is_one_by_one = not self.layout.side_by_side
         if is_one_by_one:
             slowed_by = {*slowed_by, f"sequences run one by one, not packed: {reason}"}
         return route_of(

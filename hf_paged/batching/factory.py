@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +17,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
 from ..model.capability import packable, side_by_side
-from ..model.self_check import Sides
+from ..model.self_check import Layout
 from ..model.weights import WeightsGuard
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
@@ -30,21 +30,6 @@ from .scheduling.scheduler import Scheduler
 UNLIMITED = 1 << 60
 
 
-class Layout(NamedTuple):
-    """How forwards of a model are laid out: packed, unless `unsupported_reason` says why not; then as rectangles."""
-
-    unsupported_reason: str | None = None
-    sides: Sides = Sides()
-
-    @property
-    def reason(self) -> str:
-        """What a [`Route`] says of it."""
-        if self.unsupported_reason is None:
-            return "packed forwards under the engine's scheduler"
-        how = "side by side" if self.sides.rows else "one by one"
-        return f"rows {how} under the engine's scheduler, not packed: {self.unsupported_reason}"
-
-
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """The cache that `generate` would build for the model, with nothing in it."""
     return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
@@ -53,7 +38,9 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
     """The best layout that `model` gives the right logits in; `cache`, built for it and empty, is only looked at."""
     reason = packable(model, cache, PackedRunner)
-    return Layout() if reason is None else Layout(reason, side_by_side(model, cache, make_rectangles))
+    if reason is None:
+        return Layout()
+    return side_by_side(model, cache, make_rectangles)._replace(unsupported_reason=reason)
 
 
 def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
@@ -63,13 +50,13 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     """
     memory, config = cache.memory, cache.memory.config
     if layout.unsupported_reason is not None:
-        blocks, runner = make_rectangles(model, cache, layout.sides)
+        blocks, runner = make_rectangles(model, cache, layout)
         scheduler = Scheduler(
             blocks,
             max_num_batched_tokens=UNLIMITED,
             max_num_seqs=max_num_seqs,
             chunks=False,
-            replays=layout.sides.replays,
+            replays=layout.replays,
         )
         return StepLoop(Executor(model, memory, runner, scheduler, guard=None), memory, blocks, scheduler)
     blocks = memory.manager(cache.groups)
@@ -119,15 +106,15 @@ class MeasuredSwapper(BlockSwapper):
         return is_done
 
 
-def make_rectangles(model: PreTrainedModel, cache: PagedCache, sides: Sides) -> tuple[BlockManager, RectangleRunner]:
+def make_rectangles(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tuple[BlockManager, RectangleRunner]:
     """What runs rows side by side, and what gives these their blocks."""
     specs, states = list(cache.groups), None
-    if not sides.rows or state_layers(cache):
+    if not layout.side_by_side or state_layers(cache):
         specs.append(StateSpec())
         states = cache.memory.group(StateSpec()).storage
     blocks = cache.memory.manager(specs)
     blocks.prefix_caching = False  # it would need the states at the end of each block
-    return blocks, RectangleRunner(model, cache, states, sides)
+    return blocks, RectangleRunner(model, cache, states, layout)
 
 
 @functools.lru_cache

@@ -13,7 +13,7 @@ from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.executor import Window
-from ..batching.factory import Layout, choose_layout, make_loop
+from ..batching.factory import choose_layout, make_loop
 from ..batching.generation import Generation, KeptBlocks
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
@@ -21,6 +21,7 @@ from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
+from ..model.self_check import Layout
 from .call import CACHE_NAMES, Call
 from .sharing import first_rows
 
@@ -83,12 +84,12 @@ class BatchCall:
         if reason := self._unsupported_rows():
             return reason
         self.layout = choose_layout(self.call.model, self.cache)
-        reason, sides = self.layout.unsupported_reason, self.layout.sides
-        if reason is None or not sides.rows:
+        reason = self.layout.unsupported_reason
+        if reason is None or not self.layout.side_by_side:
             return reason
         if config.return_dict_in_generate:
             return f"the cache is returned, and {reason}"
-        if not sides.prompts and any(self.paddings):
+        if not self.layout.mixed_lengths and any(self.paddings):
             return f"padding changes what its rows give, and {reason}"
         return None
 

@@ -21,7 +21,7 @@ from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..interrupts import let_in
 from ..locks import step_lock
-from .self_check import NO_SIDES, ForwardFailedError, MakeRectangles, MakeRunner, Sides, self_check, side_check
+from .self_check import ONE_BY_ONE, ForwardFailedError, Layout, MakeRectangles, MakeRunner, self_check, side_check
 from .state import only_looks
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
@@ -44,13 +44,10 @@ def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner)
     return found
 
 
-def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
-    """
-    Which rows of `model` give side by side what each gives alone. Arguments as of `packable`, but for `make_runner`:
-    `batching.factory.make_rectangles`.
-    """
+def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Layout:
+    """Which rows give side by side what each gives alone; as `packable`, but for `batching.factory.make_rectangles`."""
     found = _find(side_check, _side_reasons, model, cache, make_runner)
-    return found if isinstance(found, Sides) else NO_SIDES
+    return found if isinstance(found, Layout) else ONE_BY_ONE
 
 
 def _find(check: Callable[..., Any], reasons: _Reasons, model: PreTrainedModel, cache: PagedCache, make: Any) -> Any:

@@ -40,26 +40,36 @@ class Runner(Protocol):
     def run(self, items: list[Any], /) -> torch.Tensor: ...
 
 
-class Sides(NamedTuple):
+class Layout(NamedTuple):
     """
-    Which rows may run side by side.
+    How rows go through a model's forward: packed, unless `unsupported_reason` says why not; then as rectangles.
 
     Args:
-        prompts (`bool`): Prompts of different lengths; else only those of one length.
-        rows (`bool`): Rows at all; else each runs by itself, in a cache of its own that keeps all that the model puts
-            into it.
+        unsupported_reason (`str`, *optional*): Why not packed.
+        mixed_lengths (`bool`): Prompts of different lengths run side by side; else only those of one length.
+        side_by_side (`bool`): Rows run side by side at all; else each by itself, in a cache of its own that keeps all
+            that the model puts into it.
         replays (`bool`): What is computed again is computed as it was: the prompt, then token by token. The model's
             logits after a prompt are others than after the same tokens one by one.
     """
 
-    prompts: bool = True
-    rows: bool = True
+    unsupported_reason: str | None = None
+    mixed_lengths: bool = True
+    side_by_side: bool = True
     replays: bool = False
 
+    @property
+    def reason(self) -> str:
+        """What a [`Route`] says of it."""
+        if self.unsupported_reason is None:
+            return "packed forwards under the engine's scheduler"
+        how = "side by side" if self.side_by_side else "one by one"
+        return f"rows {how} under the engine's scheduler, not packed: {self.unsupported_reason}"
 
-NO_SIDES = Sides(prompts=False, rows=False, replays=True)
+
+ONE_BY_ONE = Layout(mixed_lengths=False, side_by_side=False, replays=True)
 MakeRunner = Callable[[PreTrainedModel, PagedCache], Runner]
-MakeRectangles = Callable[[PreTrainedModel, PagedCache, Sides], tuple[BlockManager, Runner]]
+MakeRectangles = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Runner]]
 
 
 class ForwardFailedError(Exception):
@@ -99,7 +109,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
     return in_any_step or _difference(model, cache, in_steps, found[2:5], "logits of decode steps")
 
 
-def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Sides:
+def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Layout:
     """Compares rows side by side, joining and leaving, with plain forwards. Raises what `self_check` does."""
     with _forwards(model):
         rows = _test_tokens(model)
@@ -109,14 +119,14 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
     decoded = torch.stack([short[-1], middle[-1], long[-1]])
     replays = _difference(model, cache, decoded, torch.stack(at_once), "logits") is not None
     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
-    for sides in (Sides(replays=replays), Sides(prompts=False, replays=replays)):
+    for layout in (Layout(replays=replays), Layout(mixed_lengths=False, replays=replays)):
         with contextlib.suppress(ForwardFailedError), _forwards(model):
             wrap_expansions(model.modules())
-            manager, runner = make_runner(model, _empty_cache(model), sides)
+            manager, runner = make_runner(model, _empty_cache(model), layout)
             found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS, skips=True)
             if _difference(model, cache, torch.stack(order), found, "logits") is None:
-                return sides
-    return NO_SIDES
+                return layout
+    return ONE_BY_ONE
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from ..attention import backends
 from ..attention.call import AttentionCall
 from ..attention.latent import can_absorb
 from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
-from ..batching.factory import Layout, choose_layout, empty_cache
+from ..batching.factory import choose_layout, empty_cache
 from ..cache.groups import GroupSpec
 from ..cache.layers import PagedLayer, spec_of
 from ..cache.memory import PagedMemory
@@ -36,7 +36,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import KVBlocks
 from ..config import PagedConfig
 from ..generation.call import prepared
-from ..model.self_check import first_line
+from ..model.self_check import Layout, first_line
 from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # of a model that is run on the CPU for its shapes
@@ -222,8 +222,8 @@ def find_road(model: PreTrainedModel) -> Road:
             reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
             return Road("undecided", reason, in_place)
         layout, what = checked
-        if layout.unsupported_reason is None or layout.sides.rows:
-            padded = "" if layout.sides.prompts else "; padded prompts under transformers' own loop"
+        if layout.unsupported_reason is None or layout.side_by_side:
+            padded = "" if layout.mixed_lengths else "; padded prompts under transformers' own loop"
             return Road("engine", f"{layout.reason} ({what}){padded}", in_place)
         unsupported = layout.unsupported_reason
     if not any(cache.groups for cache in built):

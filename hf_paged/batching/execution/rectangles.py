@@ -19,7 +19,7 @@ from ... import compat
 from ...cache.block_manager import SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...model.self_check import Sides
+from ...model.self_check import Layout
 from ..request import Sequence
 from .executor import Runner, in_order
 
@@ -55,9 +55,9 @@ class RectangleRunner(Runner):
     length join at no cost. A sequence begins with its prompt, or all of its tokens, and goes on by one token.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage | None, sides: Sides) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage | None, layout: Layout) -> None:
         self.model, self.memory, self.counters = model, cache.memory, cache.counters
-        self.states, self.sides = states, sides  # states: of the last table of each sequence
+        self.states, self.layout = states, layout  # states: of the last table of each sequence
         self.has_states = states is not None
         self._last: Rectangle | None = None
         self._holders: set[Rectangle] = set()  # of states in use
@@ -88,13 +88,13 @@ class RectangleRunner(Runner):
         begins = [count == sequence.num_computed_tokens for sequence, count in items]
         prompts = [place for place, is_prompt in enumerate(begins) if is_prompt]
         going = [place for place, is_prompt in enumerate(begins) if not is_prompt]
-        if not self.sides.rows:
+        if not self.layout.side_by_side:
             return [([place], begins[place]) for place in prompts + going]
         parts: list[tuple[list[int], bool]] = []
         width = 0  # of the last of them, the longest prompt in it
         for place in sorted(prompts, key=lambda place: items[place][1], reverse=True):
             fits = parts and (len(parts[-1][0]) + 1) * width <= self.memory.config.max_num_batched_tokens
-            if fits and (self.sides.prompts or items[place][1] == width):
+            if fits and (self.layout.mixed_lengths or items[place][1] == width):
                 parts[-1][0].append(place)
             else:
                 parts.append(([place], True))
@@ -130,7 +130,7 @@ class RectangleRunner(Runner):
 
     def _continue(self, sequences: list[Sequence]) -> Rectangle:
         blocks, last = [sequence.blocks for sequence in sequences], self._last
-        if not self.sides.rows:
+        if not self.layout.side_by_side:
             rectangle = self._of_row(blocks[0])
             rectangle.append(sequences)
             rectangle.borrow(None)

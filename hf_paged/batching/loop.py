@@ -19,8 +19,7 @@ from .execution.executor import Executor, Window
 from .generation import Generation, KeptBlocks
 from .request import Request, Sequence
 from .scheduling.cost import CostModel
-from .scheduling.plan import StepPlan
-from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler import Scheduler, StepPlan
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row

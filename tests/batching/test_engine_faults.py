@@ -15,7 +15,7 @@ import hf_paged
 from hf_paged import EngineStalledError, OutOfBlocksError, PagedConfig, PagedEngine, RequestResult
 from hf_paged.batching import engine_core
 from hf_paged.batching.loop import MAX_IDLE_STEPS
-from hf_paged.batching.scheduling.plan import StepPlan
+from hf_paged.batching.scheduling.scheduler import StepPlan
 from hf_paged.cache.storage import KVBlocks
 from tests.support import models
 from tests.support.engine_helpers import (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, BlockManager
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence, Status
-from .plan import StepPlan
 from .preemption import Preemption
 from .timeline import Timeline
 
@@ -24,6 +24,35 @@ AGING = 256.0  # arrivals that one step of priority is worth
 _by_key = attrgetter("key")
 
 
+@dataclass
+class StepPlan:
+    """One step. `num_computed_tokens` counts its tokens already, and the tables have room for them."""
+
+    decodes: list[tuple[Sequence, int]] = field(default_factory=list)  # with one token to compute
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with more
+    preempted: list[Request] = field(default_factory=list)  # lost their blocks in this step
+    admitted: list[Request] = field(default_factory=list)
+
+    @property
+    def items(self) -> list[tuple[Sequence, int]]:
+        """All sequences of the step with their `query_len`, decodes first."""
+        return self.decodes + self.chunks
+
+    @property
+    def rows(self) -> list[tuple[Hashable, int, int, int, str | None]]:
+        """
+        The same as plain data, until a sequence gets its next token: request id, number of the sequence in its request,
+        tokens to compute, logits wanted (1 once all tokens are computed), adapter.
+        """
+        return [
+            (s.request.request_id, s.index, count, int(not s.num_to_compute), s.request.adapter)
+            for s, count in self.items
+        ]
+
+    def __str__(self) -> str:
+        return str(self.rows)
+
+
 class Scheduler:
     """
     Iteration-level scheduling (Orca, OSDI 2022) over paged blocks, with chunked prefills (SARATHI, arXiv 2308.16369)
@@ -32,37 +61,22 @@ class Scheduler:
     Requests are ordered by `arrival + priority * aging`, which never changes, so that nothing starves. In that order
     running requests get their tokens, and preempt later ones when blocks run out; then the waiting ones are admitted
     while the first of them fits. A preempted request keeps its place.
-
-    Args:
-        blocks ([`BlockManager`]): Where blocks come from.
-        max_num_batched_tokens (`int`): Most tokens in a step.
-        max_num_seqs (`int`): Most sequences that run at a time. A single request may have more, and so may requests
-            that wait for each other's tokens.
-        watermark (`float`): Share of all blocks that admission leaves to those already running.
-        preempt (`str` or `Callable[[Request], str]`): `"recompute"` or `"swap"`, or what chooses between them.
-        swapper ([`BlockSwapper`], *optional*): Without one, everything is recomputed.
-        vouch (`Callable[[], bool]`, *optional*): Whether blocks of sequences that began before this window may be
-            served (`BlockManager.needs_vouching`); if not, it has dropped them.
-        chunks (`bool`): Whether a sequence may be computed in chunks; else as a whole, then token by token.
-        replays (`bool`): Without chunks, whether what is whole is the prompt alone, also where more is computed again.
-
-    Attributes:
-        timeline ([`Timeline`]): Is told which requests come and go; to use another, set it before the first request.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
         *,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        watermark: float = 0.01,
+        max_num_batched_tokens: int,  # in a step
+        max_num_seqs: int,  # that run at a time, unless a single request has more, or requests wait for each other
+        watermark: float = 0.01,  # share of all blocks that admission leaves to those already running
         aging: float = AGING,
-        preempt: str | Callable[[Request], str] = "recompute",
-        swapper: BlockSwapper | None = None,
+        preempt: str | Callable[[Request], str] = "recompute",  # or "swap", or what chooses between them
+        swapper: BlockSwapper | None = None,  # without one, everything is recomputed
+        # whether blocks of before this window may be served (`BlockManager.needs_vouching`); if not, it drops them
         vouch: Callable[[], bool] | None = None,
-        chunks: bool = True,
-        replays: bool = False,
+        chunks: bool = True,  # whether a sequence may be computed in chunks; else as a whole, then token by token
+        replays: bool = False,  # without chunks: the prompt alone is computed as a whole, also when computed again
     ) -> None:
         if max_num_batched_tokens < 1 or max_num_seqs < 1:
             raise ValueError(
@@ -82,7 +96,7 @@ class Scheduler:
         self._num_rows = 0  # open rows of running requests
         self._arrivals = 0
         self._plan = StepPlan()
-        self.timeline = Timeline()
+        self.timeline = Timeline()  # is told which requests come and go
 
     @property
     def num_running(self) -> int:
@@ -111,11 +125,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """
-        The next step, for which blocks are taken and tokens counted as computed. Empty if every request waits for a
-        token.
-
-        Raises:
-            OutOfBlocksError: if others hold the blocks that the first request needs.
+        The next step; blocks are taken for it and its tokens count as computed. Empty if every request waits for a
+        token. Raises `OutOfBlocksError` if others hold the blocks that the first request needs.
         """
         try:
             plan = self._schedule()
@@ -128,7 +139,7 @@ class Scheduler:
                 self._send_back(request)
             raise
         logger.debug("step %d computes %s", self.timeline.num_steps, plan)
-        self.timeline.stepped(plan)
+        self.timeline.stepped(plan.chunks)
         return plan
 
     def _schedule(self) -> StepPlan:
@@ -187,17 +198,14 @@ class Scheduler:
                     limit = left
                 else:
                     if reserved < 0:
-                        reserved = self._num_decodes()
+                        unfinished = (each for running in self._running for each in running.open_sequences)
+                        reserved = sum(each.num_to_compute == 1 for each in unfinished)
                     limit = left - reserved
                 query_len = self._catch_up(request, sequence, limit)
                 left -= query_len
                 if request.status is not Status.RUNNING:
                     return left
         return left
-
-    def _num_decodes(self) -> int:
-        open_sequences = (each for request in self._running for each in request.open_sequences)
-        return sum(sequence.num_to_compute == 1 for sequence in open_sequences)
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """
@@ -287,17 +295,13 @@ class Scheduler:
             insort(self._waiting, request, key=_by_key)
         self.timeline.waits(request)
 
-    def _preempt(self, request: Request) -> None:
-        self._plan.preempted.append(request)
-        self._count_preemption(request)
-        self._send_back(request, keeps=True)
-
-    @staticmethod
-    def _count_preemption(request: Request) -> None:
+    def _preempt(self, request: Request, keeps: bool = True) -> None:
         request.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
                 sequence.num_answered_tokens = sequence.num_tokens
+        self._plan.preempted.append(request)
+        self._send_back(request, keeps)
 
     def recompute(self) -> list[Request]:
         """
@@ -305,13 +309,11 @@ class Scheduler:
         their turn has come. Returns those that ran, which count as preempted.
         """
         self._plan = StepPlan()
-        stopped = list(self._running)
-        for request in stopped:
-            self._count_preemption(request)
-            self._send_back(request)
+        for request in list(self._running):
+            self._preempt(request, keeps=False)
         for request in (*self._waiting, *self._parked):
             self.preemption.forget(request)
-        return stopped
+        return self._plan.preempted
 
     def _send_back(self, request: Request, keeps: bool = False) -> None:
         """A running request waits again: with nothing computed, or with what `Preemption.send_out` keeps."""
@@ -375,8 +377,6 @@ class Scheduler:
             del self._waiting[bisect_left(self._waiting, request.key, key=_by_key)]
         request.status = Status.FINISHED
         self.timeline.finished(request)
-        if request.is_swapped:
-            self.preemption.forget(request)
         for sequence in request.open_sequences:
             self.preemption.end_sequence(sequence)
             sequence.is_finished = True

@@ -8,8 +8,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from ..request import Request
-from .plan import StepPlan
+from ..request import Request, Sequence
 
 MAX_INTERVALS = 4096  # a request that is never preempted leaves three
 
@@ -56,7 +55,6 @@ class Timeline:
         self.num_steps = self.num_dropped = 0
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
-        self._recomputing: set[Request] = set()  # those whose tokens were computed before
         self._admitted: set[Request] = set()  # since the last step
         self._prefilling: set[Request] = set()  # in the last step
         self._num_requests = 0
@@ -77,29 +75,28 @@ class Timeline:
         """The request has blocks, for the first time or again; it may still lose them before the step."""
         self._admitted.add(request)
 
-    def stepped(self, plan: StepPlan) -> None:
-        """The next step computes what is planned."""
-        if self._admitted or self._prefilling or plan.chunks:
-            chunked = {sequence.request for sequence, _ in plan.chunks}
+    def stepped(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """The next step computes these chunks, and decodes."""
+        if self._admitted or self._prefilling or chunks:
+            chunked = {sequence.request for sequence, _ in chunks}
             for request in self._admitted | self._prefilling | chunked:
                 before = self._open[request].activity
                 if request not in self._admitted and before not in IN_BATCH:
                     continue
-                if before is Activity.PREEMPTED:
-                    self._recomputing.add(request)
                 if request not in chunked and request.is_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
                 else:  # where it has no chunk in this step, the next one is still to come
-                    self._change(request, Activity.RECOMPUTE if request in self._recomputing else Activity.PREFILL)
+                    redone = before in (Activity.PREEMPTED, Activity.RECOMPUTE)
+                    self._change(request, Activity.RECOMPUTE if redone else Activity.PREFILL)
                     self._prefilling.add(request)
             self._admitted.clear()
         self.num_steps += 1
 
     def finished(self, request: Request) -> None:
         """The request needs nothing any more."""
-        for requests in (self._prefilling, self._admitted, self._recomputing):
-            requests.discard(request)
+        self._admitted.discard(request)
+        self._prefilling.discard(request)
         if request in self._open:
             self._close(request, is_last=True)
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduling.plan import StepPlan
-from hf_paged.batching.scheduling.scheduler import Scheduler
+from hf_paged.batching.scheduling.scheduler import Scheduler, StepPlan
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
@@ -66,7 +65,7 @@ def test_a_plan_is_plain_data(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         plan = scheduler.schedule()
     assert plan.rows == [("a", 0, 1, 1, None), ("b", 0, 9, 0, "french")]
-    assert "step 1 computes PlannedRow(request_id='a', sequence=0, num_tokens=1, num_logits=1" in caplog.text
+    assert "step 1 computes [('a', 0, 1, 1, None), ('b', 0, 9, 0, 'french')]" in caplog.text
 
 
 def test_a_decode_behind_a_long_prompt_keeps_its_token_of_the_budget() -> None:

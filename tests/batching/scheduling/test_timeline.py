@@ -12,7 +12,6 @@ import torch
 
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduling.plan import StepPlan
 from hf_paged.batching.scheduling.timeline import Activity, Timeline
 from tests.support import models
 from tests.support.engine_helpers import prompts
@@ -24,8 +23,8 @@ def make_request(name: str = "r", num_tokens: int = 8) -> Request:
     return Request(name, [Sequence([1] * num_tokens)], 64)
 
 
-def plan_of(*items: tuple[Sequence, int]) -> StepPlan:
-    return StepPlan([item for item in items if item[1] == 1], [item for item in items if item[1] > 1])
+def chunks_of(*items: tuple[Sequence, int]) -> list[tuple[Sequence, int]]:
+    return [item for item in items if item[1] > 1]
 
 
 def live(timeline: Timeline, name: str, others: list[tuple[Sequence, int]]) -> None:
@@ -34,8 +33,8 @@ def live(timeline: Timeline, name: str, others: list[tuple[Sequence, int]]) -> N
     timeline.waits(request)
     timeline.runs(request)
     request.sequences[0].num_computed_tokens = 8
-    timeline.stepped(plan_of(*others, (request.sequences[0], 8)))
-    timeline.stepped(plan_of(*others, (request.sequences[0], 1)))
+    timeline.stepped(chunks_of(*others, (request.sequences[0], 8)))
+    timeline.stepped(chunks_of(*others, (request.sequences[0], 1)))
     timeline.finished(request)
 
 
@@ -46,7 +45,7 @@ def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]
 
 def test_a_request_without_trouble() -> None:
     timeline = Timeline()
-    timeline.stepped(plan_of())
+    timeline.stepped(chunks_of())
     live(timeline, "a", [])
     assert activities(timeline, "a") == [(Activity.PREFILL, 1, 2), (Activity.DECODE, 2, 3)]
     assert [interval.is_last for interval in timeline.intervals()] == [False, False, True]
@@ -59,8 +58,8 @@ def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
     timeline.runs(request)
     for computed, items in ((3, [(sequence, 3)]), (3, []), (8, [(sequence, 5)])):
         sequence.num_computed_tokens = computed
-        timeline.stepped(plan_of(*items))
-    timeline.stepped(plan_of((sequence, 1)))
+        timeline.stepped(chunks_of(*items))
+    timeline.stepped(chunks_of((sequence, 1)))
     assert activities(timeline, "r") == [(Activity.PREFILL, 0, 3), (Activity.DECODE, 3, 4)]
 
 
@@ -70,7 +69,7 @@ def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
     for _ in range(5):
         timeline.runs(request)
         timeline.waits(request)
-        timeline.stepped(plan_of())
+        timeline.stepped(chunks_of())
     assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
     assert len(timeline.intervals()) == 1
 
@@ -201,9 +200,9 @@ def test_steps_in_which_nothing_changes_leave_nothing() -> None:
     timeline.waits(request)
     timeline.runs(request)
     request.sequences[0].num_computed_tokens = 8
-    timeline.stepped(plan_of((request.sequences[0], 8)))
+    timeline.stepped(chunks_of((request.sequences[0], 8)))
     for _ in range(500):
-        timeline.stepped(plan_of((request.sequences[0], 1)))
+        timeline.stepped(chunks_of((request.sequences[0], 1)))
     assert [interval.activity for interval in timeline.intervals()] == [
         Activity.WAITING,
         Activity.PREFILL,

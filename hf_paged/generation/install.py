@@ -18,7 +18,7 @@ from ..attention import interface
 from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
 from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
-from ..batching.decoding.streamers import ObservedCriteria, RowStreamers
+from ..batching.decoding.sample import ObservedCriteria, RowStreamers
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig

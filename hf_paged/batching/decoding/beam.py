@@ -12,8 +12,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ... import compat
 from .base import Decoding, LoopInputs, SampledTokens, stop_string_hits
-from .processors import are_row_wise
-from .scores import values_at
+from .scores import are_row_wise, values_at
 
 _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
 
@@ -94,21 +93,12 @@ class BeamDecoding(Decoding):
         if len(logits) != len(rows) or not rows:
             raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
         with self._callers_code():
-            ends_here = self._update(*self._continue(logits))
+            ends_here = self._update(self._continue(logits))
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
         # whether a running beam may still beat a finished one, by transformers' estimate, [prompts, 1]
         self.may_improve = compat.check_early_stop(
-            self.model,
-            is_early_stop_heuristic_unsatisfied=self.may_improve,
-            running_beam_scores=self.running_scores,
-            beam_scores=self.beam_scores,
-            is_sent_finished=self.is_finished,
-            cur_len=self.length,
-            max_length=self.max_length,
-            decoder_prompt_len=self.prompt_length,
-            early_stopping=self.config.early_stopping,
-            length_penalty=self.config.length_penalty,
+            self.model, running_beam_scores=self.running_scores, max_length=self.max_length, **self._finished_beams()
         )
         is_over = not compat.beams_are_unfinished(
             self.model, self.may_improve, self.is_finished, ends_here, self.config.early_stopping
@@ -118,10 +108,10 @@ class BeamDecoding(Decoding):
         finished = self._finish() if is_over else self._close_settled()
         return SampledTokens(tokens, parents, finished, rows)
 
-    def _continue(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _continue(self, logits: Tensor) -> dict[str, Tensor]:
         """
-        The best `beams_to_keep` continuations of every prompt, or as many drawn: scores, sequences, beam indices. As
-        `_get_top_k_continuations` of transformers, which draws from the global random numbers alone.
+        The best `beams_to_keep` continuations of every prompt, or as many drawn. As `_get_top_k_continuations` of
+        transformers, which draws from the global random numbers alone.
         """
         logits = self._of_all_rows(logits)
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
@@ -150,39 +140,36 @@ class BeamDecoding(Decoding):
             rows, ids = (beams + first_rows).flatten(), tokens.flatten()
             pairs = zip(values_at(raw, rows, ids).tolist(), log_probs[rows, ids].tolist())
             self._history.append(dict(zip(zip(rows.tolist(), ids.tolist()), pairs)))
-        return best_scores, sequences, indices
+        return dict(topk_log_probs=best_scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
 
-    def _update(self, top_scores: Tensor, top_sequences: Tensor, top_indices: Tensor) -> Tensor:
+    def _update(self, best: dict[str, Tensor]) -> Tensor:
         """Moves the running and the finished beams on; returns which continuations end, `(prompts, beams_to_keep)`."""
-        ids = top_sequences[:, :, : self.length + 1].flatten(0, 1)
+        ids = best["topk_running_sequences"][:, :, : self.length + 1].flatten(0, 1)
         ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
-        self.running, self.running_scores, self.running_indices = compat.running_beams(
-            self.model,
-            topk_log_probs=top_scores,
-            topk_running_sequences=top_sequences,
-            topk_running_beam_indices=top_indices,
-            next_token_hits_stopping_criteria=ends,
-            num_beams=self.num_beams,
-        )
+        continued: Any = dict(best, next_token_hits_stopping_criteria=ends, num_beams=self.num_beams)
+        running = compat.running_beams(self.model, **continued)
+        self.running, self.running_scores, self.running_indices = running
         self.sequences, self.beam_scores, self.beam_indices, self.is_finished = compat.update_finished_beams(
             self.model,
+            **continued,
+            **self._finished_beams(),
             sequences=self.sequences,
-            topk_running_sequences=top_sequences,
-            beam_scores=self.beam_scores,
-            topk_log_probs=top_scores,
             beam_indices=self.beam_indices,
-            topk_running_beam_indices=top_indices,
-            is_early_stop_heuristic_unsatisfied=self.may_improve,
-            is_sent_finished=self.is_finished,
-            next_token_hits_stopping_criteria=ends,
             top_num_beam_mask=self._top_beams,
-            num_beams=self.num_beams,
+        )
+        return ends
+
+    def _finished_beams(self) -> dict[str, Any]:
+        """What transformers' methods are told of the finished beams."""
+        return dict(
+            is_early_stop_heuristic_unsatisfied=self.may_improve,
+            beam_scores=self.beam_scores,
+            is_sent_finished=self.is_finished,
             cur_len=self.length,
             decoder_prompt_len=self.prompt_length,
             length_penalty=self.config.length_penalty,
             early_stopping=self.config.early_stopping,
         )
-        return ends
 
     def _close_settled(self) -> list[int]:
         """

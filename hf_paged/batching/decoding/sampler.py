@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .base import Decoding, Fetch, SampledTokens, stop_string_hits
 from .beam import BeamDecoding
-from .processors import together
 from .sample import SampleDecoding
-from .scores import argmax, invert, logprobs_of, pick
+from .scores import argmax, invert, logprobs_of, pick, together
 
 Result = SampledTokens | BaseException
 
@@ -46,7 +45,9 @@ def _step(ready: list[tuple[Any, Tensor]], fetch: Fetch) -> list[Result]:
     try:
         if isinstance(batch[0], BeamDecoding):
             return [batch[0].step(ready[0][1])]
-        chosen = _choose(batch, _stack([logits for _, logits in ready]), fetch)
+        rows = [(decoding, row) for decoding in batch for row in decoding.open_rows]
+        tokens, logprobs, failed = _choose(batch, rows, _stack([logits for _, logits in ready]), fetch)
+        stopped = _stopped(rows, tokens)
     except BaseException as error:
         if len(ready) == 1:
             return [error]
@@ -59,11 +60,11 @@ def _step(ready: list[tuple[Any, Tensor]], fetch: Fetch) -> list[Result]:
     for decoding in batch:
         end = start + len(decoding.open_rows)
         try:
-            if start in chosen.failed:
+            if start in failed:
                 raise RuntimeError("the scores of the next token contain nan, or no token has a finite one")
-            stopped = [i in chosen.stopped for i in range(start, end)] if chosen.stopped else ()
-            pairs = [chosen.logprobs[i] for i in range(start, end)] if decoding.record_logprobs else ()
-            results.append(decoding.accept(chosen.tokens[start:end], pairs, stopped))
+            pairs = [logprobs[i] for i in range(start, end)] if decoding.record_logprobs else ()
+            stops = [i in stopped for i in range(start, end)] if stopped else ()
+            results.append(decoding.accept(tokens[start:end], pairs, stops))
         except BaseException as error:
             results.append(error)
         start = end
@@ -83,42 +84,29 @@ def _stack(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-class Chosen(NamedTuple):
-    """The next tokens `(n,)` of a batch's open rows, and what is known of them; rows count through all members."""
-
-    tokens: list[int]
-    logprobs: dict[int, tuple[float, float]]  # by row, where they are recorded
-    failed: list[int]  # rows of several decodings that have no token
-    stopped: set[int]  # rows that complete a stop string
-
-
-def _choose(batch: list[SampleDecoding], logits: Tensor, fetch: Fetch) -> Chosen:
-    """By `(n, vocab)` logits of the open rows of all members, in order. Nothing is noted yet."""
-    first = batch[0]
-    rows = [(decoding, row) for decoding in batch for row in decoding.open_rows]
+def _choose(
+    batch: list[SampleDecoding], rows: list[tuple[SampleDecoding, int]], logits: Tensor, fetch: Fetch
+) -> tuple[list[int], dict[int, tuple[float, float]], list[int]]:
+    """
+    The next tokens of all members' open rows by their `(n, vocab)` logits, the log-probabilities of those that are
+    recorded, and which rows have no token. Nothing is noted yet.
+    """
     if len(logits) != len(rows) or not rows:
         raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
-    failed: list[int] = []
-    logprobs: dict[int, tuple[float, float]] = {}
     if all(decoding.takes_maximum for decoding in batch):
-        tokens = fetch(argmax(logits))
+        return fetch(argmax(logits)), {}, []
+    if len(batch) == 1:
+        raw, scores = batch[0].process(logits)
     else:
-        if len(batch) == 1:
-            raw, scores = first.process(logits)
-        else:
-            raw = logits.to(torch.float32)
-            scores = together(raw, [each.batchable for each in batch if each.batchable is not None])
-        if first.do_sample:
-            chosen, failed = _draw(batch, scores)
-        else:
-            chosen = argmax(scores)
-        recorded = [i for i, (decoding, _) in enumerate(rows) if decoding.record_logprobs]
-        if recorded:
-            of_rows = (logprobs_of(pick(values, recorded), pick(chosen, recorded)) for values in (raw, scores))
-            logprobs = dict(zip(recorded, zip(*of_rows)))
-        tokens = fetch(chosen)
-    has_stop_strings = any(decoding.stop_checker.stop_strings for decoding in batch)
-    return Chosen(tokens, logprobs, failed, _stopped(rows, tokens) if has_stop_strings else set())
+        raw = logits.to(torch.float32)
+        scores = together(raw, [each.batchable for each in batch if each.batchable is not None])
+    chosen, failed = _draw(batch, scores) if batch[0].do_sample else (argmax(scores), [])
+    logprobs: dict[int, tuple[float, float]] = {}
+    recorded = [i for i, (decoding, _) in enumerate(rows) if decoding.record_logprobs]
+    if recorded:
+        of_rows = (logprobs_of(pick(values, recorded), pick(chosen, recorded)) for values in (raw, scores))
+        logprobs = dict(zip(recorded, zip(*of_rows)))
+    return fetch(chosen), logprobs, failed
 
 
 def _draw(batch: list[SampleDecoding], scores: Tensor) -> tuple[Tensor, list[int]]:

@@ -1,11 +1,165 @@
-"""`(rows, vocab)` scores to one token a row."""
+"""`(rows, vocab)` scores: which of transformers' logits processors share a call, and one token a row."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers.generation import logits_process as known
+from transformers.generation.logits_process import LogitsProcessorList
 
 CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
+
+# They read the scores alone.
+_SEQUENCE_FREE = {
+    known.TemperatureLogitsWarper,
+    known.TopKLogitsWarper,
+    known.TopPLogitsWarper,
+    known.TopHLogitsWarper,
+    known.MinPLogitsWarper,
+    known.TypicalLogitsWarper,
+    known.EpsilonLogitsWarper,
+    known.EtaLogitsWarper,
+    known.SuppressTokensLogitsProcessor,
+    known.InfNanRemoveLogitsProcessor,
+    known.LogitNormalization,
+}
+
+# They read the scores and the number of tokens, and leave the scores as they are unless these hold of (self, tokens).
+_LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
+    known.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
+    known.MinNewTokensLengthLogitsProcessor: lambda p, length: length < p.prompt_length_to_skip + p.min_new_tokens,
+    known.ForcedBOSTokenLogitsProcessor: lambda p, length: length == 1,
+    known.ForcedEOSTokenLogitsProcessor: lambda p, length: length == p.max_length - 1,
+    known.ExponentialDecayLengthPenalty: lambda p, length: length > p.regulation_start,
+    known.SuppressTokensAtBeginLogitsProcessor: lambda p, length: length == p.begin_index,
+}
+
+# The last ones read each row's own tokens; some hold a value for each row of the call.
+_ROW_WISE = {
+    *_SEQUENCE_FREE,
+    *_LENGTH_BOUND,
+    known.RepetitionPenaltyLogitsProcessor,
+    known.NoRepeatNGramLogitsProcessor,
+    known.SequenceBiasLogitsProcessor,
+    known.NoBadWordsLogitsProcessor,
+    known.EncoderRepetitionPenaltyLogitsProcessor,
+    known.EncoderNoRepeatNGramLogitsProcessor,
+    known.WatermarkLogitsProcessor,
+}
+
+
+def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
+    """Whether a row's scores depend on that row alone, and no code of a caller's own sees the `num_rows` rows."""
+    kind = known.EncoderRepetitionPenaltyLogitsProcessor
+    # with fewer prompts than rows, which rows of a prompt it treats differs between versions of transformers
+    is_known = all(len(p.encoder_input_ids) == num_rows for p in processors if type(p) is kind)
+    return is_known and type(processors) is LogitsProcessorList and all(type(p) in _ROW_WISE for p in processors)
+
+
+def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int) -> LogitsProcessorList:
+    """The processors of a call over `num_rows` rows, for a batch of only `rows` of them. They must be row-wise."""
+    narrowed = LogitsProcessorList()
+    for processor in processors:
+        own = copy.copy(processor)
+        if type(processor) is known.EncoderRepetitionPenaltyLogitsProcessor:
+            own.encoder_input_ids = processor.encoder_input_ids[list(rows)]
+        elif type(processor) is known.EncoderNoRepeatNGramLogitsProcessor:
+            ngrams, prompts = processor.generated_ngrams, processor.batch_size
+            own.generated_ngrams = [ngrams[row * prompts // num_rows] for row in rows]
+            own.batch_size = len(rows)
+        elif isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+            own.prompt_ignore_length = processor.prompt_ignore_length[list(rows)]
+        else:
+            own = processor
+        narrowed.append(own)
+    return narrowed
+
+
+# The number that may differ from row to row.
+_COLUMNS: dict[type, str] = {
+    known.TemperatureLogitsWarper: "temperature",
+    known.TopKLogitsWarper: "top_k",
+    known.TopPLogitsWarper: "top_p",
+    known.MinPLogitsWarper: "min_p",
+}
+
+
+def _constants(processor: Any) -> tuple[Any, ...]:
+    """What must be equal for two processors of one type to share a call."""
+    if type(processor) is known.RepetitionPenaltyLogitsProcessor:
+        return ()
+    varies = _COLUMNS.get(type(processor))
+    values = (value for name, value in sorted(vars(processor).items()) if name != varies)
+    return tuple(tuple(v.flatten().tolist()) if isinstance(v, Tensor) else v for v in values)
+
+
+class BatchableProcessors:
+    """
+    The processors of a one-row decoding that can run together with those of others: they read the scores and at most
+    which tokens were `seen`. Decodings with equal `key` differ at most in that and in the numbers that `together` takes
+    one a row. `bound` have nothing to do, unless their function in `_LENGTH_BOUND` tells otherwise.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
+        self.processors = [p for p in processors if type(p) not in _LENGTH_BOUND]
+        self.bound = [(_LENGTH_BOUND[type(p)], p) for p in processors if type(p) in _LENGTH_BOUND]
+        self.key = tuple((type(p), *_constants(p)) for p in self.processors)
+        ignored = next((int(p.prompt_ignore_length or 0) for p in self.processors if _penalises(p)), None)
+        self.unseen: list[int] = [] if ignored is None else input_ids[0, ignored:].tolist()  # not in `_seen` yet
+        self._seen: Tensor | None = None  # [vocab] bool
+
+    @classmethod
+    def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
+        """Of a row of `(1, length)` ids. `None` if a processor needs the order of its tokens or is a caller's own."""
+        batchable = sum(type(p) in _SEQUENCE_FREE or type(p) in _LENGTH_BOUND for p in processors)
+        batchable += any(map(_penalises, processors))  # one of them
+        is_plain = type(processors) is LogitsProcessorList
+        return cls(processors, input_ids) if is_plain and batchable == len(processors) else None
+
+    def seen(self, vocab: int, device: torch.device) -> Tensor:
+        """`(vocab,)` bool: the tokens that are penalised for having been there."""
+        if self._seen is None:
+            self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self._seen[[token for token in self.unseen if token < vocab]] = True
+        self.unseen = []
+        return self._seen
+
+
+def _penalises(processor: Any) -> bool:
+    return type(processor) is known.RepetitionPenaltyLogitsProcessor
+
+
+def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
+    """`(rows, vocab)` float32 scores through the processors of each row's member. All have one key."""
+    for stage in zip(*(member.processors for member in members)):
+        first: Any = stage[0]
+        if _penalises(first):
+            seen = torch.stack([member.seen(scores.shape[1], scores.device) for member in members])
+            penalty = torch.tensor([p.penalty for p in stage], device=scores.device)[:, None]
+            scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+            continue
+        name = _COLUMNS.get(type(first))
+        values = [getattr(processor, name) for processor in stage] if name else []
+        if name is None or values.count(values[0]) == len(values):
+            scores = first(None, scores)
+        elif name == "top_k":
+            sizes = torch.tensor(values, device=scores.device).clamp(max=scores.shape[1])[:, None]
+            best = torch.topk(scores, min(max(values), scores.shape[1]))[0]
+            scores = scores.masked_fill(scores < best.gather(1, sizes - 1), first.filter_value)
+        else:  # transformers' formula takes a `(rows, 1)` column as well
+            column = torch.tensor(values, dtype=torch.double, device=scores.device)[:, None]
+            if name == "top_p":  # 1 - column is exactly what 1 - top_p rounds to as a float32
+                column = 1 - (1 - column).float().double()
+            else:
+                column = column.float()
+            shared = copy.copy(first)
+            setattr(shared, name, column)
+            scores = shared(None, scores)
+    return scores
 
 
 def argmax(scores: Tensor) -> Tensor:

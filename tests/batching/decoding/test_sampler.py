@@ -13,11 +13,9 @@ from transformers.generation import logits_process as known
 from hf_paged.batching.decoding import sampler
 from hf_paged.batching.decoding.base import SampledTokens
 from hf_paged.batching.decoding.prepare import request_decoding
-from hf_paged.batching.decoding.processors import BatchableProcessors, are_row_wise, for_rows, together
-from hf_paged.batching.decoding.sample import SampleDecoding
+from hf_paged.batching.decoding.sample import RowStreamers, SampleDecoding
 from hf_paged.batching.decoding.sampler import sample_step
-from hf_paged.batching.decoding.scores import argmax
-from hf_paged.batching.decoding.streamers import RowStreamers
+from hf_paged.batching.decoding.scores import BatchableProcessors, are_row_wise, argmax, for_rows, together
 from tests.support import models
 from tests.support.driver import drive, generate_by_decoding, logits_of, take_step
 

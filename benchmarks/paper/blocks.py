@@ -16,7 +16,7 @@ from benchmarks.paper.measured import A100, OPT_13B_SLOTS, model_of, prompt_of, 
 from benchmarks.paper.rows import PAPER, READ, Row, Size
 from benchmarks.paper.serving import serve_paged
 from benchmarks.paper.traces import ALPACA, SHAREGPT, make_trace
-from hf_paged.batching.scheduling.cost import CostModel
+from hf_paged.batching.scheduling.preemption import CostModel
 from hf_paged.cache.block_table import BlockTable
 from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory

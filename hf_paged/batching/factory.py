@@ -24,7 +24,7 @@ from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .loop import StepLoop
 from .request import Request
-from .scheduling.cost import CostModel
+from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60

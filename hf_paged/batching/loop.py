@@ -18,7 +18,7 @@ from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .generation import Generation, KeptBlocks
 from .request import Request, Sequence
-from .scheduling.cost import CostModel
+from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler, StepPlan
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from transformers import GenerationConfig
 from transformers.generation import stopping_criteria as known
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.utils import ModelOutput
 
 from ...interrupts import let_in
 
@@ -101,10 +99,10 @@ def stop_string_hits(criterion: known.StopStringCriteria, rows: list[list[int]])
     return hits(criterion, torch.tensor(padded, device=criterion.embedding_vec.device), None)
 
 
-class Decoding(ABC):
+class Decoding:
     """
-    transformers' decoding loop, stopped between two forwards. `sampler.sample_step` takes it from one to the next;
-    after an exception there it is of no more use.
+    transformers' decoding loop, stopped between two forwards: what `SampleDecoding` and `BeamDecoding` have in common.
+    `sampler.sample_step` takes it from one forward to the next; after an exception there it is of no more use.
     """
 
     max_length: int  # tokens, prompt included
@@ -143,15 +141,6 @@ class Decoding(ABC):
             self._ids = torch.cat([self._ids, columns], dim=-1)  # int64 from the first token on, as transformers' are
             self._new = []
         return self._ids
-
-    @property
-    @abstractmethod
-    def lengths(self) -> list[int]:
-        """Tokens of every returned sequence up to its own last, prompt and padding included."""
-
-    @abstractmethod
-    def result(self, past_key_values: Any = None) -> Tensor | ModelOutput:
-        """What the model's own loop would return: a tensor, or its `ModelOutput` when that was asked for."""
 
     def _callers_code(self) -> AbstractContextManager[None]:
         """Around processors and criteria: interrupts reach a caller's own."""

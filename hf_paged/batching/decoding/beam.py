@@ -90,10 +90,21 @@ class BeamDecoding(Decoding):
     def step(self, logits: Tensor) -> SampledTokens:
         """Takes `(len(open_rows), vocab)` logits of any float dtype to the next running beams."""
         rows = self.open_rows
-        if len(logits) != len(rows) or not rows:
-            raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
         with self._callers_code():
-            ends_here = self._update(self._continue(logits))
+            best = self._continue(logits)
+            ids = best["topk_running_sequences"][:, :, : self.length + 1].flatten(0, 1)
+            ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
+        continued: Any = dict(best, next_token_hits_stopping_criteria=ends, num_beams=self.num_beams)
+        running = compat.running_beams(self.model, **continued)
+        self.running, self.running_scores, self.running_indices = running
+        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = compat.update_finished_beams(
+            self.model,
+            **continued,
+            **self._finished_beams(),
+            sequences=self.sequences,
+            beam_indices=self.beam_indices,
+            top_num_beam_mask=self._top_beams,
+        )
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
         # whether a running beam may still beat a finished one, by transformers' estimate, [prompts, 1]
@@ -101,7 +112,7 @@ class BeamDecoding(Decoding):
             self.model, running_beam_scores=self.running_scores, max_length=self.max_length, **self._finished_beams()
         )
         is_over = not compat.beams_are_unfinished(
-            self.model, self.may_improve, self.is_finished, ends_here, self.config.early_stopping
+            self.model, self.may_improve, self.is_finished, ends, self.config.early_stopping
         )
         parents = self.running_indices[..., self.length - 1 - self.prompt_length].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
@@ -141,23 +152,6 @@ class BeamDecoding(Decoding):
             pairs = zip(values_at(raw, rows, ids).tolist(), log_probs[rows, ids].tolist())
             self._history.append(dict(zip(zip(rows.tolist(), ids.tolist()), pairs)))
         return dict(topk_log_probs=best_scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
-
-    def _update(self, best: dict[str, Tensor]) -> Tensor:
-        """Moves the running and the finished beams on; returns which continuations end, `(prompts, beams_to_keep)`."""
-        ids = best["topk_running_sequences"][:, :, : self.length + 1].flatten(0, 1)
-        ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
-        continued: Any = dict(best, next_token_hits_stopping_criteria=ends, num_beams=self.num_beams)
-        running = compat.running_beams(self.model, **continued)
-        self.running, self.running_scores, self.running_indices = running
-        self.sequences, self.beam_scores, self.beam_indices, self.is_finished = compat.update_finished_beams(
-            self.model,
-            **continued,
-            **self._finished_beams(),
-            sequences=self.sequences,
-            beam_indices=self.beam_indices,
-            top_num_beam_mask=self._top_beams,
-        )
-        return ends
 
     def _finished_beams(self) -> dict[str, Any]:
         """What transformers' methods are told of the finished beams."""

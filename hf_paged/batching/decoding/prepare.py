@@ -22,8 +22,6 @@ from .sample import SampleDecoding
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-_OFF = (None, False)
-_NO_REPORTS = "is served by `generate` only: leave it out of the request's generation config"
 _NO_OUTPUTS = (
     "is for `generate`: leave it out of the request's generation config, and ask for log-probabilities of the new "
     "tokens with `return_logprobs=True`"
@@ -34,8 +32,8 @@ _SHARED = (
 )
 # options that an engine could only ignore: values that ask for nothing, and why others are refused
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(_REPORTS, (_OFF, _NO_REPORTS)),
-    **dict.fromkeys(_OUTPUTS, (_OFF, _NO_OUTPUTS)),
+    **dict.fromkeys(_REPORTS, ((None, False), "is served by `generate` only: leave it out of the request's config")),
+    **dict.fromkeys(_OUTPUTS, ((None, False), _NO_OUTPUTS)),
     "use_cache": ((None, True), _SHARED),
     "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _SHARED),
     **dict.fromkeys(("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _SHARED)),
@@ -70,7 +68,13 @@ def request_decoding(
             f"the model has a `{compat.LOOP_CONDITION}` of its own, which says when a whole call ends: call "
             '`model.generate(..., cache_implementation="paged")` instead of an engine'
         )
-    ids = _checked(model, input_ids)
+    if not len(input_ids):
+        raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
+    last, low, high = num_embeddings(model) - 1, min(input_ids), max(input_ids)
+    if low < 0 or high > last:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding")
+    ids = torch.tensor([list(input_ids)], dtype=torch.long, device=model.device)
     config = _prepared_config(host, ids, generation_config)
     uses_beams = config.num_beams > 1
     if uses_beams and streamer is not None:
@@ -130,16 +134,3 @@ def num_embeddings(model: PreTrainedModel) -> int:
         return int(model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError):  # it does not tell
         return sys.maxsize
-
-
-def _checked(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
-    if not len(input_ids):
-        raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
-    vocab_size = num_embeddings(model)
-    low, high = min(input_ids), max(input_ids)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"token id {wrong} is outside the vocabulary: ids from 0 to {vocab_size - 1} have an embedding"
-        )
-    return torch.tensor([list(input_ids)], dtype=torch.long, device=model.device)

@@ -91,8 +91,6 @@ def _choose(
     The next tokens of all members' open rows by their `(n, vocab)` logits, the log-probabilities of those that are
     recorded, and which rows have no token. Nothing is noted yet.
     """
-    if len(logits) != len(rows) or not rows:
-        raise ValueError(f"logits of {len(rows)} open rows are needed, got {len(logits)}")
     if all(decoding.takes_maximum for decoding in batch):
         return fetch(argmax(logits)), {}, []
     if len(batch) == 1:

@@ -13,19 +13,19 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
 
-# They read the scores alone.
-_SEQUENCE_FREE = {
-    known.TemperatureLogitsWarper,
-    known.TopKLogitsWarper,
-    known.TopPLogitsWarper,
-    known.TopHLogitsWarper,
-    known.MinPLogitsWarper,
-    known.TypicalLogitsWarper,
-    known.EpsilonLogitsWarper,
-    known.EtaLogitsWarper,
-    known.SuppressTokensLogitsProcessor,
-    known.InfNanRemoveLogitsProcessor,
-    known.LogitNormalization,
+# They read the scores alone; with the number that may differ from row to row in one call.
+_SEQUENCE_FREE: dict[type, str | None] = {
+    known.TemperatureLogitsWarper: "temperature",
+    known.TopKLogitsWarper: "top_k",
+    known.TopPLogitsWarper: "top_p",
+    known.MinPLogitsWarper: "min_p",
+    known.TopHLogitsWarper: None,
+    known.TypicalLogitsWarper: None,
+    known.EpsilonLogitsWarper: None,
+    known.EtaLogitsWarper: None,
+    known.SuppressTokensLogitsProcessor: None,
+    known.InfNanRemoveLogitsProcessor: None,
+    known.LogitNormalization: None,
 }
 
 # They read the scores and the number of tokens, and leave the scores as they are unless these hold of (self, tokens).
@@ -79,20 +79,11 @@ def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int
     return narrowed
 
 
-# The number that may differ from row to row.
-_COLUMNS: dict[type, str] = {
-    known.TemperatureLogitsWarper: "temperature",
-    known.TopKLogitsWarper: "top_k",
-    known.TopPLogitsWarper: "top_p",
-    known.MinPLogitsWarper: "min_p",
-}
-
-
 def _constants(processor: Any) -> tuple[Any, ...]:
     """What must be equal for two processors of one type to share a call."""
     if type(processor) is known.RepetitionPenaltyLogitsProcessor:
         return ()
-    varies = _COLUMNS.get(type(processor))
+    varies = _SEQUENCE_FREE.get(type(processor))
     values = (value for name, value in sorted(vars(processor).items()) if name != varies)
     return tuple(tuple(v.flatten().tolist()) if isinstance(v, Tensor) else v for v in values)
 
@@ -142,7 +133,7 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
             penalty = torch.tensor([p.penalty for p in stage], device=scores.device)[:, None]
             scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
             continue
-        name = _COLUMNS.get(type(first))
+        name = _SEQUENCE_FREE.get(type(first))
         values = [getattr(processor, name) for processor in stage] if name else []
         if name is None or values.count(values[0]) == len(values):
             scores = first(None, scores)

@@ -78,11 +78,6 @@ class Scheduler:
         chunks: bool = True,  # whether a sequence may be computed in chunks; else as a whole, then token by token
         replays: bool = False,  # without chunks: the prompt alone is computed as a whole, also when computed again
     ) -> None:
-        if max_num_batched_tokens < 1 or max_num_seqs < 1:
-            raise ValueError(
-                f"`max_num_batched_tokens` ({max_num_batched_tokens}) and `max_num_seqs` ({max_num_seqs}) must be at "
-                "least 1"
-            )
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
@@ -139,7 +134,7 @@ class Scheduler:
                 self._send_back(request)
             raise
         logger.debug("step %d computes %s", self.timeline.num_steps, plan)
-        self.timeline.stepped(plan.chunks)
+        self.timeline.stepped(plan.admitted, plan.chunks)
         return plan
 
     def _schedule(self) -> StepPlan:
@@ -277,7 +272,6 @@ class Scheduler:
             request.status = Status.RUNNING
             self._num_rows += request.num_open_rows
             insort(self._running, request, key=_by_key)
-            self.timeline.runs(request)
             before = left
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from ..request import Request, Sequence
+from ..request import Request, Sequence, Status
 
 MAX_INTERVALS = 4096  # a request that is never preempted leaves three
 
@@ -22,9 +22,6 @@ class Activity(Enum):
     WAITING = "waiting"
     PREEMPTED = "preempted"  # its blocks were given up
     SWAPPED = "swapped out"  # its blocks are in host memory
-
-
-IN_BATCH = (Activity.PREFILL, Activity.RECOMPUTE, Activity.DECODE)
 
 
 class Interval(NamedTuple):
@@ -55,14 +52,12 @@ class Timeline:
         self.num_steps = self.num_dropped = 0
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
-        self._admitted: set[Request] = set()  # since the last step
         self._prefilling: set[Request] = set()  # in the last step
         self._num_requests = 0
         self._origin = time.perf_counter()
 
     def waits(self, request: Request) -> None:
         """The request is new, or has just lost its blocks."""
-        self._admitted.discard(request)
         self._prefilling.discard(request)
         before = self._open.get(request)
         if request.is_swapped:
@@ -71,18 +66,14 @@ class Timeline:
             was_in_batch = before is not None and before.activity is not Activity.WAITING
             self._change(request, Activity.PREEMPTED if was_in_batch else Activity.WAITING)
 
-    def runs(self, request: Request) -> None:
-        """The request has blocks, for the first time or again; it may still lose them before the step."""
-        self._admitted.add(request)
-
-    def stepped(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """The next step computes these chunks, and decodes."""
-        if self._admitted or self._prefilling or chunks:
+    def stepped(self, admitted: list[Request], chunks: list[tuple[Sequence, int]]) -> None:
+        """The next step computes these chunks, beside decodes, with these requests for the first time or again."""
+        if admitted or self._prefilling or chunks:
             chunked = {sequence.request for sequence, _ in chunks}
-            for request in self._admitted | self._prefilling | chunked:
-                before = self._open[request].activity
-                if request not in self._admitted and before not in IN_BATCH:
+            for request in self._prefilling | chunked | set(admitted):
+                if request.status is not Status.RUNNING:  # it lost its blocks again
                     continue
+                before = self._open[request].activity
                 if request not in chunked and request.is_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
@@ -90,12 +81,10 @@ class Timeline:
                     redone = before in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     self._change(request, Activity.RECOMPUTE if redone else Activity.PREFILL)
                     self._prefilling.add(request)
-            self._admitted.clear()
         self.num_steps += 1
 
     def finished(self, request: Request) -> None:
         """The request needs nothing any more."""
-        self._admitted.discard(request)
         self._prefilling.discard(request)
         if request in self._open:
             self._close(request, is_last=True)

@@ -300,9 +300,3 @@ def test_cancellation_anywhere_gives_every_block_back() -> None:
     assert counts(scheduler.schedule()) == [("c", 20)]
     scheduler.finish_sequence(waiting[-1].sequences[0])
     assert waiting[-1].is_finished and not scheduler.has_unfinished and scheduler.blocks.num_free == 8
-
-
-@pytest.mark.parametrize("options", [dict(tokens=0), dict(seqs=0)])
-def test_limits_must_be_positive(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        make(**options)

@@ -23,18 +23,14 @@ def make_request(name: str = "r", num_tokens: int = 8) -> Request:
     return Request(name, [Sequence([1] * num_tokens)], 64)
 
 
-def chunks_of(*items: tuple[Sequence, int]) -> list[tuple[Sequence, int]]:
-    return [item for item in items if item[1] > 1]
-
-
-def live(timeline: Timeline, name: str, others: list[tuple[Sequence, int]]) -> None:
+def live(timeline: Timeline, name: str) -> None:
     """A request that comes, is prefilled in one step, decodes in another and goes."""
     request = make_request(name)
     timeline.waits(request)
-    timeline.runs(request)
+    request.status = Status.RUNNING
     request.sequences[0].num_computed_tokens = 8
-    timeline.stepped(chunks_of(*others, (request.sequences[0], 8)))
-    timeline.stepped(chunks_of(*others, (request.sequences[0], 1)))
+    timeline.stepped([request], [(request.sequences[0], 8)])
+    timeline.stepped([], [])
     timeline.finished(request)
 
 
@@ -45,8 +41,8 @@ def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]
 
 def test_a_request_without_trouble() -> None:
     timeline = Timeline()
-    timeline.stepped(chunks_of())
-    live(timeline, "a", [])
+    timeline.stepped([], [])
+    live(timeline, "a")
     assert activities(timeline, "a") == [(Activity.PREFILL, 1, 2), (Activity.DECODE, 2, 3)]
     assert [interval.is_last for interval in timeline.intervals()] == [False, False, True]
 
@@ -55,11 +51,11 @@ def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
     timeline, request = Timeline(), make_request()
     [sequence] = request.sequences
     timeline.waits(request)
-    timeline.runs(request)
+    request.status = Status.RUNNING
     for computed, items in ((3, [(sequence, 3)]), (3, []), (8, [(sequence, 5)])):
         sequence.num_computed_tokens = computed
-        timeline.stepped(chunks_of(*items))
-    timeline.stepped(chunks_of((sequence, 1)))
+        timeline.stepped([request] if computed == 3 and items else [], items)
+    timeline.stepped([], [])
     assert activities(timeline, "r") == [(Activity.PREFILL, 0, 3), (Activity.DECODE, 3, 4)]
 
 
@@ -67,9 +63,8 @@ def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
     timeline, request = Timeline(), make_request()
     timeline.waits(request)
     for _ in range(5):
-        timeline.runs(request)
         timeline.waits(request)
-        timeline.stepped(chunks_of())
+        timeline.stepped([request], [])
     assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
     assert len(timeline.intervals()) == 1
 
@@ -77,7 +72,7 @@ def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
 def test_ids_that_are_used_again_are_other_requests() -> None:
     timeline = Timeline()
     for _ in range(2):
-        live(timeline, "again", [])
+        live(timeline, "again")
     assert {interval.number for interval in timeline.intervals()} == {0, 1}
 
 
@@ -166,7 +161,7 @@ def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyP
     while engine.has_unfinished:
         engine.step()
     assert engine.timeline.intervals()[-1].is_last
-    assert not engine.timeline._open and not engine.timeline._prefilling and not engine.timeline._admitted
+    assert not engine.timeline._open and not engine.timeline._prefilling
 
 
 def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
@@ -178,13 +173,12 @@ def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
 
 
 def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
-    others = [(make_request("other").sequences[0], 1)] * 8
     timeline = Timeline(max_intervals=300)
     gc.collect()
     tracemalloc.start()
     try:
         for i in range(1000):
-            live(timeline, f"request {i}", others)
+            live(timeline, f"request {i}")
         gc.collect()
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
@@ -198,11 +192,11 @@ def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
 def test_steps_in_which_nothing_changes_leave_nothing() -> None:
     timeline, request = Timeline(), make_request()
     timeline.waits(request)
-    timeline.runs(request)
+    request.status = Status.RUNNING
     request.sequences[0].num_computed_tokens = 8
-    timeline.stepped(chunks_of((request.sequences[0], 8)))
+    timeline.stepped([request], [(request.sequences[0], 8)])
     for _ in range(500):
-        timeline.stepped(chunks_of((request.sequences[0], 1)))
+        timeline.stepped([], [])
     assert [interval.activity for interval in timeline.intervals()] == [
         Activity.WAITING,
         Activity.PREFILL,
@@ -212,6 +206,6 @@ def test_steps_in_which_nothing_changes_leave_nothing() -> None:
 
 def test_nothing_of_a_request_is_held_after_its_end() -> None:
     timeline = Timeline()
-    live(timeline, "a", [])
+    live(timeline, "a")
     assert not timeline._open
     assert all(not isinstance(value, (torch.Tensor, Request)) for value in timeline.intervals()[0])

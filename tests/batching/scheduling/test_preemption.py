@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged.batching.scheduling.cost import CostModel
+from hf_paged.batching.scheduling.preemption import CostModel
 
 
 def test_recompute_until_a_prefill_was_seen() -> None:

@@ -1,13 +1,11 @@
 """
-Asynchronous exceptions wait until the bookkeeping is done.
+Signals wait until the bookkeeping is done, and locks within which they wait.
 
 Python runs a signal's handler between any two bytecodes of the main thread, so a Ctrl-C can fall between two lines that
 belong together. Within [`held`] the handler is one that takes note; on leaving it the signal's own handler is called.
-[`let_in`] opens a window for what may take long or is a caller's code. A signal mask would not do: the system then
-picks another thread, and Python runs the handler in the main one all the same.
-
-Other threads get no signals, and there is nothing to do in them. Not held: exceptions that one thread sets in another
-(`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
+[`let_in`] opens a window for what may take long or is a caller's code. (With a signal mask the system would pick
+another thread, and Python run the handler in the main one all the same.) Not held: exceptions that one thread sets in
+another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
 """
 
 from __future__ import annotations
@@ -17,10 +15,14 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
+
+from . import forks
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
 SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
@@ -141,6 +143,63 @@ class let_in:
                 raise
             finally:
                 torch.set_grad_enabled(self._grad)
+
+
+class PatientLock:
+    """
+    A reentrant lock within which signals wait (`held`). Where another thread has it, which may take long,
+    signals are let in meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = forks.rlock()
+        self._holds: dict[int, list[held]] = {}  # by thread; one that waits for a condition has some, too
+
+    def condition(self) -> threading.Condition:
+        """For `wait_for`."""
+        return threading.Condition(self._lock)
+
+    def wait_for(self, condition: threading.Condition) -> None:
+        """Waits for a moment, or until the condition is notified, and lets signals in."""
+        condition.wait(timeout=0.05)
+        with let_in():
+            pass
+
+    def is_among(self, locks: set[Any]) -> bool:
+        """Whether it is one of those that `after_fork` is told of."""
+        return self._lock in locks
+
+    def __enter__(self) -> None:
+        hold = held()
+        hold.__enter__()
+        try:
+            while not self._lock.acquire(timeout=0.05):
+                with let_in():
+                    pass
+        except BaseException:
+            hold.__exit__()
+            raise
+        self._holds.setdefault(threading.get_ident(), []).append(hold)
+
+    def __exit__(self, *error: object) -> None:
+        hold = self._holds[threading.get_ident()].pop()
+        self._lock.release()
+        hold.__exit__()
+
+
+_guard = forks.lock()
+_locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDictionary()
+
+
+def step_lock(model: nn.Module) -> PatientLock:
+    """
+    Held from scheduling to the end of the forward, and while the model's state is read or checked. One forward at a
+    time goes through a model, whichever memory it writes to: adapters are the model's.
+    """
+    with _guard:
+        if model not in _locks:
+            _locks[model] = PatientLock()
+        return _locks[model]
 
 
 def _forget() -> None:

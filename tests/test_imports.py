@@ -16,7 +16,7 @@ PLACES = {
     "": "tools",  # the package's door
     "inspect": "tools",  # the command
     "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
-    **dict.fromkeys(("compat", "config", "forks", "interrupts", "locks", "step"), "base"),
+    **dict.fromkeys(("compat", "config", "forks", "interrupts", "step"), "base"),
 }
 
 VIOLATIONS: dict[tuple[str, str], str] = {}

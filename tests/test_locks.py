@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_paged.interrupts import let_in
-from hf_paged.locks import PatientLock, step_lock
+from hf_paged.interrupts import PatientLock, let_in, step_lock
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from .. import forks
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..locks import PatientLock
+from ..interrupts import PatientLock
 from ..model.registry import Route, note_route, route_of
 from ..model.self_check import Layout
 from .arguments import Prompt, check_names

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from ..attention.backends import obstacles
 from ..attention.latent import wrap_expansions
@@ -25,6 +26,13 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
 def rows_per_prompt(config: GenerationConfig) -> int:
     """Rows that `generate` expands each prompt to."""
     return max(config.num_beams or 1, config.num_return_sequences or 1)
+
+
+def cache_parts(cache: Any) -> list[Any]:
+    """The caches of an `EncoderDecoderCache`, or the cache itself."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [*cache_parts(cache.self_attention_cache), *cache_parts(cache.cross_attention_cache)]
+    return [cache]
 
 
 class Call:

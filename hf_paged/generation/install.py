@@ -25,7 +25,7 @@ from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.registry import memory_for
 from .batch import batch_of
-from .call import CACHE_NAMES, Call, current, prepared, rows_per_prompt
+from .call import CACHE_NAMES, Call, cache_parts, current, prepared, rows_per_prompt
 from .sharing import prefill_once
 
 REQUESTED = ("paged", NAME)
@@ -107,7 +107,8 @@ def _prepare_cache(
             blocks_per_row = (max_cache_length or 0) // config.block_size + 1
             num_blocks = (batch_size or 1) * rows_per_prompt(generation_config) * blocks_per_row
             _swap(memory_for(model, config), num_blocks, model_kwargs, generation_config.is_assistant)
-        caches = [part for name in CACHE_NAMES for part in _paged_parts(model_kwargs.get(name))]
+        caches = [part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name))]
+        caches = [part for part in caches if isinstance(part, PagedCache)]
         if caches:
             call.use(caches, generation_config, is_built=not passed)
         elif requested:
@@ -115,12 +116,6 @@ def _prepare_cache(
             if not passed and generation_config.use_cache is False:
                 call.reason = "use_cache is False"
     return result
-
-
-def _paged_parts(cache: Any) -> list[PagedCache]:
-    if isinstance(cache, EncoderDecoderCache):
-        return [*_paged_parts(cache.self_attention_cache), *_paged_parts(cache.cross_attention_cache)]
-    return [cache] if isinstance(cache, PagedCache) else []
 
 
 def _swap(memory: PagedMemory, num_blocks: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from ..cache.paged_cache import PagedCache
+from .call import cache_parts
 
 # Inputs whose rows are their first dimension in every model.
 _ROW_INPUTS = {"attention_mask", "encoder_outputs", "inputs_embeds", "position_ids", "token_type_ids"}
@@ -37,7 +38,7 @@ def prefill_once(
     ids, sliced, caches = first_rows(input_ids, repeats), dict(model_kwargs), []
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
-            if not _is_empty(value):
+            if not all(isinstance(part, PagedCache) and part.is_empty for part in cache_parts(value)):
                 return None
             caches.append(value)
         elif value is not None and not isinstance(value, (bool, int, float, str)):  # which have no rows
@@ -80,12 +81,6 @@ def _rows_are_independent(model: PreTrainedModel) -> bool:
         module.training or module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_setup_cache")
         for module in model.modules()
     )
-
-
-def _is_empty(cache: Cache) -> bool:
-    if isinstance(cache, EncoderDecoderCache):
-        return _is_empty(cache.self_attention_cache) and _is_empty(cache.cross_attention_cache)
-    return isinstance(cache, PagedCache) and cache.is_empty
 
 
 def _repeat(value: Any, rows: int, repeats: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
@@ -19,13 +19,12 @@ from ..attention.switch import NAME, foreign_attention, model_attention, switcha
 from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..interrupts import let_in
-from ..locks import step_lock
+from ..interrupts import let_in, step_lock
 from .self_check import ONE_BY_ONE, ForwardFailedError, Layout, MakeRectangles, MakeRunner, self_check, side_check
 from .state import only_looks
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
-_Reasons = Callable[[PreTrainedModel, PagedCache, Modules, list[PreTrainedConfig]], Iterator[str]]
+_Reasons = Callable[[PreTrainedModel, PagedCache, Modules], Iterator[str]]
 
 _lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
@@ -53,11 +52,10 @@ def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRec
 def _find(check: Callable[..., Any], reasons: _Reasons, model: PreTrainedModel, cache: PagedCache, make: Any) -> Any:
     """A reason why not, or else what `check` tells by several short forwards, once for a model that is what it is."""
     modules = list(model.named_modules())
-    configs = switchable_configs(module for _, module in modules)
-    if reason := next(reasons(model, cache, modules, configs), None):
+    if reason := next(reasons(model, cache, modules), None):
         return reason
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
-    key = layers, _code(model, modules, configs)
+    key = layers, _code(model, modules)
     with _lock:
         known, verdict = _verdicts.setdefault(model, {}).get(check, (None, None))
     if known != key:
@@ -71,7 +69,7 @@ def _find(check: Callable[..., Any], reasons: _Reasons, model: PreTrainedModel, 
     return verdict
 
 
-def _code(model: PreTrainedModel, modules: Modules, configs: list[PreTrainedConfig]) -> Hashable:
+def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     """
     What a forward computes but for the numbers in it, as far as it can be told in a millisecond. Another when a module
     is replaced or added (an adapter), a function of a module's class is replaced, a module's attribute that is a bool
@@ -81,16 +79,14 @@ def _code(model: PreTrainedModel, modules: Modules, configs: list[PreTrainedConf
     switches = tuple(x for _, module in modules for x in vars(module).values() if type(x) in (bool, str))
     classes = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
     functions = tuple(x for base in classes for x in vars(base).values() if isinstance(x, types.FunctionType))
-    attention = tuple(map(model_attention, configs))
+    attention = tuple(map(model_attention, switchable_configs(module for _, module in modules)))
     return kinds, switches, functions, attention, model.dtype, autocast_dtype(model.device), model.device
 
 
 # -- what the model is made of ------------------------------------------------------------------------------------
 
 
-def _packed_reasons(
-    model: PreTrainedModel, cache: PagedCache, modules: Modules, configs: list[PreTrainedConfig]
-) -> Iterator[str]:
+def _packed_reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Iterator[str]:
     if getattr(model.config, "is_encoder_decoder", False):
         yield "the model has an encoder"
     parameters = inspect.signature(model.forward).parameters
@@ -104,14 +100,13 @@ def _packed_reasons(
         names = ", ".join(sorted(layer.__name__ for layer in foreign))
         yield f"its cache has layers that hold more than keys and values: {names}"
     yield from _reasons_of_methods(model)
-    if not configs and compat.attention_of(model.config.get_text_config(decoder=True)) != NAME:
+    is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
+    if not is_loaded_with_ours and not switchable_configs(module for _, module in modules):
         yield "its attention does not go through the attention interface"
     yield from _reasons_of_modules(model, modules)
 
 
-def _side_reasons(
-    model: PreTrainedModel, cache: PagedCache, modules: Modules, configs: list[PreTrainedConfig]
-) -> Iterator[str]:
+def _side_reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Iterator[str]:
     """Rows join and leave: each layer must be one whose rows can be told apart."""
     if cache.layer_class_to_replicate is not None or not cache.layers or not compat.supports_dynamic_cache(model):
         yield "its cache does not know its layers before the first forward"

@@ -32,12 +32,8 @@ _MAX_DEPTH = 8  # of nested containers: some hold themselves
 _MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
 # Not part of what the forward computes: what torch keeps in every module (parameters, buffers, modules and forward
 # hooks are visited by themselves), and notes that transformers leaves on a model the first time it does something.
-_IGNORED = frozenset(vars(nn.Module())) | {
-    "_compiled_call_impl",
-    "_is_hf_initialized",
-    "_output_capturing_hooks_installed",
-    "warnings_issued",
-}
+_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized", "_output_capturing_hooks_installed"}
+_IGNORED |= {"warnings_issued"}
 # Classes of these modules hold what no forward computes: loading, saving, generation.
 _PLUMBING = (
     *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),
@@ -164,9 +160,8 @@ class ModelState:
         kind = self._class(type(item))
         if isinstance(item, nn.Module):
             return kind, self._module(item)
-        # private attributes of a config are transformers' own notes: which attention runs, where it came from
-        hides = hasattr(item, "to_dict")
-        return kind, [(n, self._value(value)) for n, value in _attributes(item) if not (hides and n[:1] == "_")]
+        is_config = hasattr(item, "to_dict")  # whose private attributes are transformers' own notes
+        return kind, [(n, self._value(value)) for n, value in _attributes(item) if not (is_config and n[:1] == "_")]
 
     def _number(self, item: Any) -> int:
         number = self._object_numbers.setdefault(id(item), len(self.objects))
@@ -267,8 +262,13 @@ class ModelState:
         return "array", str(value.dtype), value.shape, content
 
     def _tensor(self, tensor: Tensor) -> Any:
-        if type(tensor) not in (nn.Parameter, Tensor):
-            return self._flattened(tensor)
+        kind = type(tensor)
+        if kind not in (nn.Parameter, Tensor):  # a subclass, by the tensors that it says it consists of
+            if not hasattr(tensor, "__tensor_flatten__"):
+                raise UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
+            names, context = tensor.__tensor_flatten__()
+            parts = [(name, self._value(getattr(tensor, name))) for name in names]
+            return kind.__qualname__, str(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise UnreadableError(f"a tensor of layout {tensor.layout} on {tensor.device}")
         if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
@@ -279,15 +279,6 @@ class ModelState:
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return "tensor", number, form
-
-    def _flattened(self, tensor: Tensor) -> Any:
-        """A subclass by the tensors that it says it consists of."""
-        kind = type(tensor)
-        if not hasattr(tensor, "__tensor_flatten__"):
-            raise UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
-        names, context = tensor.__tensor_flatten__()
-        parts = [(name, self._value(getattr(tensor, name))) for name in names]
-        return kind.__qualname__, str(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
 
 
 def only_looks(hook: Callable[..., Any]) -> bool:

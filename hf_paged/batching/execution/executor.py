@@ -16,8 +16,7 @@ from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
 from ...attention.switch import switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
-from ...interrupts import let_in
-from ...locks import step_lock
+from ...interrupts import let_in, step_lock
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ..decoding.base import Fetch

@@ -165,23 +165,34 @@ def _empty_cache(model: PreTrainedModel) -> PagedCache:
 
 def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
     """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`."""
-    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": torch.ones_like(rows[:, :prompt])}
-    parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters:
-        inputs["position_ids"] = compat.prepare_position_ids(model, rows[:, :prompt], inputs)
-    name = "cache_params" if "cache_params" in parameters else "past_key_values"
-    inputs[name] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids, cache = rows[:, :prompt], DynamicCache(config=model.config.get_text_config(decoder=True))
+    inputs = first_inputs(model, ids, torch.ones_like(ids), cache)
     logits = []
     for length in range(prompt, rows.shape[1] + 1):
-        begins = length == prompt
-        count = length if begins else 1
-        prepared = model.prepare_inputs_for_generation(
-            rows[:, :length], next_sequence_length=count, is_first_iteration=begins, **inputs
-        )
-        outputs = model(**prepared, return_dict=True)
-        inputs = compat.update_inputs(model, outputs, inputs)
-        logits.append(outputs.logits[:, -1])
+        found, inputs = next_logits(model, rows[:, :length], inputs, begins=length == prompt)
+        logits.append(found)
     return torch.stack(logits, dim=1)
+
+
+def first_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> dict[str, Any]:
+    """What `generate` prepares the first forward from, over `ids` with an attention mask, both `(rows, length)`."""
+    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:
+        inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
+    if cache is not None:
+        inputs["cache_params" if "cache_params" in parameters else "past_key_values"] = cache
+    return inputs
+
+
+def next_logits(
+    model: Any, ids: torch.Tensor, inputs: dict[str, Any], begins: bool
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """`(rows, vocab_size)` after `ids`, of which only the last is new unless the rows begin; the next inputs."""
+    count = ids.shape[1] if begins else 1
+    prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
+    outputs = model(**prepared, return_dict=True)
+    return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs)
 
 
 def _step_logits(

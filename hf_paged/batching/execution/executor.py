@@ -89,11 +89,8 @@ class Executor:
     ) -> None:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
-        self.num_embeddings = num_embeddings(model)  # the token ids below it can be computed
         self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
         self.ahead = RunAhead(memory, scheduler)
-        self._autocast: torch.dtype | None = None  # what forwards compute in: what did when the weights were checked
-        self._checks_weights = self._switches_attention = True
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
         self._num_changes = -1  # of the model, when the runner was last told of it
 
@@ -101,15 +98,11 @@ class Executor:
 
     def begin(self, check_weights: bool = True, switch_attention: bool = True) -> None:
         """
-        Called while nothing is in flight; forwards from now on compute under the autocast of this moment, whichever
-        thread takes the steps.
-
-        Args:
-            check_weights (`bool`): Otherwise neither the prefix cache nor graphs are used.
-            switch_attention (`bool`): Otherwise the caller has turned the model's attention to `"hf_paged"`.
+        Called first, and while nothing is in flight. Without `check_weights` neither the prefix cache nor graphs are
+        used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`.
         """
-        self._autocast = autocast_dtype(self.model.device)
-        self.num_embeddings = num_embeddings(self.model)
+        self._autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
+        self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
         self._checks_weights, self._switches_attention = check_weights, switch_attention
         if self.guard is not None:
             self.guard.begin(check_weights, self._autocast)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import itertools
 import operator
 from collections.abc import Sequence as Items
@@ -19,7 +18,7 @@ from ... import compat
 from ...cache.block_manager import SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...model.self_check import Layout
+from ...model.self_check import Layout, first_inputs, next_logits
 from ..request import Sequence
 from .executor import Runner, in_order
 
@@ -33,6 +32,7 @@ class Rectangle:
     token_ids: Tensor  # (rows, length) int64, padded on the left
     cache: PagedCache | None  # with the rows' tables and states; none for a model that brings a cache of its own
     inputs: dict[str, Any]  # what `generate` carries to the next forward: attention mask, position ids, the cache
+    row_bytes: int = 0  # of the states of a row
 
     def append(self, sequences: Items[Sequence]) -> None:
         """The next token of each row."""
@@ -61,10 +61,6 @@ class RectangleRunner(Runner):
         self.has_states = states is not None
         self._last: Rectangle | None = None
         self._holders: set[Rectangle] = set()  # of states in use
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._has_cache = compat.supports_dynamic_cache(model)
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
 
     def rest(self) -> None:
         """Forgets all states."""
@@ -105,28 +101,16 @@ class RectangleRunner(Runner):
 
     def _forward(self, sequences: list[Sequence], begins: bool) -> Tensor:
         """`(rows, vocab)`: after the last token of each row."""
-        model, rectangle = self.model, self._begin(sequences) if begins else self._continue(sequences)
+        rectangle = self._lay_out(sequences) if begins else self._continue(sequences)
         self._last = None
-        inputs = model.prepare_inputs_for_generation(
-            rectangle.token_ids,
-            next_sequence_length=rectangle.token_ids.shape[1] if begins else 1,
-            is_first_iteration=begins,
-            **rectangle.inputs,
-        )
-        outputs = model(**inputs, return_dict=True)
-        rectangle.inputs = compat.update_inputs(model, outputs, rectangle.inputs)
+        logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins)
         self._last = rectangle
         if self.states is not None:
-            row_bytes = num_state_bytes(state_layers(rectangle.cache)) // len(rectangle.blocks)
-            self.states.put([_slot(blocks) for blocks in rectangle.blocks], rectangle, row_bytes)
+            if not rectangle.row_bytes:
+                rectangle.row_bytes = num_state_bytes(state_layers(rectangle.cache)) // len(rectangle.blocks)
+            self.states.put([_slot(blocks) for blocks in rectangle.blocks], rectangle, rectangle.row_bytes)
             self._holders.add(rectangle)
-        logits: Tensor = outputs.logits[:, -1].contiguous()  # else all that a prompt's forward gives stays
-        return logits
-
-    def _begin(self, sequences: list[Sequence]) -> Rectangle:
-        rectangle = self._lay_out(sequences)
-        rectangle.borrow(0)
-        return rectangle
+        return logits.contiguous()  # else all that a prompt's forward gives stays
 
     def _continue(self, sequences: list[Sequence]) -> Rectangle:
         blocks, last = [sequence.blocks for sequence in sequences], self._last
@@ -143,16 +127,15 @@ class RectangleRunner(Runner):
         ):
             last.append(sequences)
             return last
-        rectangle = self._lay_out(sequences)
+        rectangle = self._lay_out(sequences, num_new=1)
         if self.states is not None:
             found = itertools.groupby([self.states.find(_slot(each)) for each in blocks], operator.itemgetter(0))
             sources = [(state_layers(holder.cache), [row for _, row in group]) for holder, group in found]
             gather_states(state_layers(rectangle.cache), sources)
-        rectangle.borrow(rectangle.token_ids.shape[1] - 1)
         return rectangle
 
-    def _lay_out(self, sequences: list[Sequence]) -> Rectangle:
-        """As `generate` prepares a batch, padded on the left."""
+    def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
+        """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""
         model, device = self.model, self.model.device
         lengths = [sequence.num_computed_tokens for sequence in sequences]
         pad = getattr(model.generation_config, "pad_token_id", None)
@@ -163,16 +146,16 @@ class RectangleRunner(Runner):
             device=device,
         )
         mask = torch.arange(width, device=device) >= torch.tensor(paddings, device=device)[:, None]
-        inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask.long()}
-        if self._takes_positions:
-            inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
+        cache = None
+        if compat.supports_dynamic_cache(model):
+            stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+            cache = PagedCache.from_empty(stock, self.memory, borrows=self.counters)
+        inputs = first_inputs(model, ids, mask.long(), cache)
         if compat.supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
-        cache = None
-        if self._has_cache:
-            stock = DynamicCache(config=model.config.get_text_config(decoder=True))
-            cache = inputs[self._cache_name] = PagedCache.from_empty(stock, self.memory, borrows=self.counters)
-        return Rectangle([sequence.blocks for sequence in sequences], lengths, ids, cache, inputs)
+        rectangle = Rectangle([sequence.blocks for sequence in sequences], lengths, ids, cache, inputs)
+        rectangle.borrow(0 if num_new is None else width - num_new)
+        return rectangle
 
     # -- states -----------------------------------------------------------------------------------------------------
 
@@ -188,8 +171,7 @@ class RectangleRunner(Runner):
         held: Rectangle = self.states.find(_slot(blocks))[0]
         if not self._is_shared(held, [blocks]):
             return held
-        inputs = copy.deepcopy(held.inputs)
-        cache = inputs.get(self._cache_name) if self._has_cache else None
+        inputs, cache = copy.deepcopy((held.inputs, held.cache))
         return dataclasses.replace(held, inputs=inputs, cache=cache)
 
 

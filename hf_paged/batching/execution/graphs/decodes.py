@@ -85,7 +85,7 @@ def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | N
         return None
     groups = [group.blocks for group in cache.groups.values()]
     found: DecodeGraphs | None = memory.graphs
-    if found is None or not found.belongs_to(model, groups):
+    if found is None or found.made_for != (weakref.ref(model), model.device, groups):
         backend = capture.graph_backend(model.device)
         found = memory.graphs = None if backend is None else DecodeGraphs(model, groups, backend)
     return found
@@ -96,8 +96,8 @@ class DecodeGraphs:
 
     def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: CudaGraphs) -> None:
         self.obstacle: str | None = None  # why nothing is recorded any more, until the model is another
-        self._model: weakref.ref[PreTrainedModel] = weakref.ref(model)
-        self._device, self._groups, self._backend = model.device, groups, backend
+        self._model, self._device, self._groups = self.made_for = weakref.ref(model), model.device, groups
+        self._backend = backend
         self._windows = [group.spec.window for group in groups]
         self._block_size = groups[0].memory.config.block_size
         self._signature: Hashable = None  # of the model that the graphs were recorded of
@@ -107,10 +107,6 @@ class DecodeGraphs:
         self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # that graphs share, by vocabulary and dtype
         self._forward: Forward | None = None  # of the runner whose step this is
-
-    def belongs_to(self, model: PreTrainedModel, groups: list[GroupMemory]) -> bool:
-        """Whether the graphs are those of this model on this memory."""
-        return self._device == model.device and self._model() is model and self._groups == groups
 
     def begin(self, state: ModelState) -> None:
         """Drops graphs that were recorded of a model in another state; weights may have changed in place."""
@@ -155,10 +151,8 @@ class DecodeGraphs:
         least = -(-MIN_TABLE_TOKENS // self._block_size)
         widths = tuple(max(least, 1 << (max(map(len, group.tables)) - 1).bit_length()) for group in tokens.groups)
         wanted = Key(bucket(len(tokens.token_ids)), widths, variant)
-        if wanted in self._graphs:
-            return wanted
-        if not may_record:
-            return None
+        if wanted in self._graphs or not may_record:
+            return wanted if wanted in self._graphs else None
         use = wanted.num_rows, variant
         if self._uses[use] >= MIN_USES:
             return self._capture(wanted, tokens)
@@ -255,20 +249,12 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
 
 def eager_costs(groups: list[GroupMemory], num_heads: int) -> list[CascadeCosts]:
     """For each layer group what its layers move together, and what launching all layers of the model takes."""
-
     query = torch.empty(1, num_heads, 1, 1, device="meta")
-    num_layers, found = sum(len(group.storage.layers) for group in groups), []
+    launches, found = EAGER_LAYER_BYTES * sum(len(group.storage.layers) for group in groups), []
     for group in groups:
         costs = [default_costs(query, blocks.keys, blocks.values) for blocks in group.storage.layers.values()]
-        found.append(
-            CascadeCosts(
-                token_bytes=sum(cost.token_bytes for cost in costs),
-                state_bytes=sum(cost.state_bytes for cost in costs),
-                rows_per_read=min(cost.rows_per_read for cost in costs),
-                splits=max(cost.splits for cost in costs),
-                overhead_bytes=num_layers * EAGER_LAYER_BYTES,
-            )
-        )
+        token_bytes, state_bytes, rows_per_read, splits, _ = zip(*costs)
+        found.append(CascadeCosts(sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), launches))
     return found
 
 

@@ -62,9 +62,7 @@ def systems_for(workload: Workload, tuned_peer: GenerateBatch | None, quick: boo
 def timed(
     system: System, model: Any, shape: Shape, workload: Workload, repeat: int
 ) -> tuple[tuple[float, float], Answer, dict[str, float]]:
-    """
-    Seconds, CPU seconds, tokens and latencies of one call. Raises if a row has another number of tokens than asked for.
-    """
+    """Seconds and CPU seconds of a call, its answer, its latencies. Raises if rows are not as long as asked for."""
     batch = workload.batch(repeat, shape.vocab)
     torch.manual_seed(repeat)
     gc.collect()
@@ -147,8 +145,7 @@ def run(
             warm = isinstance(system, GenerateBatch | SmallPool) and repeat < 0
             if result.problem or slower_plain or enough or warm:
                 continue
-            rows = turn(system, result, model, shape, workload, repeat)
-            if rows is not None:
+            if (rows := turn(system, result, model, shape, workload, repeat)) is not None:
                 tokens[name] = rows
         if repeat > first:
             longest = max(longest, time.perf_counter() - start)
@@ -224,8 +221,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = [*WORKLOADS, "arrivals"]
     args.only = [name for name in args.only.split(",") if name]
-    unknown = [name for name in args.only if name not in names]
-    if unknown:
+    if unknown := [name for name in args.only if name not in names]:
         parser.error(f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(names)})")
     args.model = args.model or ("llama-tiny" if args.quick else "llama-100m")
     args.results = args.results or (None if args.quick else report.RESULTS)

@@ -26,6 +26,7 @@ import hf_paged
 from hf_paged.attention import backends
 from hf_paged.cache import handles
 from tests.support import models
+from tests.support.checks import assert_same_tokens, model_state
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
@@ -147,28 +148,6 @@ PLACES: dict[str, Place] = {
     ),
     "streamer": lambda model, countdown: ({"streamer": FailingStreamer(countdown)}, contextlib.nullcontext()),
 }
-
-
-def model_state(model: PreTrainedModel) -> dict[str, Any]:
-    return {
-        "attention": {
-            name: module.config._attn_implementation
-            for name, module in model.named_modules()
-            if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
-        },
-        "training": [module.training for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
-        "generation_config": model.generation_config.to_dict(),
-        "grad": torch.is_grad_enabled(),
-    }
-
-
-def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
-    assert expected.shape == actual.shape, f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
-    if not torch.equal(expected, actual):
-        first = (expected != actual).nonzero()[0].tolist()
-        raise AssertionError(f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
 
 
 def assert_whole(model: PreTrainedModel) -> None:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from hf_paged.interrupts import PatientLock, let_in, step_lock
 
-
-@pytest.fixture(autouse=True)
-def sigint() -> Iterator[None]:
-    """Python's own handler: a process that a shell starts in the background inherits one that ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "the handler was not put back"
+pytestmark = pytest.mark.usefixtures("sigint")
 
 
 def is_free(lock: PatientLock) -> bool:

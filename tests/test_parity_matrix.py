@@ -39,6 +39,7 @@ from transformers.utils import ModelOutput
 
 import hf_paged
 from tests.support import models
+from tests.support.checks import model_state
 
 NEW_TOKENS = 12
 SEED = 1
@@ -907,23 +908,6 @@ def assert_same_scores(
         open_rows = [row for row, end in enumerate(ends) if width + step < end]
         assert left.shape == right.shape, f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
         assert_same_tensor(left[open_rows], right[open_rows], f"{where}[{step}]")
-
-
-def model_state(model: PreTrainedModel) -> dict[str, Any]:
-    """What a call must leave as it found it."""
-    implementations = {
-        name: module.config._attn_implementation
-        for name, module in model.named_modules()
-        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
-    }
-    return {
-        "attention": implementations,
-        "training": [module.training for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
-        "generation_config": model.generation_config.to_dict(),
-        "grad": torch.is_grad_enabled(),
-    }
 
 
 def assert_pool_empty(model: PreTrainedModel) -> None:

@@ -12,8 +12,9 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
+from tests.support.checks import model_state
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
-from tests.test_faults import Countdown, OnPurpose, last_block, model_state, replaced_forward
+from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
 
 peft = pytest.importorskip("peft")
 

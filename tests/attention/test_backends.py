@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
 import weakref
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -23,6 +23,7 @@ from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.store import store as cpp_store
 from hf_paged.step import StepMetadata
 from tests.support.attention import attend, rectangle
+from tests.support.checks import in_threads
 
 BACKENDS = ("reference", "gather", "cpp")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -333,11 +334,7 @@ def test_threads_do_not_share_scratch() -> None:
                 if not torch.allclose(call.run(backend).double(), call.expected, atol=2e-5):
                     wrong.append(backend)
 
-    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, call) for call in calls))
     assert not wrong
 
 

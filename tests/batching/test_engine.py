@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
 from tests.support import models
+from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     MANY_ENDS,
     MODES,
@@ -402,18 +403,8 @@ def test_astream() -> None:
 def test_threads() -> None:
     texts = prompts(*range(3, 27, 2))
     expected = [lone_run(models.get("llama"), prompt, GREEDY) for prompt in texts]
-    results: dict[int, Any] = {}
     with engine_of(num_blocks=40) as engine:
-
-        def work(first: int) -> None:
-            results[first] = engine.generate(texts[first::4], GREEDY)
-
-        threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-            assert not thread.is_alive(), "a thread hangs"
+        results = in_threads(*(functools.partial(engine.generate, texts[first::4], GREEDY) for first in range(4)))
         assert_drained(engine)
     for first in range(4):
         for lone, result in zip(expected[first::4], results[first]):

@@ -18,6 +18,7 @@ from hf_paged.batching.loop import MAX_IDLE_STEPS
 from hf_paged.batching.scheduling.scheduler import StepPlan
 from hf_paged.cache.storage import KVBlocks
 from tests.support import models
+from tests.support.checks import model_state
 from tests.support.engine_helpers import (
     MODES,
     assert_drained,
@@ -37,7 +38,6 @@ from tests.test_faults import (
     first_norm,
     hooked,
     last_block,
-    model_state,
     replaced_forward,
 )
 

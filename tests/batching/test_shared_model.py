@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,26 +12,9 @@ import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.cache.groups import GroupSpec
 from tests.support import models
+from tests.support.checks import in_threads
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
-
-
-def in_threads(*functions: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:

@@ -27,17 +27,11 @@ from transformers import (
 
 import hf_paged
 from tests.support import models
+from tests.support.checks import assert_same_tokens, in_threads
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 BEAMS: dict[str, Any] = {"num_beams": 3, **GREEDY}
-
-
-def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:
-    assert expected.shape == actual.shape, f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
-    if not torch.equal(expected, actual):
-        first = (expected != actual).nonzero()[0].tolist()
-        raise AssertionError(f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
 
 
 def assert_used_pool(model: torch.nn.Module) -> None:
@@ -313,30 +307,6 @@ def test_a_model_goes_away_with_its_pool() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- threads
-
-
-def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
-    """Runs the jobs at once and returns their results; the first exception of a job is raised here."""
-    barrier = threading.Barrier(len(jobs))
-    results: list[Any] = [None] * len(jobs)
-    errors: list[BaseException] = []
-
-    def work(index: int, job: Callable[[], Any]) -> None:
-        try:
-            barrier.wait(30)
-            results[index] = job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
-    return results
 
 
 REPEATS = 4

@@ -22,8 +22,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import hf_paged
-from tests.callers.test_callers import assert_same_tokens, assert_used_pool, timeless
+from tests.callers.test_callers import assert_used_pool, timeless
 from tests.support import models
+from tests.support.checks import assert_same_tokens
 
 NUM_PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 21, 10
 PADDING = 6  # tokens

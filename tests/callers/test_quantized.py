@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from tests.callers.test_callers import BEAMS, GREEDY, assert_same_tokens, assert_used_pool
+from tests.callers.test_callers import BEAMS, GREEDY, assert_used_pool
 from tests.support import models
+from tests.support.checks import assert_same_tokens
 
 # int4 is what runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
 SCHEMES: dict[str, Callable[[], Any]] = {

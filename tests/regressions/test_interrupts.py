@@ -8,7 +8,7 @@ import linecache
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,19 +21,13 @@ from transformers import LogitsProcessor
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
+from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_often
-from tests.test_faults import model_state
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
 
-
-@pytest.fixture(autouse=True)
-def sigint() -> Iterator[None]:
-    """Python's own handler: a process that a shell starts in the background inherits one that ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("sigint")
 
 
 class SignalAt:

@@ -36,8 +36,9 @@ from transformers.utils.logging import disable_progress_bar
 import hf_paged
 from hf_paged.cache.block_pool import OutOfBlocksError
 from tests.support import fuzz_cases, models
+from tests.support.checks import model_state
 from tests.support.fuzz_cases import GREEDY_STEPS, Case
-from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor, model_state
+from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor
 
 HANG_SECONDS = 180.0  # a case takes less than one
 

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
+from tests.support.checks import model_state
 from tests.support.engine_helpers import build_bloom
-from tests.test_faults import model_state
 
 NEW_TOKENS = 6
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}

@@ -1,0 +1,57 @@
+"""What several files of tests check, and calls from several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def model_state(model: PreTrainedModel) -> dict[str, Any]:
+    """What a call must leave as it found it."""
+    return {
+        "attention": {
+            name: module.config._attn_implementation
+            for name, module in model.named_modules()
+            if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
+        },
+        "training": [module.training for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "generation_config": model.generation_config.to_dict(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:
+    assert expected.shape == actual.shape, f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
+    if not torch.equal(expected, actual):
+        first = (expected != actual).nonzero()[0].tolist()
+        raise AssertionError(f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}")
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """Runs the jobs at once and returns their results; the first exception of a job is raised here."""
+    barrier = threading.Barrier(len(jobs))
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def work(index: int, job: Callable[[], Any]) -> None:
+        try:
+            barrier.wait(30)
+            results[index] = job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results

@@ -1,7 +1,6 @@
-"""Kernels over plain tensors, C++ for the CPU and Triton for GPUs, and which of them a process uses.
+"""Kernels over plain tensors, C++ for the CPU and Triton for GPUs.
 
-`HF_PAGED_ATTENTION=reference|gather|cpp|triton` forces one backend of attention, to find out where a difference comes
-from.
+`HF_PAGED_ATTENTION=reference|gather|cpp|triton` forces one backend of attention.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ NAMES = ("reference", "gather", "cpp", "triton")
 
 
 def forced() -> str | None:
-    """The backend that the environment names. Raises `ValueError` for another name, `RuntimeError` for C++ kernels that
-    cannot be built."""
+    """The backend that the environment names. Raises `ValueError` for others, `RuntimeError` without a compiler."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None
@@ -33,10 +31,8 @@ def forced() -> str | None:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """
-    Whether calls with tensors like this one go to the Triton kernels where these take them. Raises as `forced`, and
-    `RuntimeError` where the environment names them and they do not run.
-    """
+    """Whether calls with tensors like this one go to the Triton kernels where these take them. Raises as `forced`, and
+    `RuntimeError` where the environment names them and they do not run."""
     name = forced()
     if name is None:
         return not tensor.is_cpu and triton.is_available(tensor.device)

@@ -87,7 +87,8 @@ def _attend_rows(call: AttentionCall, query: Tensor, step: StepMetadata) -> Tens
             known[layout] = find_cascade(query, keys, values, step)
         found = known[layout]
         if found is not None:
-            return attention.cascade_attention(query, keys, values, found, **features)
+            shared: Tensor = attention.cascade_attention(query, keys, values, found, **features)
+            return shared
     out: Tensor = attention.decode_attention(query, keys, values, step, bias=call.bias, **features)
     return out
 

@@ -1,13 +1,9 @@
-"""The C++ kernels of `kernels.cpp`: built on first use, loaded with ctypes, absent where there is no compiler.
+"""The C++ kernels of `kernels.cpp`: built on first use with the user's own compiler, loaded with ctypes.
 
-There is no wheel to match and no torch header to compile: a few seconds of the user's own compiler, once per machine,
-which the log says. The library is kept in `$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else
-`~/.cache/hf_paged`: an absolute path to a folder of the user's own with mode 700, which no other user can swap for
-another (`private.py`), under a name that holds the hash of its content. What is cut short, altered or not the user's
-is compiled again, never loaded. Where the folder does not serve, a warning says why and every process compiles for
-itself, into a temporary folder that is gone once the library is loaded. Wherever that cannot work either (no
-compiler, `HF_PAGED_CPP=0`), `is_available()` is False and the portable path of `attention/backends/gather.py` serves;
-without a compiler a warning says so.
+The library is kept in `$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`, a folder that
+no other user can swap for another. What is cut short, altered or not the user's is compiled again, never loaded. Where
+the folder does not serve, every process compiles for itself, into a temporary folder. Without a compiler, or with
+`HF_PAGED_CPP=0`, `is_available()` is False and `attention/backends/gather.py` serves.
 """
 
 from .build import is_available

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-from .build import library
+from .build import kernel
 
 MAX_QUERIES = 16
 """Queries per row up to which reading the blocks in place beats gathering them once."""
@@ -24,10 +24,7 @@ _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
 
 
 def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
-    """
-    What the kernel is told of a step, the same for all layers, with the step's rows, queries of each and block size.
-    Raises `TypeError` for dtype and device of tables and lengths, `ValueError` for their shape and strides.
-    """
+    """What the kernel is told of a step, the same for all layers; the step's rows, queries of each and block size."""
     tables, (seq_lens, starts, _), query_len = step.block_tables, step.on_device, step.query_len
     if query_len is None:
         raise ValueError(f"rows of different numbers of queries, they start at {step.query_start}")
@@ -50,11 +47,8 @@ def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
 
 
 class Attention:
-    """
-    Attention over the blocks of a layer, for queries of one shape and strides in every step: between the products of a
-    model every Python object that is touched costs several times what it costs in a loop of its own, so that what one
-    call found out is kept for the next. It keeps addresses of blocks, not tensors.
-    """
+    """Attention over the blocks of a layer, for queries of one shape and strides in every step: what one call found out
+    is kept for the next. It keeps addresses of blocks, not tensors."""
 
     __slots__ = ("_kernel", "_num_blocks", "_out_shape", "_packed", "_step_shape", "signature")
 
@@ -70,16 +64,9 @@ class Attention:
         sinks: Tensor | None = None,
     ) -> None:
         """
-        Args:
-            query (`torch.Tensor` of shape `(T, heads, key_dim)`): `query_len` of each row. Without that number
-                it cannot be called: the tensors are checked.
-            key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`): Alive as long
-                as this is used.
-            scale, softcap, sinks: As in `AttentionCall`.
-
-        Raises:
-            TypeError: for dtypes, devices and strides that the kernel does not take.
-            ValueError: for shapes that do not fit one another.
+        Arguments as in `AttentionCall`; the blocks must live as long as this is used. Without `query_len`, the number
+        of queries of each row, the tensors are checked and nothing can be called. Raises `TypeError` for dtypes,
+        devices and strides that the kernel does not take, `ValueError` for shapes that do not fit one another.
         """
         tensors = (query, key_blocks, value_blocks)
         if any(not x.is_cpu or x.dtype is not query.dtype for x in tensors) or query.dtype not in DTYPES:
@@ -110,9 +97,7 @@ class Attention:
         self._num_blocks, kv_heads, block_size, value_dim = values
         self._out_shape = num_tokens, heads, value_dim
         self._step_shape = num_tokens // max(query_len or 1, 1), query_len, block_size
-        kernels = library()
-        assert kernels is not None
-        self._kernel = kernels.hf_paged_attention
+        self._kernel = kernel("attention")
         token_stride, head_stride, _ = query.stride()
         self._packed = _LAYER.pack(
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), DTYPES[query.dtype]),
@@ -161,17 +146,12 @@ class Attention:
     def _error(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
         """Why the kernel gives no result: it would have read outside of a tensor, or had no memory to compute in."""
         seq_lens, starts = step.on_device.seq_lens.tolist(), step.on_device.starts.tolist()
-        if error == 6:
-            return MemoryError("not enough memory for the sums of the attention kernel")
-        if error == 4:
-            return ValueError("a tensor without memory, or sizes that do not fit one another")
-        if error == 5:
-            return IndexError(f"a row starts before its first token: starts are {starts}")
-        if error == 1:
-            return IndexError(
-                f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a block do not "
-                f"fit seq_lens {seq_lens}"
-            )
-        if error == 2:
-            return IndexError(f"a block id in block_tables is outside the pool of {self._num_blocks} blocks")
-        return IndexError(f"the bias covers {bias_len} positions, seq_lens are {seq_lens}")
+        tables = f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a block"
+        return {
+            1: IndexError(f"{tables} do not fit seq_lens {seq_lens}"),
+            2: IndexError(f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"),
+            3: IndexError(f"the bias covers {bias_len} positions, seq_lens are {seq_lens}"),
+            4: ValueError("a tensor without memory, or sizes that do not fit one another"),
+            5: IndexError(f"a row starts before its first token: starts are {starts}"),
+            6: MemoryError("not enough memory for the sums of the attention kernel"),
+        }[error]

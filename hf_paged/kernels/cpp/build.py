@@ -9,14 +9,14 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch  # noqa: F401  before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
-
-from . import private
 
 logger = logging.getLogger(__package__)
 
@@ -32,6 +32,12 @@ def is_available() -> bool:
     return library() is not None
 
 
+def kernel(name: str) -> Callable[[bytes], int]:
+    """A function of the library, which is there: it takes a packed struct and returns 0 or an error."""
+    function: Callable[[bytes], int] = getattr(library(), f"hf_paged_{name}")
+    return function
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The loaded library, or None with the reason in the log. Tried once per process."""
@@ -40,17 +46,8 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = _load()
-        for function in (loaded.hf_paged_attention, loaded.hf_paged_store, loaded.hf_paged_hash):
-            function.argtypes = [ctypes.c_char_p]
-            function.restype = ctypes.c_int
-        loaded.hf_paged_draw.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        ]
-        loaded.hf_paged_draw.restype = ctypes.c_int
+        for name in ("attention", "store", "hash", "draw"):
+            getattr(loaded, f"hf_paged_{name}").argtypes = [ctypes.c_char_p]
         return loaded
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("hf_paged runs without its C++ kernels, on the portable path, which is slower: %s", error)
@@ -61,8 +58,7 @@ def _load() -> ctypes.CDLL:
     """The library from the cache folder, compiled first if it is not there; or compiled for this process alone."""
     compiler, key = _recipe()
     try:
-        folder = _cache_dir()
-        private.make(folder)
+        folder = _make_private(_cache_dir())
         path = _find(folder, key)
         if path is None:
             logger.warning("hf_paged compiles its C++ kernels, once on this machine; that takes some seconds")
@@ -75,8 +71,7 @@ def _load() -> ctypes.CDLL:
             error,
         )
         with tempfile.TemporaryDirectory(prefix="hf_paged-") as name:  # what is loaded needs its file no more
-            private.make(Path(name))
-            return ctypes.CDLL(str(_build(Path(name), key, compiler)))
+            return ctypes.CDLL(str(_build(_make_private(Path(name)), key, compiler)))
 
 
 def _recipe() -> tuple[str, str]:
@@ -89,36 +84,23 @@ def _recipe() -> tuple[str, str]:
         raise RuntimeError(f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     # A home directory may serve machines with other CPUs, which -march=native would not run on.
-    key = hashlib.sha256()
-    for part in (
-        *(source.read_bytes() for source in _SOURCES),
-        repr((_FLAGS, _EXTRA_FLAGS)).encode(),
-        version,
-        _cpu().encode(),
-    ):
-        key.update(hashlib.sha256(part).digest())
-    return compiler, key.hexdigest()[:24]
+    parts = (*(source.read_bytes() for source in _SOURCES), _FLAGS, _EXTRA_FLAGS, version, _cpu())
+    return compiler, hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _find(folder: Path, key: str) -> Path | None:
-    """
-    The library of this key in a private folder, if there is one that holds what was put there. Its name ends with the
-    hash of its content: the two come into being with one rename, however many processes build at once.
-    """
+    """The library of this key in a private folder, if one holds what was put there: its name ends with the hash of its
+    content, and the two come into being with one rename, however many processes build at once."""
     for path in sorted(folder.glob(f"cpp-{key}-*.so")):
         try:
-            content = private.read(path)
+            content = _read_private(path)
         except OSError as error:
             logger.warning("hf_paged does not load a library that it cannot trust: %s", error)
             continue
-        if path == _path(folder, key, content):
+        if path.stem.endswith(hashlib.sha256(content).hexdigest()):
             return path
         logger.warning("hf_paged does not load %s, which is cut short or altered", path)
     return None
-
-
-def _path(folder: Path, key: str, content: bytes) -> Path:
-    return folder / f"cpp-{key}-{hashlib.sha256(content).hexdigest()}.so"
 
 
 def _build(folder: Path, key: str, compiler: str) -> Path:
@@ -131,7 +113,7 @@ def _build(folder: Path, key: str, compiler: str) -> Path:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
             if done.returncode == 0:
                 os.chmod(name, 0o700)  # the linker goes by the umask
-                path = _path(folder, key, private.read(Path(name)))
+                path = folder / f"cpp-{key}-{hashlib.sha256(_read_private(Path(name))).hexdigest()}.so"
                 os.replace(name, path)  # atomic: another process sees no file or a whole one
                 return path
         raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
@@ -161,3 +143,45 @@ def _cpu() -> str:
         lines = []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()} {flags}"
+
+
+def _make_private(folder: Path) -> Path:
+    """
+    Makes sure that a folder, given by an absolute path, is there, is ours and for us alone (mode 700), and that no
+    other user but root can put another one in its place: the same rules hold on the way to it, links included, as for
+    ssh's keys. Returns it without links, which may lead elsewhere by now. Raises `OSError` that names what to change.
+    """
+    resolved, user = Path(os.path.realpath(folder)), os.geteuid()
+    for place in [place for path in (folder, resolved) for place in (*reversed(path.parents), path)]:
+        try:
+            status = os.lstat(place)
+        except FileNotFoundError:
+            os.makedirs(place, mode=0o700, exist_ok=True)  # by another process meanwhile
+            status = os.lstat(place)
+        is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp is
+        _check_access(place, status, (0, user), may_be_open=stat.S_ISLNK(status.st_mode) or is_sticky)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{place} is not a directory")
+    _check_access(place, status, (user,), may_be_open=True)
+    if status.st_mode & 0o077:
+        raise PermissionError(f"{place} has mode {stat.S_IMODE(status.st_mode):o}: chmod 700 {place}")
+    return resolved
+
+
+def _read_private(path: Path) -> bytes:
+    """The content of a file in a private folder. Raises `OSError` unless it is a plain file of ours alone."""
+    # not blocking: a pipe must not make us wait
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{path} is not a plain file")
+        _check_access(path, status, (os.geteuid(),))
+        return file.read()
+
+
+def _check_access(path: Path, status: os.stat_result, owners: tuple[int, ...], may_be_open: int = False) -> None:
+    if status.st_uid not in owners:
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, and we are user {os.geteuid()}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not may_be_open:
+        raise PermissionError(f"other users can write to {path}: chmod go-w {path}")

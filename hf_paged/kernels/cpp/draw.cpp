@@ -66,10 +66,22 @@ private:
     }
 };
 
-// probs[rows][size] float, contiguous; drawn[rows]. 1: a row that torch.multinomial refuses; nothing is drawn then.
-int run(const float* probs, int64_t rows, int64_t size, State& state, int64_t* drawn) {
-    if (rows < 0 || size < 0 || state.left < 1 || state.left > kWords + 1) return 1;
-    if (rows && (!probs || !drawn)) return 1;
+}  // namespace draw
+
+// probs[rows][size], contiguous; drawn[rows].
+struct DrawCall {
+    const float* probs;
+    int64_t rows, size;
+    draw::State* state;
+    int64_t* drawn;
+};
+
+// 1: a row that torch.multinomial refuses; nothing is drawn then.
+extern "C" int hf_paged_draw(const DrawCall* call) {
+    using namespace draw;
+    const auto [probs, rows, size, at, drawn] = *call;
+    State& state = *at;
+    if (state.left < 1 || state.left > kWords + 1 || (rows && size && (!probs || !drawn))) return 1;
     for (int64_t row = 0; row < rows; ++row) {
         const float* p = probs + row * size;
         float largest = 0;
@@ -104,10 +116,4 @@ int run(const float* probs, int64_t rows, int64_t size, State& state, int64_t* d
     }
     twister.save(state);
     return 0;
-}
-
-}  // namespace draw
-
-extern "C" int hf_paged_draw(const float* probs, int64_t rows, int64_t size, void* state, int64_t* drawn) {
-    return state == nullptr ? 1 : draw::run(probs, rows, size, *(draw::State*)state, drawn);
 }

@@ -1,18 +1,20 @@
-"""`torch.multinomial` of one number a row on the CPU, the same numbers from the same generator, ten times as fast."""
+"""`torch.multinomial` of one number a row on the CPU: the same numbers from the same generator, ten times as fast."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import struct
 
 import torch
 from torch import Tensor
 
 from ... import forks
-from .build import library
+from .build import is_available, kernel
 
 logger = logging.getLogger(__package__)
 
+_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
 _STATE_BYTES = 5056  # of torch's serialised generator; another size is another generator
 _lock = forks.lock()
 
@@ -20,9 +22,8 @@ _lock = forks.lock()
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
     `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same draws, and the generator left in the same
-    state. torch takes a logarithm for every entry, the C++ kernel for the few that can win; where that kernel does not
-    serve, torch's does. Calls of it may overlap in threads; a draw of torch's own from the same generator meanwhile may
-    give numbers that this one gives, too.
+    state. Calls may overlap in threads; a draw of torch's own from the same generator meanwhile may give the same
+    numbers.
 
     Args:
         probs (`torch.Tensor` of shape `(rows, size)`): Not negative, not all zero in a row; any float dtype and device.
@@ -44,12 +45,10 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
 
 def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
     """`None`, and nothing drawn, for probabilities that torch refuses."""
-    kernels = library()
-    assert kernels is not None
     drawn = torch.empty(len(probs), dtype=torch.int64)
     with _lock:  # reading, drawing and writing back are one act
         state = generator.get_state()
-        if kernels.hf_paged_draw(probs.data_ptr(), *probs.shape, state.data_ptr(), drawn.data_ptr()):
+        if kernel("draw")(_CALL.pack(probs.data_ptr(), *probs.shape, state.data_ptr(), drawn.data_ptr())):
             return None
         generator.set_state(state)
     return drawn
@@ -60,7 +59,7 @@ def _agrees() -> bool:
     """Whether the kernel is there and draws what this build of torch draws, whose algorithm torch does not promise."""
     generator = torch.Generator()
     generator.manual_seed(0)
-    if library() is None or generator.get_state().nbytes != _STATE_BYTES:
+    if not is_available() or generator.get_state().nbytes != _STATE_BYTES:
         return False
     probs = torch.randn((5, 777), generator=generator).mul_(3).softmax(dim=-1)
     other = generator.clone_state()

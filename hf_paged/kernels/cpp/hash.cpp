@@ -5,11 +5,6 @@
 // vectorise on any CPU. The results are chained by bijective mixes, first in a chunk, then over chunks and spans in
 // order, so a moved row counts and the number of threads does not. The keys are fixed: against chance, not an adversary.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
 // `count` spans of memory; out: the hash of their sizes and bytes.
 struct HashCall {
     const char* const* starts;

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .build import library
+from .build import kernel
 
 _CALL = struct.Struct("3Q2q")  # struct HashCall
 
@@ -24,8 +24,6 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
     addresses, num_bytes = (ctypes.c_uint64 * count)(*starts), (ctypes.c_int64 * count)(*sizes)
     out = (ctypes.c_uint64 * 2)()
     pointers = (ctypes.addressof(array) for array in (addresses, num_bytes, out))
-    kernels = library()
-    assert kernels is not None
-    if kernels.hf_paged_hash(_CALL.pack(*pointers, count, torch.get_num_threads())):
+    if kernel("hash")(_CALL.pack(*pointers, count, torch.get_num_threads())):
         raise ValueError(f"a span has a negative size, or no address: sizes are {list(sizes)}")
     return bytes(out)

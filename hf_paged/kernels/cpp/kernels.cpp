@@ -14,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -235,19 +236,6 @@ struct Kernel {
         write<T>(*first, acc, top, sum);
     }
 
-    // Sizes that anything could be computed with; asked before a Kernel is made, which divides by them.
-    static bool fits(const AttentionCall& c) {
-        const int64_t sizes[] = {c.batch, c.query_len, c.key_dim, c.value_dim, c.num_blocks, c.max_blocks, c.bias_len};
-        for (int64_t size : sizes)
-            if (size < 0) return false;
-        if (c.heads < 0 || c.kv_heads <= 0 || c.block_size <= 0 || c.heads % c.kv_heads || c.threads <= 0) return false;
-        for (int64_t dtype : {c.dtype, c.sinks_dtype, c.bias_dtype})
-            if (dtype < 0 || dtype > 2) return false;
-        if (!(c.batch && c.heads && c.query_len && c.value_dim)) return true;  // nothing to read
-        return c.query && c.out && c.seq_lens && c.starts && (!c.num_blocks || (c.key && c.value)) &&
-               (!c.max_blocks || c.tables);
-    }
-
     // 0, or 1 if a row is longer than its table, 2 if a block id is outside the pool, 3 if the bias is too short, 5 if a row
     // starts before its table does.
     int plan(std::vector<Span>& spans, int64_t& partials, int64_t& total) const {
@@ -310,12 +298,16 @@ struct Kernel {
 }  // namespace
 
 extern "C" int hf_paged_attention(const AttentionCall* call) {
-    if (!Kernel::fits(*call)) return 4;
-    if (!(call->batch && call->heads && call->query_len && call->value_dim)) return 0;
-    Kernel kernel{*call};
+    // attention.py has checked sizes and dtypes; a tensor may have lost its memory.
+    const AttentionCall& c = *call;
+    if (c.query_len < 0) return 4;
+    if (!(c.batch && c.heads && c.query_len && c.value_dim)) return 0;
+    if (!(c.query && c.out && c.seq_lens && c.starts)) return 4;
+    if ((c.num_blocks && !(c.key && c.value)) || (c.max_blocks && !c.tables)) return 4;
+    Kernel kernel{c};
     try {
-        if (call->dtype == 0) return kernel.execute<float>();
-        return call->dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
+        if (c.dtype == 0) return kernel.execute<float>();
+        return c.dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
     } catch (const std::bad_alloc&) {
         return kNoMemory;
     }
@@ -332,8 +324,6 @@ struct StoreCall {
 
 extern "C" int hf_paged_store(const StoreCall* call) {
     const StoreCall& c = *call;
-    if (c.batch < 0 || c.kv_heads < 0 || c.tokens < 0 || c.block_size <= 0 || c.num_slots < 0) return 4;
-    if (c.bytes[0] < 0 || c.bytes[1] < 0) return 4;
     if (!(c.batch && c.kv_heads && c.tokens)) return 0;
     if (!c.slots) return 4;
     for (int which = 0; which < 2; ++which)

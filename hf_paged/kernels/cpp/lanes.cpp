@@ -1,12 +1,6 @@
 // Included by kernels.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, which any CPU runs at its own
 // width; conversions, exp, the transposed key tile, and the two small matrix products.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
-
 namespace {
 
 constexpr int kLanes = 16, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
@@ -169,17 +163,9 @@ void value_rows(const float* weights, int n, const T* const* tokens, int column,
 }
 
 // Calls f(std::integral_constant<int, m>) for a run-time m of 1..8.
-template <class F> inline void with_rows(int m, F f) {
-    switch (m) {
-        case 1: return f(std::integral_constant<int, 1>{});
-        case 2: return f(std::integral_constant<int, 2>{});
-        case 3: return f(std::integral_constant<int, 3>{});
-        case 4: return f(std::integral_constant<int, 4>{});
-        case 5: return f(std::integral_constant<int, 5>{});
-        case 6: return f(std::integral_constant<int, 6>{});
-        case 7: return f(std::integral_constant<int, 7>{});
-        default: return f(std::integral_constant<int, 8>{});
-    }
+template <int M = 1, class F> inline void with_rows(int m, F f) {
+    if (m == M) return f(std::integral_constant<int, M>{});
+    if constexpr (M < kMaxRows) with_rows<M + 1>(m, f);
 }
 
 }  // namespace

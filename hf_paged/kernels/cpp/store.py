@@ -7,7 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
-from .build import library
+from .build import kernel
 
 _CALL = struct.Struct("3Q")  # struct StoreCall: this call, then the layer
 _LAYER = struct.Struct("2Q6q6q6q2q")
@@ -29,18 +29,13 @@ def supports(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Ten
 
 
 class Store:
-    """
-    `cache.storage.store` for states of the same shapes and strides in every step. It keeps addresses, not tensors: the
-    caller sees to it that blocks and states are what they were.
-    """
+    """`cache.storage.store` for states of the same shapes and strides in every step. It keeps addresses, not tensors:
+    the caller sees to it that blocks and states are what they were."""
 
-    __slots__ = ("_block_size", "_num_blocks", "_packed", "_slots")
+    __slots__ = ("_block_size", "_kernel", "_num_blocks", "_packed", "_slots")
 
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-        """
-        Arguments as of `cache.storage.store`. Raises `TypeError` for dtypes and devices that do not fit one another,
-        `ValueError` for shapes and strides that do not.
-        """
+        """Raises `TypeError` for dtypes and devices that do not fit, `ValueError` for shapes and strides."""
         for name, states, blocks in (("keys", keys, key_blocks), ("values", values, value_blocks)):
             if not (states.is_cpu and blocks.is_cpu) or states.dtype is not blocks.dtype:
                 raise TypeError(
@@ -65,11 +60,9 @@ class Store:
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
         self._slots = (batch, tokens), slots.stride()
         self._check_slots(slots)
-        strides = [
-            stride * tensor.element_size()
-            for tensor in (keys, values, key_blocks, value_blocks)
-            for stride in tensor.stride()[:3]
-        ]
+        self._kernel = kernel("store")
+        tensors = (keys, values, key_blocks, value_blocks)
+        strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:3]]
         self._packed = _LAYER.pack(
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), batch, kv_heads, tokens, self._block_size),
             *(self._num_blocks * self._block_size, slots.stride(0), *strides),
@@ -77,20 +70,14 @@ class Store:
         )
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """
-        Stores `(batch, kv_heads, n, dim)` states at `slots`, `(batch, n)` int64. Raises `IndexError` for a slot outside
-        the pool, `TypeError` or `ValueError` for slots of another kind, before anything is written.
-        """
+        """Stores states `(batch, kv_heads, n, dim)` at `slots` `(batch, n)`, int64. Raises `IndexError` for a slot
+        outside the pool, `TypeError` or `ValueError` for other slots than were given, before anything is written."""
         if (slots.shape, slots.stride()) != self._slots or slots.dtype is not torch.int64 or not slots.is_cpu:
             self._check_slots(slots)
-        kernels = library()
-        assert kernels is not None
-        call = _CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr())
-        if error := kernels.hf_paged_store(call + self._packed):
-            if error == 2:
-                raise IndexError(
-                    f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size} tokens"
-                )
+        error = self._kernel(_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed)
+        if error == 2:
+            raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size} tokens")
+        if error:
             raise ValueError("a tensor without memory, or sizes that do not fit one another")
 
     def _check_slots(self, slots: Tensor) -> None:

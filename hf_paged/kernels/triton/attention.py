@@ -45,27 +45,10 @@ def decode_attention(
 ) -> Any:
     """
     Attention of each row's queries, equally many and at most `MAX_QUERIES`, over the K/V that its block table names.
-    Sums in float32.
 
     Of `step` it uses the device tensors and the static sizes only: the same launch is right for other lengths, as in a
-    captured graph, up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros.
-
-    Args:
-        query (`torch.Tensor` of shape `(T, heads, head_dim)`)
-        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
-        step ([`StepMetadata`])
-        bias (`torch.Tensor` that broadcasts to `(rows, heads, query_len, max seq_len)`, *optional*)
-        return_lse (`bool`): Also the logarithm of each query's sum of exponentials, to merge results over disjoint
-            keys.
-        config (`LaunchConfig`, *optional*): Instead of the one for this chip.
-        features: `scale`, `softcap`, `sinks` and `alibi_slopes`, as in `prefill_parts`.
-
-    Returns:
-        `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also one of
-        shape `(T, heads)`, float32, natural logarithm, the sink's logit included, `-inf` for queries that see nothing.
-
-    Raises:
-        IndexError: if the bias is shorter than the longest row, where the host knows the lengths.
+    captured graph, up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros. Arguments and
+    result are as in `prefill_attention`, but for `bias`, which broadcasts to `(rows, heads, query_len, max seq_len)`.
     """
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
@@ -84,27 +67,29 @@ def decode_attention(
     if step.causal and step.window is not None:
         longest = min(longest, step.window + query_len + config.tile)
     is_split = longest > MIN_DECODE_SPLIT and programs < target
-    items, block_rows = num_rows, 1
-    part_out = part_lse = row_items = None
+    items = num_rows
+    parts: dict[str, Any] = {}
     if is_split:
         # One more for a row than its share of the programs; see `_find_item`. The batch is padded coarsely, as each
         # size is compiled once.
         items = min(num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT))
-        block_rows = next(size for size in (32, 256, 2048, MAX_BATCH) if size >= num_rows)
-        part_out = query.new_empty(items, query_len, heads, value_dim, dtype=torch.float32)
-        part_lse = query.new_empty(part_out.shape[:3], dtype=torch.float32)
-        row_items = query.new_empty(num_rows, 2, dtype=torch.int32)
-    key_tiles, value_tiles = split_dim(key_dim), split_dim(value_dim, smallest=32)  # 16 columns feed 2 of 4 warps
+        parts = dict(
+            part_out=query.new_empty(items, query_len, heads, value_dim, dtype=torch.float32),
+            part_lse=query.new_empty(items, query_len, heads, dtype=torch.float32),
+            row_items=query.new_empty(num_rows, 2, dtype=torch.int32),
+            BLOCK_ROWS=next(size for size in (32, 256, 2048, MAX_BATCH) if size >= num_rows),
+        )
+    value_tiles = split_dim(value_dim, smallest=32)  # 16 columns feed 2 of 4 warps
     _launch(
-        (programs, items), query, key_blocks, value_blocks, step, out, lse, config, block_m, value_tiles, is_split,
-        bias=bias, bias_layout=_bias_layout(bias, heads, query_len, step), **features,
-        starts=step.on_device.starts, part_out=part_out, part_lse=part_lse, row_items=row_items, target=target,
-        QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_ROWS=block_rows, M_TILES=programs // kv_heads,
-        VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, key_tiles, value_tiles),
+        (programs, items), query, key_blocks, value_blocks, step, out, lse, config, value_tiles,
+        **features, **_bias_arguments(bias, heads, query_len, step), **parts, starts=step.on_device.starts,
+        target=target, SPLIT=is_split, QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m,
+        M_TILES=programs // kv_heads,
+        VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, split_dim(key_dim), value_tiles),
     )  # fmt: skip
-    if part_out is not None and part_lse is not None:
+    if is_split:
         most = triton.cdiv(target, programs)
-        merge(part_out, part_lse, out, out_lse=lse, row_items=row_items, most_parts=most)
+        merge(parts["part_out"], parts["part_lse"], out, out_lse=lse, row_items=parts["row_items"], most_parts=most)
     return (out, lse) if return_lse else out
 
 
@@ -124,32 +109,9 @@ def prefill_parts(
     **features: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Attention of each row's last `query_len` tokens over parts of the K/V that its block table names, those of this step
-    included, to be merged. Sums in float32; nothing is read on the host.
-
-    Slots at or past a row's `seq_len`, or before its start, are never read. A query that sees nothing gets zeros.
-
-    Args:
-        query (`torch.Tensor` of shape `(T, heads, head_dim)`): All rows' queries, one row after the other.
-        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
-        step ([`StepMetadata`]): Whose longest row chooses the tiles' size.
-        bias (`torch.Tensor` that broadcasts to `(T, heads, max seq_len)`, *optional*): Added to the scores.
-        tree_mask (`torch.Tensor` of shape `(T, >= max query_len)`, bool, *optional*):
-            Which of its row's queries' tokens each query sees, itself included: a speculated tree with every token's
-            ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2). Its position is then that of the last ancestor's child,
-            and a window, no shorter than the tree is deep, counts from there.
-        query_index (`torch.Tensor` of shape `(T,)`, int32, *optional*): Query `i` is `query[query_index[i]]`.
-        num_splits (`int`, *optional*): Parts that each row's keys are cut into; chosen by the size of the chip if
-            not given.
-        config (`LaunchConfig`, *optional*): Instead of the one for this chip.
-        is_whole, return_lse (`bool`): Whether one part is the result, and then whether its `lse` is wanted.
-        features: `scale`, `softcap` and `sinks` as in `AttentionCall`; `alibi_slopes` (`torch.Tensor` of shape
-            `(heads,)`) adds `slope * (key position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
-
-    Returns:
-        `torch.Tensor` of shape `(splits, T, heads, value_dim)`, float32, a whole in the query's dtype, and the
-        logarithms of the sums of exponentials, `(splits, T, heads)`, float32, natural, the sink included, `-inf` for
-        what sees nothing.
+    `prefill_attention` over parts of the keys, to be merged: `(splits, T, heads, value_dim)`, float32, and the
+    logarithms of the sums of exponentials, `(splits, T, heads)`. If `is_whole`, one part is the result, in the query's
+    dtype, and its logarithms are there with `return_lse` only.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
@@ -168,11 +130,11 @@ def prefill_parts(
         _, starts, query_start = step.on_device
         tree_mask = tree_mask if step.causal else None
         _launch(
-            (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config, config.block_m,
-            (max(16, triton.next_power_of_2(value_dim)), 0), num_splits > 1,
-            bias=bias, bias_layout=_bias_layout(bias, heads, None, step), **features,
+            (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
+            (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
             starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
-            tree_mask=tree_mask, tree_row=0 if tree_mask is None else tree_mask.stride(0),
+            tree_mask=tree_mask, tree_row=0 if tree_mask is None else tree_mask.stride(0), SPLIT=num_splits > 1,
+            BLOCK_M=config.block_m,
         )  # fmt: skip
     return parts, lse
 
@@ -181,8 +143,31 @@ def prefill_attention(
     query: Tensor, key_blocks: Tensor, value_blocks: Tensor, step: StepMetadata, **options: Any
 ) -> Any:
     """
-    `prefill_parts`, merged: `torch.Tensor` of shape `(T, heads, value_dim)`, in the query's dtype; with `return_lse`
-    also one of shape `(T, heads)`, float32.
+    Attention of each row's last `query_len` tokens over the K/V that its block table names, those of this step
+    included. Sums in float32; nothing is read on the host. Slots at or past a row's `seq_len`, or before its start, are
+    never read. A query that sees nothing gets zeros.
+
+    Args:
+        query (`torch.Tensor` of shape `(T, heads, head_dim)`): All rows' queries, one row after the other.
+        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
+        step ([`StepMetadata`])
+        scale, softcap, sinks: As in `AttentionCall`.
+        alibi_slopes (`torch.Tensor` of shape `(heads,)`, *optional*):
+            Adds `slope * (key position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
+        bias (`torch.Tensor` that broadcasts to `(T, heads, max seq_len)`, *optional*): Added to the scores.
+        tree_mask (`torch.Tensor` of shape `(T, >= max query_len)`, bool, *optional*):
+            Which of its row's queries' tokens each query sees, itself included: a speculated tree with every token's
+            ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2). Its position is then that of the last ancestor's child,
+            and a window, no shorter than the tree is deep, counts from there.
+        query_index (`torch.Tensor` of shape `(T,)`, int32, *optional*): Query `i` is `query[query_index[i]]`.
+        num_splits (`int`, *optional*): Parts that each row's keys are cut into; else chosen by the size of the chip.
+        config (`LaunchConfig`, *optional*): Instead of the one for this chip.
+        return_lse (`bool`): Also the logarithm of each query's sum of exponentials.
+
+    Returns:
+        `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also one of
+        shape `(T, heads)`, float32, natural logarithm, the sink's logit included, `-inf` for queries that see nothing.
+        Raises `IndexError` if the bias is shorter than the longest row, where the host knows the lengths.
     """
     parts, lse = prefill_parts(query, key_blocks, value_blocks, step, is_whole=True, **options)
     if len(parts) == 1:
@@ -199,32 +184,21 @@ def cascade_attention(
     value_blocks: Tensor,
     cascade: Cascade,
     *,
-    scale: float,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
     num_splits: int | None = None,
-) -> Tensor:
+    **features: Any,
+) -> Any:
     """
-    `decode_attention` of a step with one query a row, up to rounding: the tails' results are rounded to the query's
-    dtype before they are merged. Sinks are counted with the tails. The queries of a group go side by side through the
-    prefill kernel, without a causal mask, so that a prompt of `n` samples is read once and not `n` times.
-
-    Args:
-        query (`torch.Tensor` of shape `(rows, heads, head_dim)`)
-        num_splits (`int`, *optional*): As in `prefill_parts`, of shared tokens.
-
-    Returns:
-        `torch.Tensor` of shape `(rows, heads, value_dim)`, in the query's dtype.
+    `decode_attention` of a step with one query a row, up to rounding: the tails' results, which count the sinks, are
+    rounded to the query's dtype before they are merged. The queries of a group go side by side through the kernel, so
+    that a prompt of `n` samples is read once and not `n` times. `num_splits` is that of `prefill_parts`.
     """
-    tails, prefixes, index = cascade
-    tensors = query, key_blocks, value_blocks
-    features: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    out, lse = decode_attention(*tensors, tails, sinks=sinks, return_lse=True, **features)
-    parts, parts_lse = prefill_parts(*tensors, prefixes, query_index=index, num_splits=num_splits, **features)
+    tensors, index = (query, key_blocks, value_blocks), cascade.query_index
+    out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
+    parts, parts_lse = prefill_parts(*tensors, cascade.prefixes, query_index=index, num_splits=num_splits, **features)
     assert parts_lse is not None
     merge(parts, parts_lse, out, tail=out, tail_lse=lse, index=index)
-    result: Tensor = out
-    return result
+    return out
 
 
 def _launch(
@@ -236,33 +210,24 @@ def _launch(
     out: Tensor,
     lse: Tensor | None,
     config: LaunchConfig,
-    block_m: int,
     value_tiles: tuple[int, int],
-    is_split: bool,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None,
-    bias_layout: tuple[int, ...],
     **given: Any,
 ) -> None:
-    """The kernel with what both grids give it; `given` are the arguments of its own that one grid needs."""
+    """The kernel with what both grids give it; `given` are the arguments of its own that depend on the grid."""
     heads, key_dim = query.shape[1:]
     kv_heads, block_size, value_dim = value_blocks.shape[1:]
     query = query if query.stride(2) == 1 else query.contiguous()
     key_tiles = split_dim(key_dim)
+    is_plain = given.get("softcap") is None and given.get("alibi_slopes") is None and given.get("bias") is None
     with device_guard(query):
         attention_kernel[grid](
-            query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables, sinks, alibi_slopes,
-            bias, step.num_rows, step.num_tokens, step.window if step.causal else None, scale, softcap,
-            step.block_tables.stride(0), *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
-            *bias_layout, HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK_SIZE=block_size, CAUSAL=step.causal, SPLIT=is_split,
-            FOLDED=scale > 0 and softcap is None and alibi_slopes is None and bias is None,
+            query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
+            step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),
+            *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
+            HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
+            CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
             SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
-            DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype), BLOCK_M=block_m, TILE=config.tile,
+            DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype), TILE=config.tile,
             KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
             num_warps=config.num_warps, num_stages=config.num_stages, **given,
         )  # fmt: skip
@@ -272,26 +237,22 @@ def _is_prefix(
     key_blocks: Tensor, value_blocks: Tensor, key_tiles: tuple[int, int], value_tiles: tuple[int, int]
 ) -> bool:
     """Whether the values are the first elements of the keys, as latents are, so that one load serves both."""
-    return (
-        key_blocks.data_ptr() == value_blocks.data_ptr()
-        and key_blocks.storage_offset() == value_blocks.storage_offset()
-        and key_blocks.stride() == value_blocks.stride()
-        and key_blocks.dtype == value_blocks.dtype
-        and key_blocks.shape[3] >= value_blocks.shape[3]
-        and value_tiles[0] == key_tiles[0]
-        and value_tiles[1] in (0, key_tiles[1])
-    )
+    keys, values = ((x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks))
+    if keys != values or key_blocks.shape[3] < value_blocks.shape[3]:
+        return False
+    return value_tiles[0] == key_tiles[0] and value_tiles[1] in (0, key_tiles[1])
 
 
-def _bias_layout(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> tuple[int, ...]:
-    """How far apart in memory a bias has rows, tokens of all rows, heads and keys, and how many keys. It broadcasts to
-    `(rows, heads, query_len, keys)`, without `query_len` to `(T, heads, keys)`."""
+def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:
+    """The kernel's: a bias, how far apart in memory it has rows, tokens of all rows, heads and keys, and its keys."""
     if bias is None:
-        return (0,) * 5
+        return {}
     keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size
     if keys < max(step.seq_lens, default=0):
         raise IndexError(f"the bias covers {keys} positions, seq_lens are {step.seq_lens}")
     if query_len is None:
-        return (0, *bias.expand(step.num_tokens, heads, keys).stride(), keys)
-    row, head, token, key = bias.expand(step.num_rows, heads, query_len, keys).stride()
-    return row - query_len * token, token, head, key, keys
+        row, (token, head, key) = 0, bias.expand(step.num_tokens, heads, keys).stride()
+    else:
+        row, head, token, key = bias.expand(step.num_rows, heads, query_len, keys).stride()
+        row -= query_len * token
+    return dict(bias=bias, bias_row=row, bias_token=token, bias_head=head, bias_key=key, bias_len=keys)

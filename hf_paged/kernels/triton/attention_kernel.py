@@ -198,15 +198,14 @@ def _store_rows(
 
 @triton.jit(do_not_specialize=["rows", "num_tokens", "window", "table_row", "bias_len", "tree_row", "target"])
 def attention_kernel(
-    query, key_blocks, value_blocks, out, lse, seq_lens, block_tables, sinks, alibi_slopes, bias,
-    rows, num_tokens, window, scale, softcap, table_row, query_token, query_head,
-    key_block, key_head, key_token, value_block, value_head, value_token,
-    bias_row, bias_token, bias_head, bias_key, bias_len,
+    query, key_blocks, value_blocks, out, lse, seq_lens, block_tables, rows, num_tokens, window, table_row,
+    query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr,
     DOT_DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
-    starts=None, query_start=None, query_index=None, tree_mask=None, tree_row=0,
+    softcap=None, sinks=None, alibi_slopes=None, bias=None, bias_row=0, bias_token=0, bias_head=0, bias_key=0,
+    bias_len=0, starts=None, query_start=None, query_index=None, tree_mask=None, tree_row=0,
     part_out=None, part_lse=None, row_items=None, target=0, QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
 ):  # fmt: skip

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -52,13 +51,12 @@ def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int
 
 def decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device) -> LaunchConfig:
     """The measured choice for this chip, else `default_decode_config`."""
-    entry = _tables(chip(device)).get(key("decode", key_dim, value_dim, dtype, rows))
-    if entry is not None:
-        return LaunchConfig(**entry)
+    found = _tables(chip(device)).get(key("decode", key_dim, value_dim, dtype, rows))
+    if found is not None:
+        return found
     config = default_decode_config(key_dim, value_dim, dtype, rows)
-    if torch.version.hip is not None:  # 64 KiB of shared memory
-        return dataclasses.replace(config, num_stages=2)
-    return config
+    # chips of AMD have 64 KiB of shared memory
+    return config if torch.version.hip is None else dataclasses.replace(config, num_stages=2)
 
 
 def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
@@ -70,18 +68,13 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
     """
     widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
-        tile = 32 if widest <= 64 else 16
-        return LaunchConfig(tile, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
+        return LaunchConfig(32 if widest <= 64 else 16, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
     if widest > 256:
         return LaunchConfig(32, min(block_m, 32), 8, num_stages=5 if block_m == 16 else 3, programs_per_sm=1)
     if widest > 128:
         return LaunchConfig(32, min(block_m, 32), 4, num_stages=5)
-    return LaunchConfig(
-        tile=128 if widest <= 64 and block_m <= 32 else 64,
-        block_m=min(block_m, 64),
-        num_warps=4,
-        num_stages=5 if block_m <= 32 else 3,
-    )
+    tile = 128 if widest <= 64 and block_m <= 32 else 64
+    return LaunchConfig(tile, min(block_m, 64), 4, num_stages=5 if block_m <= 32 else 3)
 
 
 def prefill_config(
@@ -89,11 +82,8 @@ def prefill_config(
 ) -> LaunchConfig:
     """The measured choice for this chip, else `default_prefill_config`; arguments as there."""
     name = chip(device)
-    kernel = "prefill-mask" if has_mask else "prefill"
-    entry = _tables(name).get(key(kernel, key_dim, value_dim, dtype, min(rows, 128)))
-    if entry is not None:
-        return LaunchConfig(**entry)
-    return default_prefill_config(key_dim, value_dim, dtype, rows, has_mask, name)
+    found = _tables(name).get(key("prefill-mask" if has_mask else "prefill", key_dim, value_dim, dtype, min(rows, 128)))
+    return found or default_prefill_config(key_dim, value_dim, dtype, rows, has_mask, name)
 
 
 def default_prefill_config(
@@ -101,12 +91,8 @@ def default_prefill_config(
 ) -> LaunchConfig:
     """
     Large tiles that compile without spilled registers and fit the shared memory: 99 KiB (compute capabilities 8.6, 8.9
-    and 12.0) for heads up to 128, 163 KiB for wider ones. `tests/support/kernels/prefill_cases.py` checks it.
-
-    Args:
-        rows (`int`): Most query rows of one row and K/V head.
-        has_mask (`bool`): Whether a bias or a tree mask is loaded beside the keys.
-        chip (`str`): As the function `chip` names it.
+    and 12.0) for heads up to 128, 163 KiB for wider ones. `rows` are the most query rows of one row and K/V head,
+    `has_mask` says whether a bias or a tree mask is loaded beside the keys, `chip` is as the function `chip` names it.
     """
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
@@ -119,12 +105,12 @@ def default_prefill_config(
         return LaunchConfig(32, 64 if from_shared or widest <= 128 else 32, 8, 2)
     if widest > 128:
         return LaunchConfig(32, 64 if is_short or not from_shared else 128, 8, 3)
-    if widest > 64 and not from_shared:
-        return LaunchConfig(32, 64, 4, 3) if is_short else LaunchConfig(32, 128, 8, 3)
-    return LaunchConfig(64, 64, 4, 3) if is_short else LaunchConfig(64, 128, 8, 3)
+    tile = 64 if from_shared or widest <= 64 else 32
+    return LaunchConfig(tile, 64, 4, 3) if is_short else LaunchConfig(tile, 128, 8, 3)
 
 
 @functools.cache
-def _tables(name: str) -> dict[str, dict[str, Any]]:
+def _tables(name: str) -> dict[str, LaunchConfig]:
     path = FOLDER / f"{name}.json"
-    return json.loads(path.read_text())["configs"] if path.exists() else {}
+    table = json.loads(path.read_text())["configs"] if path.exists() else {}
+    return {key: LaunchConfig(**entry) for key, entry in table.items()}

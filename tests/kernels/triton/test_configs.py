@@ -85,7 +85,7 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = torch.device("cpu"), []
     monkeypatch.setattr(tune, "_tune", lambda *arguments: (LaunchConfig(64, 64, 8), {"best_us": 1.0}))
-    monkeypatch.setattr(configs, "_tables", lambda chip: {key: {"block_m": 32, "tile": 16} for key in asked})
+    monkeypatch.setattr(configs, "_tables", lambda chip: {key: LaunchConfig(16, 32) for key in asked})
     for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
         asked[:] = [key for key, *_ in tune.tune_prefill(dim, torch.bfloat16, device)]
         assert len(asked) == len(set(asked)) >= 1

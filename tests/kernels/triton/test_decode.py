@@ -199,7 +199,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
 
     call = build(Case(seq_lens=(40, 5)))
     with pytest.raises(IndexError, match=r"the bias covers 39 positions, seq_lens are \(40, 5\)"):
-        attention._bias_layout(torch.zeros(39), 14, 1, call.step)
+        attention._bias_arguments(torch.zeros(39), 14, 1, call.step)
 
 
 @pytest.mark.parametrize(

@@ -25,37 +25,21 @@ class SharedPrefix(NamedTuple):
 
 
 class CascadeCosts(NamedTuple):
-    """
-    What a layer's attention moves, in bytes.
+    """What a layer's attention moves, in bytes."""
 
-    Args:
-        token_bytes: K and V of one token, all heads.
-        state_bytes: Output and log-sum-exp of one query over one part of its keys, all heads, as they are merged.
-        rows_per_read: Rows whose queries fit beside one another while a shared block is read once.
-        splits: Parts that shared keys are cut into.
-        overhead_bytes: What could be read while two more kernels start: once a step.
-    """
-
-    token_bytes: int
-    state_bytes: int
-    rows_per_read: int
-    splits: int = 1
-    overhead_bytes: int = 0
+    token_bytes: int  # K and V of one token, all heads
+    state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
+    rows_per_read: int  # rows whose queries fit beside one another while a shared block is read once
+    splits: int = 1  # parts that shared keys are cut into
+    overhead_bytes: int = 0  # what could be read while two more kernels start: once a step
 
 
 class Cascade(NamedTuple):
-    """
-    A step's shared prefixes, made once for all layers.
+    """A step's shared prefixes, made once for all layers."""
 
-    Args:
-        tails (`StepMetadata`): The step, with the rows of groups starting where their prefix ends.
-        prefixes (`StepMetadata`): A row for each group: its shared tokens and blocks, its members as queries.
-        query_index (`torch.Tensor` of shape `(n,)`, int32, on the device): Rows that are in a group, group by group.
-    """
-
-    tails: StepMetadata
-    prefixes: StepMetadata
-    query_index: Tensor
+    tails: StepMetadata  # the step, with the rows of groups starting where their prefix ends
+    prefixes: StepMetadata  # a row for each group: its shared tokens and blocks, its members as queries
+    query_index: Tensor  # (n,) int32 on the device: rows that are in a group, group by group
 
     @classmethod
     def make(cls, groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
@@ -83,7 +67,7 @@ class Cascade(NamedTuple):
 
 
 def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
-    """What a layer with such heads moves; arguments as in `find_cascade`."""
+    """What a layer with such heads moves."""
     kv_heads, _, key_dim = key_blocks.shape[1:]
     heads, value_dim = query.shape[1], value_blocks.shape[3]
     return CascadeCosts(
@@ -98,14 +82,8 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
 def find_cascade(
     query: Tensor, key_blocks: Tensor, value_blocks: Tensor, step: StepMetadata, costs: CascadeCosts | None = None
 ) -> Cascade | None:
-    """
-    The cascade that pays off for a step of decodes, or `None`. Rows whose window ends within them share nothing.
-
-    Args:
-        query (`torch.Tensor` of shape `(rows, heads, head_dim)`)
-        step ([`StepMetadata`]): With `block_ids`.
-        costs ([`CascadeCosts`], *optional*): `default_costs` if not given.
-    """
+    """The cascade that pays off for a step of decodes with `block_ids`, or `None`. Rows whose window ends within them
+    share nothing."""
     if not step.block_ids or any(step.starts):
         return None
     window = step.window
@@ -124,13 +102,8 @@ def plan_cascade(
 
     Without a group, `n` rows read their `t` shared tokens `n` times; with it `n / rows_per_read` times, rounded up,
     and every row writes and reads a state a split more. Among groups within groups (a system prompt of all, prompts of
-    some) the saving decides. Nothing is shared if all groups together save less than `overhead_bytes`.
-
-    Args:
-        tables (`Sequence[list[int]]`): Block ids of each row; what is past a row's `seq_len` is not looked at.
-        seq_lens (`Sequence[int]`): Tokens of each row. The last is the row's own: it is never in a shared part.
-        block_size (`int`): Tokens in a block.
-        costs ([`CascadeCosts`])
+    some) the saving decides. Nothing is shared if all groups together save less than `overhead_bytes`. The last token
+    of a row is its own, never in a shared part.
     """
     usable = {row: (seq_len - 1) // block_size for row, seq_len in enumerate(seq_lens) if seq_len > block_size}
     groups, saved = _best(list(usable), tables, usable, block_size, costs)

@@ -16,20 +16,13 @@ FOLDER = Path(__file__).with_name("configs")
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """
-    Args:
-        tile (`int`): Tokens whose K and V are loaded at a time, a power of two of at least 16.
-        block_m (`int`): Most query rows (queries x heads of a group) of one program, a power of two of at least 16.
-        num_warps (`int`): Warps of a program.
-        num_stages (`int`): Depth of the loop's software pipeline, as Triton counts.
-        programs_per_sm (`int`): Of a decode: programs a multiprocessor should get; more splits rows more finely.
-    """
+    """`tile` and `block_m` are powers of two of at least 16."""
 
-    tile: int
-    block_m: int = 16
+    tile: int  # tokens whose K and V are loaded at a time
+    block_m: int = 16  # most query rows (queries x heads of a group) of one program
     num_warps: int = 4
-    num_stages: int = 3
-    programs_per_sm: int = 2
+    num_stages: int = 3  # depth of the loop's software pipeline, as Triton counts
+    programs_per_sm: int = 2  # of a decode: programs that a multiprocessor should get; more splits rows more finely
 
 
 def chip(device: torch.device) -> str:

@@ -93,14 +93,12 @@ def merge(
         partials (`torch.Tensor` of shape `(parts, n, heads, value_dim)`): Attention of `n` queries over each part.
         partials_lse (`torch.Tensor` of shape `(parts, n, heads)`, float32): Log-sum-exp of the scores of each part.
         out (`torch.Tensor` of shape `(num_tokens, heads, value_dim)`): Written; may be `tail`.
-        tail (`torch.Tensor` of shape `(num_tokens, heads, value_dim)`, *optional*): One more part.
-        tail_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32): With `tail`.
+        tail, tail_lse (`torch.Tensor`, *optional*): One more part, shaped as `out` and `out_lse`.
         index (`torch.Tensor` of shape `(n,)`, integer, *optional*): Which token of `out` and `tail` each query is, each
-            at most once; `0 .. n - 1` without it. Other tokens are left as they are.
+            at most once; `0 .. n - 1` without it. Other tokens stay as they are.
         out_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32, *optional*): Written too; may be `tail_lse`.
         row_items (`torch.Tensor` of shape `(rows, 2)`, int32, *optional*): For rows of `n` queries with parts of their
-            own: the first part of each row, and how many it has; rows with one part are left as they are.
-        most_parts (`int`, *optional*): With `row_items`, how many a row has at most.
+            own: the first part of each row, and how many, at most `most_parts`; rows with one part stay as they are.
     """
     parts, queries, heads, value_dim = partials.shape
     positions = queries if row_items is None else len(out)

@@ -57,12 +57,9 @@ def paged_attention(
         module (`nn.Module`): The attention layer.
         query (`torch.Tensor` of shape `(batch, heads, query_len, key_dim)`): Any float dtype.
         key, value (`torch.Tensor` of shape `(batch, kv_heads, kv_len, dim)`): Handles of a [`PagedCache`], which are
-            read in place where that gives what the model's own implementation would; ordinary tensors go to that
-            implementation.
-        attention_mask (`torch.Tensor`, *optional*): A [`PagedMask`], a dense mask in the format of the model's own
-            implementation, or `None`.
-        kwargs: What the model's own implementation takes (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`,
-            ...).
+            read in place where that gives what the model's own implementation would; that takes ordinary tensors.
+        attention_mask (`torch.Tensor`, *optional*): A [`PagedMask`] or what the own implementation takes.
+        kwargs: What the own implementation takes (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
 
     Returns:
         `(batch, query_len, heads, value_dim)` in the query's dtype, under autocast in autocast's, and attention weights
@@ -175,11 +172,7 @@ def _features(
     """
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
-    # asked once a step for all layers of a class with one config
-    known, kind = step.plan(_no_functions), (type(module), id(getattr(module, "config", None)))
-    if kind not in known:
-        known[kind] = switch.stock_function(type(module), _implementation(module))
-    function = known[kind]
+    function = step.plan(_stock_function, type(module), _implementation(module))
     if function is None:
         return None
     softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
@@ -198,8 +191,8 @@ def _features(
     return query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks, bias
 
 
-def _no_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
-    return {}
+def _stock_function(step: StepMetadata, cls: type, implementation: str) -> Callable[..., Any] | None:
+    return switch.stock_function(cls, implementation)
 
 
 @implements(F.scaled_dot_product_attention)

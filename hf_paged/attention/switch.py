@@ -33,11 +33,6 @@ class _Switched(str):
 
     named: str
 
-    def __new__(cls, named: str) -> _Switched:
-        name = super().__new__(cls, NAME)
-        name.named = named
-        return name
-
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return self.named
 
@@ -46,11 +41,8 @@ class _Switched(str):
 
 
 class _Switches:
-    """
-    Configs that calls have switched to ours, with the implementation each had before.
-
-    Calls overlap in threads, so each config knows the threads of its calls: the first saves, the last restores.
-    """
+    """Configs that calls have switched to ours, each with the implementation it had before and the threads of its
+    calls, which overlap: the first saves, the last restores."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -61,7 +53,9 @@ class _Switches:
         with self._lock:
             known = self.held.setdefault(id(config), (config, compat.attention_of(config), []))
             known[2].append(threading.get_ident())
-            compat.set_attention(config, _Switched(known[1]))
+            name = _Switched(NAME)
+            name.named = known[1]
+            compat.set_attention(config, name)
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
@@ -110,7 +104,7 @@ def model_attention(config: PreTrainedConfig | None, cls: type | None = None) ->
         return "sdpa"
     named = config._attn_implementation or "eager"
     if isinstance(named, _Switched):
-        named = named.named
+        return named.named
     if named != NAME:
         return named
     return "sdpa" if cls is None or _file_supports_sdpa(cls.__module__) else "eager"
@@ -118,12 +112,9 @@ def model_attention(config: PreTrainedConfig | None, cls: type | None = None) ->
 
 @functools.cache
 def _file_supports_sdpa(module_name: str) -> bool:
-    classes: list[Any] = [
-        value
-        for value in vars(sys.modules[module_name]).values()
-        if inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module_name
-    ]
-    return any(map(compat.supports_sdpa, classes)) or not classes
+    classes = filter(inspect.isclass, vars(sys.modules[module_name]).values())
+    models: list[Any] = [x for x in classes if issubclass(x, PreTrainedModel) and x.__module__ == module_name]
+    return any(map(compat.supports_sdpa, models)) or not models
 
 
 def _of_file(cls: type, name: str) -> Any:
@@ -174,8 +165,7 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
 @functools.cache
 def _is_from_transformers(function: Any) -> bool:
     """Whether the code is that of the file that the function says it comes from: a wrapper says the same."""
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
-    code = getattr(function, "__code__", None)
+    file, code = getattr(sys.modules.get(function.__module__), "__file__", None), getattr(function, "__code__", None)
     return function.__module__.startswith("transformers.") and code is not None and code.co_filename == file
 
 

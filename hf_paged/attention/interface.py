@@ -22,6 +22,8 @@ from .plan import in_table_coordinates, packed_step, rectangle_step
 # More queries than this in one row are a prefill chunk: gathering once and calling sdpa costs less than 3% more.
 MAX_IN_PLACE_QUERIES = 16
 
+Features = tuple[float, float | None, Tensor | None, Tensor | None]  # scale, softcap, sinks, position bias
+
 
 def register() -> None:
     """Makes `attn_implementation="hf_paged"` known to transformers."""
@@ -32,9 +34,8 @@ def register() -> None:
 @torch.compiler.disable
 def paged_mask(**arguments: Any) -> Tensor | None:
     """
-    The mask interface for `"hf_paged"`: a [`PagedMask`] of shape `(batch_size, 1, q_length, kv_length)`, symbolic until
-    something other than our attention function uses it. Where the masks of the model's own implementation are not
-    transformers', what it gets. Arguments are those of `transformers.masking_utils.sdpa_mask`, by name.
+    The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name: a
+    [`PagedMask`], or what the model's own implementation gets where that is not a mask of transformers.
     """
     implementation = switch.model_attention(arguments.get("config"))
     make = switch.model_mask_function(implementation)
@@ -87,7 +88,7 @@ def _paged_attention(
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         features = _features(module, in_place_query, step, kwargs)
-        output = features and _in_place(in_place_query, step, blocks, mask, bool(is_causal), *features)
+        output = features and _in_place(in_place_query, step, blocks, mask, bool(is_causal), features)
         if output is not None:
             step.counters.latent += expand is not None
             return output if expand is None else expand(output), None
@@ -128,26 +129,15 @@ def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
 
 
 def _in_place(
-    query: Tensor,
-    step: StepMetadata,
-    blocks: KVBlocks,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    query: Tensor, step: StepMetadata, blocks: KVBlocks, mask: Tensor | None, is_causal: bool, features: Features
 ) -> Tensor | None:
-    """
-    `(batch, query_len, heads, value_dim)`, read through the block tables; `None` where rows are better gathered, or the
-    mask must be dense.
-    """
+    """Attention through the block tables; `None` where gathering is better, or only a dense mask does."""
     if query.shape[2] > MAX_IN_PLACE_QUERIES:
         return None
     plan = step.plan(rectangle_step, query.shape[2], mask, is_causal, query.device)
     if plan is None:
         return None
-    metadata, bias = plan
+    (metadata, bias), (scale, softcap, sinks, position_bias) = plan, features
     if position_bias is not None:
         if step.has_padding or step.columns is None:
             return None
@@ -163,13 +153,8 @@ def _implementation(module: nn.Module) -> str:
     return switch.model_attention(getattr(module, "config", None), type(module))
 
 
-def _features(
-    module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict[str, Any]
-) -> tuple[float, float | None, Tensor | None, Tensor | None] | None:
-    """
-    Scale, softcap, sinks and position bias as the model's own implementation, one of transformers', would apply them;
-    `None` if it does something else, or a gradient is wanted.
-    """
+def _features(module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict[str, Any]) -> Features | None:
+    """As the model's own implementation would apply them; `None` if it does something else, or a gradient is wanted."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     function = step.plan(_stock_function, type(module), _implementation(module))
@@ -206,14 +191,11 @@ def sdpa_on_handles(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """
-    `torch.nn.functional.scaled_dot_product_attention` where keys or values are handles: what a model calls whose config
-    was not switched, such as `model(**inputs, past_key_values=PagedCache(...))`. Shapes are torch's.
-    """
+    """For handles: what a model calls whose config was not switched, as in a user's own decoding loop."""
     plain = not (is_causal or dropout_p or (query.requires_grad and torch.is_grad_enabled())) and query.dim() == 4
     if plain and isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        output = _in_place(query, key.step, _pair(key, value), attn_mask, False, factor)
+        output = _in_place(query, key.step, _pair(key, value), attn_mask, False, (factor, None, None, None))
         if output is not None:
             return output.transpose(1, 2)
     query, key, value, attn_mask = (

@@ -16,10 +16,9 @@ from ..step import StepMetadata
 
 class LatentTensor(LazyTensor):
     """
-    The keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents.
-
-    Our attention function multiplies the expansion into the queries and the outputs instead ("absorption", DeepSeek-V2,
-    arXiv 2405.04434, section 2.1.2) and reads the latent blocks in place; any other operation expands.
+    Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents. Our attention
+    function multiplies the expansion into the queries and the outputs instead ("absorption", DeepSeek-V2, arXiv
+    2405.04434, section 2.1.2) and reads the latent blocks in place; any other operation expands.
     """
 
     latent: PagedTensor
@@ -48,10 +47,9 @@ class LatentTensor(LazyTensor):
         self, module: nn.Module, query: Tensor
     ) -> tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
         """
-        What to attend with instead of the expanded keys and values: the step, queries `(batch, heads, query_len, rank +
-        rope_dim)`, the blocks of that width that serve as keys and as values, and the function that takes the output
-        `(batch, query_len, heads, rank + rope_dim)` to `(..., value_dim)`. `None` if latents and rotary keys do not lie
-        side by side.
+        Instead of the expanded keys and values: the step, queries of width `rank + rope_dim`, the blocks of that width
+        that serve as both, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to
+        `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side.
         """
         layer, rank = self.latent.layer, self.latent.shape[3]
         if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
@@ -84,10 +82,7 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """
-    Makes `expand_kv(latent, rotary)` of the modules' classes lazy where both are handles. Undone by
-    `unwrap_expansions`.
-    """
+    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles. Undone by `unwrap_expansions`."""
     for cls in {type(module) for module in modules}:
         if cls not in _wrapped and "expand_kv" in vars(cls):
             _wrapped[cls] = vars(cls)["expand_kv"]

@@ -24,19 +24,11 @@ Columns = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class MaskPattern(NamedTuple):
-    """
-    A mask function in words.
+    """A mask function in words."""
 
-    Args:
-        causal (`bool`): A query sees keys up to its own position.
-        window (`int`, *optional*): ... and at most this number of tokens, itself included.
-        chunk (`int`, *optional*): ... and only those of its own chunk of this length, counted from the row's
-            first real token.
-    """
-
-    causal: bool
-    window: int | None = None
-    chunk: int | None = None
+    causal: bool  # a query sees keys up to its own position
+    window: int | None = None  # and at most this number of tokens, itself included
+    chunk: int | None = None  # and only those of its own chunk of this length, counted from the row's first real token
 
 
 def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
@@ -63,10 +55,8 @@ def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
 
 class PagedMask(LazyTensor):
     """
-    The mask `(batch, 1, query_length, kv_length)` that a mask function describes.
-
-    Our attention function reads the description; any other operation materialises what the model's own attention
-    implementation (`model_attention`) would have been given.
+    The mask `(batch, 1, query_length, kv_length)` that a mask function describes. Our attention function reads the
+    description; any other operation gets what the model's own implementation (`model_attention`) would be given.
     """
 
     arguments: dict[str, Any]
@@ -100,8 +90,7 @@ class PagedMask(LazyTensor):
         return found
 
     def visible_columns(self) -> Columns | None:
-        """The key positions, counted in the padded batch, that the 2D padding mask leaves visible; `None` if it leaves
-        holes."""
+        """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it leaves holes."""
         if "columns" not in self._made:
             arguments = self.arguments
             end = arguments["kv_length"] + arguments.get("kv_offset", 0)

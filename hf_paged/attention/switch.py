@@ -26,10 +26,8 @@ NAME = "hf_paged"
 
 
 class _Switched(str):
-    """
-    Our name in a config that a call has switched. A copy or pickle of the config, or of a model with it, made meanwhile
-    gets what the config names by itself: the end of the call puts back this config alone.
-    """
+    """Our name in a config that a call has switched. Copies and pickles that are made meanwhile get the config's own
+    name, since the end of the call puts back this config alone."""
 
     named: str
 
@@ -80,10 +78,8 @@ _switches = _Switches()
 
 @contextlib.contextmanager
 def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
-    """
-    Within it, the attention layers that read `configs`, which `switchable_configs` returned, call our attention
-    function. As what it is made of, it is to be entered and left within `interrupts.held`.
-    """
+    """Within it, attention layers that read `configs`, `switchable_configs` of a model, call our attention function. To
+    be entered and left within `interrupts.held`."""
     entered: list[PreTrainedConfig] = []
     try:
         for config in configs:
@@ -96,10 +92,8 @@ def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """
-    The implementation that `config` names, or that it named before a call switched it. A model that was loaded with
-    ours has none of its own: then sdpa if the file of the layer's class says that it serves it, else eager.
-    """
+    """The implementation that `config` names, or named before a call switched it. For a model that was loaded with
+    ours: sdpa if the file of the layer's class `cls` says that it serves it, else eager."""
     if config is None:
         return "sdpa"
     named = config._attn_implementation or "eager"
@@ -146,10 +140,8 @@ STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attenti
 
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
-    """
-    `model_attention_function` where that is transformers' own, with a mask that is, so that its maths are known; `None`
-    for a function that others registered, or put in the place of one of theirs.
-    """
+    """`model_attention_function` where that and its mask are transformers' own, so that its maths are known; `None` for
+    what others registered, or put in the place of one of theirs."""
     if model_mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
@@ -180,10 +172,7 @@ def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[t
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
-    """
-    Why keys and values are gathered for cached attention layers among `modules`, if these would call a function, or get
-    masks, that are not transformers' own.
-    """
+    """Why keys and values are gathered for cached attention layers among `modules`; `None` if they are not."""
     for config, classes in _readers(modules):
         for cls in filter(_calls_interface, classes):
             implementation = model_attention(config, cls)
@@ -193,10 +182,8 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """
-    The configs that attention layers with a cache, of all a model's `modules`, read their implementation from, and
-    whose other readers behave the same under our name as under the one they have.
-    """
+    """The configs that cached attention layers, of all a model's `modules`, read their implementation from, and whose
+    other readers behave the same under our name as under the one they have."""
     switchable = []
     for config, classes in _readers(modules):
         named = model_attention(config)
@@ -214,9 +201,8 @@ _parsing = forks.lock()
 
 @functools.cache
 def _tree(code: Any) -> ast.Module | None:
-    """The syntax tree of a class or a function, if it has one. One at a time: CPython 3.11 counts depth over all
-    threads."""
-    with _parsing:
+    """The syntax tree of a class or a function, if it has one."""
+    with _parsing:  # CPython 3.11 counts depth over all threads
         try:
             return ast.parse(textwrap.dedent(inspect.getsource(code)))
         except (OSError, TypeError, SyntaxError):
@@ -264,10 +250,8 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """
-    What an eager attention function does beyond softmax(q k / scale + mask) v: a subset of `softcap`, `position_bias`
-    and `sinks`. `None` if it does anything else, so that only calling it gives its numbers.
-    """
+    """What an eager attention function does beyond softmax(q k / scale + mask) v: some of `softcap`, `position_bias`
+    and `sinks`. `None` if it does anything else, so that only calling it gives its numbers."""
     tree = _tree(function)
     if function is None or tree is None or not isinstance(tree.body[0], ast.FunctionDef):
         return None

@@ -29,26 +29,18 @@ log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def select(call: AttentionCall) -> ModuleType:
-    """
-    What serves a call: `triton` on a GPU, `cpp` on the CPU, `gather` on either for what these do not take. A call that
-    the Triton kernels do not take is logged, once for each reason.
-
-    Forcing `cpp` or `triton` raises if it cannot be had; calls outside its range still go to `gather`.
-    """
+    """What serves a call: `triton` on a GPU, `cpp` on the CPU, or the one that is forced; `gather` for what kernels do
+    not take. Such a call of Triton is logged, once for each reason. Raises where the forced one cannot be had."""
     name = call.step.plan(_preferred)
-    if name == "triton":
-        reason = triton.unsupported_reason(call)
-        if reason is not None:
-            log_once("Keys and values are gathered before attention, which is slower than reading blocks: %s", reason)
-            return gather
-    elif name == "cpp":
-        reason = cpp.unsupported_reason(call)
-        if reason is not None:
-            found = obstacles.get()
-            if found is not None and call.step.query_start[:2] == (0, 1) and call.query.is_cpu and not forced():
-                found.add(f"decode steps gather keys and values on the CPU, as {reason}")
-            return gather
-    return BACKENDS[name]
+    backend = BACKENDS[name]
+    reason = backend.unsupported_reason(call) if backend in (cpp, triton) else None
+    if reason is None:
+        return backend
+    if backend is triton:
+        log_once("Keys and values are gathered before attention, which is slower than reading blocks: %s", reason)
+    elif (found := obstacles.get()) is not None and call.step.query_start[:2] == (0, 1) and not forced():
+        found.add(f"decode steps gather keys and values on the CPU, as {reason}")
+    return gather
 
 
 def _preferred(step: StepMetadata) -> str:

@@ -1,8 +1,5 @@
-"""
-Portable fast attention over block tables: gather a few rows of one length at a time, then dense attention on exact
-lengths. Nothing is padded, so no slot outside a row's visible range is ever read. Plain PyTorch: any device,
-differentiable.
-"""
+"""Portable fast attention over block tables: gather a few rows of one length at a time, then dense attention on exact
+lengths, so that no slot outside a row's visible range is ever read. Plain PyTorch: any device, differentiable."""
 
 from __future__ import annotations
 
@@ -68,18 +65,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """
-    Rows of one geometry and a range of K/V heads, small enough for the scratch. The visible range of every row starts
-    `offset` tokens into its first gathered block and is `length` tokens long; its queries before `first_query` see
-    nothing.
-    """
+    """Rows of one geometry and a range of K/V heads, small enough for the scratch."""
 
     rows: slice | Tensor
     members: tuple[tuple[int, int], ...]  # of each row its number and first visible position
     heads: slice
-    offset: int
-    length: int
-    first_query: int
+    offset: int  # of the visible range in the first gathered block
+    length: int  # of the visible range
+    first_query: int  # those before it see nothing
     tiles: tuple[Tensor, Tensor]  # of keys and of values
     shape: tuple[int, int, int]  # rows, K/V heads, gathered tokens
     slices: tuple[tuple[slice, slice], ...]  # all queries in order, with the keys that any of them sees
@@ -93,16 +86,12 @@ class Part:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """
-    `reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds. Rows that begin in
-    this step are attended to in the step's own states where these are at hand.
-    """
-    outputs = [
-        _attend_fresh(part, *part.fresh)
-        if part.fresh is not None and part.is_plain and part.step.begins
-        else _attend_gathered(part)
-        for part in call.by_groups()
-    ]
+    """`reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds. Rows that begin
+    in this step are attended to in the step's own states where these are at hand."""
+    outputs = []
+    for part in call.by_groups():
+        is_fresh = part.fresh is not None and part.is_plain and part.step.begins
+        outputs.append(_attend_fresh(part) if is_fresh else _attend_gathered(part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -113,8 +102,8 @@ def _rows(states: Tensor, step: StepMetadata) -> Tensor:
     return states.unflatten(0, (step.num_rows, query_len)).transpose(1, 2)
 
 
-def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
-    query, key, value = (_rows(x, call.step).to(call.query.dtype) for x in (call.query, *fresh))
+def _attend_fresh(call: AttentionCall) -> Tensor:
+    query, key, value = (_rows(x, call.step).to(call.query.dtype) for x in (call.query, *(call.fresh or ())))
     output = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=call.scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -148,10 +137,8 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
 
 
 def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """
-    `[rows, queries, heads, value_dim]` of a call with the part's queries `[rows, heads, queries, dim]`, sinks `[heads]`
-    and bias `[rows, heads, queries, length]`, over keys and values `[rows, kv_heads, length, dim]`.
-    """
+    """`[rows, queries, heads, value_dim]` of a call with the part's queries `[rows, heads, queries, dim]`, sinks and
+    bias `[rows, heads, queries, length]`, over keys and values `[rows, kv_heads, length, dim]`."""
     rows, heads, queries, dim = call.query.shape
     holds_scores = not call.is_plain or not call.query.is_cpu or dim != value.shape[3]
     apart = heads // key.shape[1] if holds_scores and queries >= APART_QUERIES else 1
@@ -228,10 +215,8 @@ def _attend_explicitly(
 
 
 def _mask(step: StepMetadata, part: Part, queries: int, keys: int, dtype: torch.dtype, heads: int = 1) -> Tensor | None:
-    """
-    `[heads * queries, keys]`: what is added to the scores of the last `queries` queries and `keys` keys, again for each
-    head. Counted from the last query and key it is the same for rows of any length: a view of one mask of the step.
-    """
+    """`[heads * queries, keys]`, added to the scores of the last queries and keys, again for each head. Counted from
+    the last it is the same for rows of any length: a view of one mask of the step."""
     if not part.mask_keys:
         return None
     rows = min(step.query_len or 1, SLICE_QUERIES) if heads == 1 else queries
@@ -265,10 +250,8 @@ def _scratch_bytes(size: int, device: torch.device) -> Tensor:
 
 
 def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
-    """
-    K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype, in the scratch of this thread until
-    its next call; where a gradient is wanted, in memory of their own.
-    """
+    """K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype, in the scratch of this thread until
+    its next call; where a gradient is wanted, in memory of their own."""
     sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
     second = -(-sizes[0] // 64) * 64
     scratch = None if call.needs_grad else _scratch_bytes(second + sizes[1], call.query.device)
@@ -286,10 +269,8 @@ def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tens
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[Part, ...], bool]:
-    """
-    The parts of a step with equally many queries a row, and whether they cover every query of every row. To be asked
-    for with `step.plan`: once for all layers that are laid out alike.
-    """
+    """The parts of a step with equally many queries a row, and whether they cover every query of every row: with
+    `step.plan` once for all layers that are laid out alike."""
     kv_heads, query_len, size = keys.shape[1], step.query_len, step.block_size
     assert query_len is not None
     geometries: dict[tuple[int, int, int], list[tuple[int, int]]] = {}

@@ -33,7 +33,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "blocks whose head dimension is not contiguous"
     if step.num_rows > MAX_BATCH:
         return f"{step.num_rows} rows: at most {MAX_BATCH}"
-    return None if _has_few_queries(step) else _prefill_reason(call)
+    is_decode = step.query_len is not None and step.query_len <= MAX_QUERIES
+    return None if is_decode else _prefill_reason(call)
 
 
 def _prefill_reason(call: AttentionCall) -> str | None:
@@ -53,7 +54,7 @@ def attend(call: AttentionCall) -> Tensor:
     from ...kernels.triton import attention  # needs Triton
 
     step, blocks = call.step, call.blocks
-    if _has_few_queries(step):
+    if step.query_len is not None and step.query_len <= MAX_QUERIES:
         return _attend_rows(call, call.query, step)
     num_decodes, decodes, chunks = step.plan(_split)
     parts = [] if decodes is None else [_attend_rows(call, call.query[:num_decodes], decodes)]
@@ -61,10 +62,6 @@ def attend(call: AttentionCall) -> Tensor:
     query = call.query[num_decodes:]
     parts.append(attention.prefill_attention(query, blocks.keys, blocks.values, chunks or step, **features))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _has_few_queries(step: StepMetadata) -> bool:
-    return step.query_len is not None and step.query_len <= MAX_QUERIES
 
 
 def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:

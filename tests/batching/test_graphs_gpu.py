@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution import run_ahead
+from hf_paged.batching.execution import executor
 from hf_paged.batching.execution.graphs import capture, decodes
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
@@ -63,23 +63,23 @@ def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
 def test_steps_ahead_give_the_tokens_of_steps_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step runs while the host waits for the tokens of the one before, which a copy of its own brings."""
     model, taken = models.build(name).to("cuda"), []
-    take = run_ahead.RunAhead.take
+    take = executor.RunAhead.take
 
-    def counted(self: run_ahead.RunAhead, items: list[Any]) -> Any:
+    def counted(self: executor.RunAhead, items: list[Any]) -> Any:
         found = take(self, items)
         taken.append(found[1])
         return found
 
-    monkeypatch.setattr(run_ahead.RunAhead, "take", counted)
+    monkeypatch.setattr(executor.RunAhead, "take", counted)
     found, stats = texts(model, later=3)
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
-    monkeypatch.setattr(run_ahead.RunAhead, "fetch", lambda *arguments: None)
+    monkeypatch.setattr(executor.RunAhead, "fetch", lambda *arguments: None)
     assert found == texts(model, later=3)[0]
 
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
-    arrived = run_ahead._send(tokens)
+    arrived = executor._send(tokens)
     tokens.fill_(9)  # stands for the next step, which must not be waited for, nor overtake
     assert arrived() == [0, 1, 2, 3, 4]
 

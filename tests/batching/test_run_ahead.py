@@ -14,8 +14,8 @@ from transformers import StoppingCriteria
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.batching.execution.executor import Launched, RunAhead
 from hf_paged.batching.execution.packed import PackedRunner
-from hf_paged.batching.execution.run_ahead import Launched, RunAhead
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager
@@ -194,7 +194,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(PackedRunner, "run_ahead", fail)
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.executor")
     model, jobs = models.get("llama"), [job(5, 20, 0), job(9, 15, 1)]
     with PagedEngine(model, CONFIG) as engine:
         found = results(engine, jobs)
@@ -212,7 +212,7 @@ def test_item_05_an_id_without_embedding_does_not_reach_the_device(
         best = torch.full((len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf"))
         return torch.cat([scores, best], dim=1)
 
-    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.run_ahead")
+    caplog.set_level(logging.DEBUG, logger="hf_paged.batching.execution.executor")
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         result = engine.generate([prompts(5)[0]], {**GREEDY, "max_new_tokens": 20}, logits_processor=[widen])[0]
         assert_drained(engine)

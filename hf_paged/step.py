@@ -33,15 +33,15 @@ class NotCapturable(RuntimeError):
 
 @dataclasses.dataclass
 class ReadCounters:
-    """
-    How often attention over cached tokens read blocks in place, and how often it had to gather them first; of that, how
-    often in decode steps.
-    """
+    """How often attention over cached tokens read blocks in place, how often it gathered them first, in decodes too."""
 
     in_place: int = 0
     gathered: int = 0
     gathered_decodes: int = 0
     latent: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
+        return ReadCounters()  # a copied cache has read nothing yet
 
 
 class Lengths(NamedTuple):
@@ -62,55 +62,32 @@ class RowGroup(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
     """
-    A cache makes it for the layers of a group; attention narrows it to what a mask shows.
-
-    Args:
-        block_tables (`torch.Tensor` of shape `(n, max_blocks)`, int32, rows contiguous, on the pool's device):
-            Physical block of each logical block. What is past a row's last block must not be read.
-        query_start (`tuple[int, ...]` of length `n + 1`): Row `i` has tokens `[query_start[i], query_start[i + 1])`.
-        seq_lens (`tuple[int, ...]` of length `n`):
-            Tokens of each row, the new ones included. Query `i` of a row sits at position `seq_len - query_len + i`,
-            which is negative for a query that is padding. Empty where only the device knows them.
-        starts (`tuple[int, ...]` of length `n`): First position each row may see. Empty with `seq_lens`.
-        block_size (`int`): Tokens in a block.
-        causal (`bool`): Whether the query at position `p` sees keys `<= p` only (else all of `[start, seq_len)`).
-        window (`int`, *optional*): With `causal`, a query at position `p` sees keys in `(p - window, p]`.
-        slots (`torch.Tensor` of shape `(batch, query_len)` or `(1, T)`, int64, *optional*):
-            Where the K and V of each token are stored; negative for one that is not stored.
-        block_ids (`Sequence[list[int]]`):
-            The tables on the host, of leading rows with one query each; nothing if no shared blocks shall be looked
-            for.
-        lengths ([`Lengths`], *optional*):
-            For a step that is recorded to be run again with other lengths: where it reads them. The queries of all
-            rows are then equally many.
-        columns (`range`, *optional*):
-            Columns of the padded batch that a layer shows, the new ones included. `None` for packed rows and where
-            there is no cache.
-        origins (`tuple[int, ...]`): With `columns`, the column of each row's position 0.
-        counters ([`ReadCounters`]): Of the cache.
-
-    Attributes:
-        query_len (`int`, *optional*): New tokens of each row, where all rows have equally many; without rows 1.
+    `n` rows with `T` tokens in all. A cache makes it for the layers of a group; attention narrows it to what a mask
+    shows. Query `i` of a row sits at position `seq_len - query_len + i`, which is negative for a query that is padding.
     """
 
     block_tables: Tensor
-    query_start: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    starts: tuple[int, ...]
+    """`(n, max_blocks)` int32, rows contiguous, on the pool's device. What is past a row's last block is not read."""
+    query_start: tuple[int, ...]  # n + 1: row i has tokens [query_start[i], query_start[i + 1])
+    seq_lens: tuple[int, ...]  # tokens of each row, the new ones included; () where only the device knows them
+    starts: tuple[int, ...]  # first position that each row may see; () with `seq_lens`
     block_size: int
-    causal: bool = True
-    window: int | None = None
+    causal: bool = True  # the query at position p sees keys <= p only, else all of [start, seq_len)
+    window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
+    """`(batch, query_len)` or, packed, `(1, T)` int64: where K and V of each token are stored; negative: nowhere."""
     block_ids: Sequence[list[int]] = ()
+    """Host tables of leading rows with one query each; nothing if no shared blocks shall be looked for."""
     lengths: Lengths | None = None
+    """Where a step that is recorded to be run again reads other lengths; all rows then have equally many queries."""
     columns: range | None = None
-    origins: tuple[int, ...] = ()
+    """Columns of the padded batch that a layer shows, the new ones included; `None` for packed rows."""
+    origins: tuple[int, ...] = ()  # with `columns`, the column of each row's position 0
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
-    query_len: int | None = dataclasses.field(init=False)
+    query_len: int | None = dataclasses.field(init=False)  # where all rows have equally many; without rows 1
     _plans: dict[tuple[object, ...], Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Sets `query_len`."""
         found = {end - start for start, end in itertools.pairwise(self.query_start)} or {1}
         object.__setattr__(self, "query_len", found.pop() if len(found) == 1 else None)
         object.__setattr__(self, "_plans", {})
@@ -169,8 +146,7 @@ class StepMetadata:
 
     @property
     def begins(self) -> bool:
-        """Whether every row of several tokens begins in this step, and each query sees all tokens of its row up to
-        itself: plain causal attention on the step's own states."""
+        """Whether it is plain causal attention on the step's own states, several tokens of each row."""
         query_len = self.query_len
         if query_len is None or query_len < 2 or not self.causal or self.lengths is not None:
             return False

@@ -109,14 +109,12 @@ def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int)
     """
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
-    mask = attention_mask[:, :length].to(torch.uint8)
+    mask = attention_mask[:, :length].to(torch.uint8).bool().cpu()
     if not mask.shape[1]:
         return None
-    if mask.shape[0] != batch_size:
-        mask = mask.expand(batch_size, -1)
-    first, count = mask.argmax(1), (mask != 0).sum(1)
-    # the ones are one run exactly if the last of them sits at its end
-    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-    if not bool(((last == first + count - 1) | (count == 0)).all()):
+    rows = [row.tobytes() for row in mask.numpy()]  # a byte a column: a search of bytes takes less than one operation
+    firsts = tuple(max(0, row.find(1)) for row in rows)
+    ends = tuple(row.rfind(1) + 1 for row in rows)
+    if any(end - first != row.count(1) for row, first, end in zip(rows, firsts, ends)):
         return None
-    return tuple(first.tolist()), tuple((first + count).tolist())
+    return (firsts, ends) if len(rows) == batch_size else (firsts * batch_size, ends * batch_size)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from .block_pool import OutOfBlocksError
-from .block_table import BlockTable, num_blocks_needed, num_copies
+from .block_table import BlockTable, num_copies
 from .groups import BlockGroup
 from .prefix_index import Node, PrefixIndex
 
@@ -16,22 +16,16 @@ UNCACHED = object()
 
 
 class SequenceBlocks:
-    """
-    What one sequence holds: a block table a layer group, all with the same number of tokens.
-
-    `capacity`: up to this many tokens the tables have room in blocks of their own, so that a step of one token
-    may just count it. The rest is the manager's: how many blocks have been offered to the prefix index, the node of the
-    last of them, and the manager's epoch when the first token was stored.
-    """
+    """What one sequence holds: a block table a layer group, all with the same number of tokens."""
 
     __slots__ = ("capacity", "epoch", "node", "num_registered", "tables")
 
-    def __init__(self, tables: tuple[BlockTable, ...] = ()) -> None:
+    def __init__(self, tables: tuple[BlockTable, ...] = (), epoch: int = 0) -> None:
         self.tables = tables
-        self.capacity = 0
-        self.node: Node | None = None
-        self.num_registered = 0
-        self.epoch = 0
+        self.capacity = 0  # tokens for which the tables have blocks of their own: a step of one may just count it
+        self.num_registered = 0  # blocks that have been offered to the prefix index
+        self.node: Node | None = None  # that of the last of them
+        self.epoch = epoch  # the manager's when the first token was stored
 
 
 NO_BLOCKS = SequenceBlocks()
@@ -40,11 +34,10 @@ NO_BLOCKS = SequenceBlocks()
 
 class BlockManager:
     """
-    Gives sequences their blocks. Copies of shared blocks are queued (`flush_copies`), all others are bookkeeping only.
+    Gives sequences their blocks. Copies of shared blocks are queued (`flush_copies`), all else is bookkeeping.
 
     Args:
         groups (`Sequence[BlockGroup]`): `SequenceBlocks.tables[i]` belongs to `groups[i]`.
-        block_size (`int`): Tokens in a block.
         num_free (`Callable[[], int]`, *optional*): Blocks that may still be taken over all groups, cached ones
             included; by default what the pools have.
         prefix_caching (`bool`): Serve and keep full blocks by the tokens that they hold.
@@ -85,10 +78,7 @@ class BlockManager:
         return sum(table.num_needed(num_tokens) for table in blocks.tables)
 
     def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
-        """
-        For each group, the most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time,
-        beside those that `blocks` has of what is in front; `first` is where a block begins.
-        """
+        """`GroupSpec.num_spanned` of each group, beside what `blocks` has of the tokens in front."""
         held = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
         return [
             group.spec.num_spanned(first, end, chunk, count, size)
@@ -117,16 +107,14 @@ class BlockManager:
     def new(self) -> SequenceBlocks:
         """An empty sequence."""
         tables = (BlockTable(group.pool, size) for group, size in zip(self.groups, self._block_sizes))
-        blocks = SequenceBlocks(tuple(tables))
-        blocks.epoch = self._epoch
+        blocks = SequenceBlocks(tuple(tables), self._epoch)
         self._alive[blocks] = None
         return blocks
 
     def append(self, blocks: SequenceBlocks, num_tokens: int, skips: bool = False) -> bool:
         """
         Makes room for `num_tokens` more tokens and counts them as held; `False` if there is none. Window blocks that no
-        query from here on sees are given back first. With `skips` a sequence begins without those that no query after
-        these tokens sees.
+        later query sees are given back first. With `skips` a sequence begins without those.
         """
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
@@ -138,11 +126,10 @@ class BlockManager:
         if not length:
             blocks.epoch = self._epoch
         end = length + num_tokens
-        if self.has_windows:
-            for group, table in zip(self.groups, tables):
-                if skips and group.spec.window is not None:
-                    table.skip(max(0, end - group.spec.window + 1))
-            self.trim(blocks)
+        for group, table in zip(self.groups, tables) if skips else ():
+            if group.spec.window is not None:
+                table.skip(max(0, end - group.spec.window + 1))
+        self.trim(blocks)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
         taken = self._take(needs)
         if taken is None:
@@ -157,58 +144,45 @@ class BlockManager:
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
-        """
-        Sees to it that one more token can just be counted (`SequenceBlocks.capacity`), and counts none. `False` if
-        there is no block for it, or a copy is to be made first. Window blocks that it does not see are given back.
-        """
+        """Takes the block that one more token needs, which can then just be counted. `False` if there is none, or a
+        copy is to be made first."""
         tables = blocks.tables
         length = tables[0].num_tokens
         if length < blocks.capacity:
             return True
         if any(table.shared_tail is not None for table in tables):
             return False
-        if self.has_windows:
-            self.trim(blocks)
+        self.trim(blocks)
         taken = self._take([table.num_new_blocks(1) for table in tables])
         if taken is None:
             return False
         for table, block_ids in zip(tables, taken):
-            table.reserve(block_ids)
+            table.block_ids += block_ids
         blocks.capacity = (length // self.block_size + 1) * self.block_size
         return True
 
-    def extend(self, group: int, tables: Sequence[BlockTable], counts: Sequence[int]) -> bool:
+    def extend(self, group: int, tables: Sequence[BlockTable], ranges: Sequence[tuple[int, int]]) -> bool:
         """
-        Makes room for `counts[i]` more tokens in each of these tables of one group, counts them as held, and makes the
-        copies that this needs. Returns whether the tables hold other blocks now. Raises `OutOfBlocksError` with nothing
-        changed.
+        Makes tokens `ranges[i]` of each table of a group writable: blocks that others hold too are copied, and what is
+        past the end is counted as held. Returns whether the tables hold other blocks now. Raises `OutOfBlocksError`
+        with nothing changed.
         """
-        if not any(counts):
-            return False
-        needed = num_blocks_needed(tables, counts)
+        pool = self.groups[group].pool
+        counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
+        writers = Counter(block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens))
+        needed = num_copies(pool, writers) + sum(map(BlockTable.num_new_blocks, tables, counts))
         if needed:
             self.groups[group].make_room(needed)
-        self._copy(group, [copy for table, n in zip(tables, counts) if (copy := table.append(n)) is not None])
-        return needed > 0
-
-    def own(self, group: int, tables: Sequence[BlockTable], ranges: Sequence[tuple[int, int]]) -> bool:
-        """
-        Sees to it that tokens `ranges[i]` of each table may be written to: blocks that others hold too are copied.
-        Returns whether any were. Raises `OutOfBlocksError` with nothing changed.
-        """
-        writers = Counter(block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens))
-        if writers:
-            self.groups[group].make_room(num_copies(self.groups[group].pool, writers))
-            self._copy(group, [copy for table, tokens in zip(tables, ranges) for copy in table.own(*tokens)])
-        return bool(writers)
-
-    def _copy(self, group: int, copies: list[tuple[int, int]]) -> None:
+        copies = [copy for table, tokens in zip(tables, ranges) for copy in table.own(*tokens)] if writers else []
+        for table, count in zip(tables, counts):
+            table.append(count)
         if copies:
             self.groups[group].copy_blocks(copies)
+        return needed > 0
 
     def trim(self, blocks: SequenceBlocks) -> None:
         """Gives back the window blocks that no later query sees; not between scheduling tokens and computing them."""
-        for group, table in zip(self.groups, blocks.tables):
+        for group, table in zip(self.groups, blocks.tables) if self.has_windows else ():
             if group.spec.window is not None:
                 table.drop_before(table.num_tokens - group.spec.window + 1)
 
@@ -274,10 +248,8 @@ class BlockManager:
     # -- prefix cache ---------------------------------------------------------------------------------------------
 
     def match(self, blocks: SequenceBlocks, token_ids: Sequence[int], namespace: Hashable) -> int:
-        """
-        Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
-        last token, whose logits are needed. Returns the number of its tokens.
-        """
+        """Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
+        last token, whose logits are needed. Returns the number of its tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.block_size
@@ -308,14 +280,6 @@ class BlockManager:
             node = self.index.add(node, tokens, blocks.tables, start // size, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
 
-    def begin_step(self) -> None:
-        """What is registered from now on can be undone."""
-        self.index.begin_step()
-
-    def undo_step(self) -> None:
-        """Forgets the names registered since `begin_step`: the content of their blocks was never computed."""
-        self.index.undo_step()
-
     def begin_window(self) -> None:
         """Others may have changed the model since the last step: what was computed until now needs vouching for."""
         self._epoch += 1
@@ -340,10 +304,7 @@ class BlockManager:
         self.index.forget_before(self._window)
 
     def drop_cached(self, namespace: Hashable = ALL_NAMESPACES) -> None:
-        """
-        Nothing that was computed before this call is served again in the namespace, or, by default, in any. What
-        sequences hold stays theirs.
-        """
+        """Nothing computed before this call is served again in the namespace, or in any; sequences keep theirs."""
         self._epoch += 1
         self._dropped[namespace] = self._epoch
         for name in self.index.namespaces if namespace is ALL_NAMESPACES else [namespace]:
@@ -352,19 +313,14 @@ class BlockManager:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """
-        Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools, so a
-        block must have at least as many holders as sequences hold it.
-        """
+        """Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools."""
         self.index.check_integrity()
         for number, group in enumerate(self.groups):
             group.pool.check_counts()
             holders = Counter(block_id for table in self.tables(number) for block_id in table.block_ids)
             for block_id, count in holders.items():
-                if group.pool.refcount(block_id) < count:
-                    raise AssertionError(
-                        f"block {block_id}: refcount {group.pool.refcount(block_id)}, held by {count} sequences"
-                    )
+                if (refcount := group.pool.refcount(block_id)) < count:
+                    raise AssertionError(f"block {block_id}: refcount {refcount}, held by {count} sequences")
         for blocks in self._alive:
             lengths = {table.num_tokens for table in blocks.tables}
             if blocks.capacity and len(lengths) != 1:  # tables of a cache's row may differ
@@ -375,10 +331,3 @@ class BlockManager:
                     raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
                 if blocks.capacity > table.num_tokens and table.shared_tail is not None:
                     raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")
-
-    def __repr__(self) -> str:
-        counts = ", ".join(
-            f"{pool.num_free} free + {pool.num_cached} cached + {pool.num_used} used"
-            for pool in (group.pool for group in self.groups)
-        )
-        return f"BlockManager({len(self._alive)} sequences; blocks: {counts})"

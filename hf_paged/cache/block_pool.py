@@ -13,11 +13,10 @@ class OutOfBlocksError(RuntimeError):
 class BlockPool:
     """
     The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (held by
-    none, but its content is to be kept, `keep`) or free.
+    none, but its content is to be kept, `keep`) or free: `num_free + num_cached + num_used == num_blocks`.
 
-    Always true: `num_free + num_cached + num_used == num_blocks`, and a block is used exactly when its refcount is not
-    0. Free blocks are handed out least recently freed first, then cached ones are evicted, least recently released
-    first, so that content that may be worth keeping survives longest (PagedAttention, arXiv 2309.06180, section 4.2).
+    Free blocks are handed out least recently freed first, then cached ones are evicted, least recently released first
+    (PagedAttention, arXiv 2309.06180, section 4.2).
     """
 
     def __init__(self, num_blocks: int = 0) -> None:
@@ -25,7 +24,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: dict[int, Callable[[int], None]] = {}  # whom to tell of a block's eviction; used blocks too
-        self._num_shared = 0
+        self.num_shared = 0  # blocks that more than one table holds
         self._wrong_write: str | None = None
         self.grow(num_blocks)
 
@@ -54,11 +53,6 @@ class BlockPool:
         """Blocks that at least one table holds."""
         return len(self._refcounts) - len(self._free) - len(self._cached)
 
-    @property
-    def num_shared(self) -> int:
-        """Blocks that more than one table holds."""
-        return self._num_shared
-
     def refcount(self, block_id: int) -> int:
         """Number of tables that hold the block."""
         return self._refcounts[block_id]
@@ -71,6 +65,11 @@ class BlockPool:
         """Whether the block's content is to be kept."""
         return block_id in self._kept
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether any used block may be written to: none has two holders, and no content is to be kept."""
+        return not (self.num_shared or self._kept)
+
     def grow(self, num_blocks: int) -> None:
         """Adds `num_blocks` new, free blocks."""
         first = len(self._refcounts)
@@ -78,19 +77,14 @@ class BlockPool:
         self._free.update((block_id, None) for block_id in range(first, first + num_blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """
-        Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Raises
-        `OutOfBlocksError`, having taken and evicted none.
-        """
+        """Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Raises
+        `OutOfBlocksError`, having taken and evicted none."""
         free = self._free
-        if num_blocks > len(free):
-            if num_blocks > self.num_available:
-                cached = f" and {self.num_cached} cached" if self._cached else ""
-                raise OutOfBlocksError(
-                    f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}"
-                )
-            while num_blocks > len(free):  # a listener that is told of an eviction may drop further blocks
-                self.evict(1)
+        if num_blocks > self.num_available:
+            cached = f" and {self.num_cached} cached" if self._cached else ""
+            raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}")
+        while num_blocks > len(free):  # a listener that is told of an eviction may drop further blocks
+            self.evict(1)
         block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refcounts[block_id] = 1
@@ -105,7 +99,7 @@ class BlockPool:
                     raise ValueError(f"block {block_id} is free and cannot be shared")
                 del self._cached[block_id]
             elif refcount == 1:
-                self._num_shared += 1
+                self.num_shared += 1
             self._refcounts[block_id] = refcount + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -118,13 +112,10 @@ class BlockPool:
             if refcount == 1:
                 (self._cached if block_id in self._kept else self._free)[block_id] = None
             elif refcount == 2:
-                self._num_shared -= 1
+                self.num_shared -= 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """
-        From now on the content of this used block is worth keeping: it becomes cached, not free, when no table has it.
-        `on_evict(block_id)` is called when the block is evicted.
-        """
+        """This used block becomes cached, not free, when no table has it; `on_evict(block_id)` is told when it goes."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")
         self._kept[block_id] = on_evict
@@ -148,11 +139,9 @@ class BlockPool:
         return before - len(self._cached)
 
     def note_write(self, block_ids: Iterable[int]) -> None:
-        """
-        These blocks are about to be written to. Raises `AssertionError`, now and from `check_integrity` ever after, if
-        more than one table holds one of them or its content is to be kept: others would read what they did not write.
-        """
-        if not (self._num_shared or self._kept):
+        """These blocks are about to be written to. Raises `AssertionError`, now and from `check_integrity` ever after,
+        if more than one table holds one of them or its content is to be kept."""
+        if self.is_exclusive:
             return
         for block_id in block_ids:
             if self._refcounts[block_id] != 1 or block_id in self._kept:

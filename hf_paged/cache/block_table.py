@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .block_pool import BlockPool
@@ -26,6 +25,11 @@ class BlockTable:
         self.num_tokens = 0
 
     @property
+    def first_token(self) -> int:
+        """The first token that is not given back."""
+        return self.num_dropped * self.block_size
+
+    @property
     def num_unused_slots(self) -> int:
         """Slots allocated past the last token."""
         return (self.num_dropped + len(self.block_ids)) * self.block_size - self.num_tokens
@@ -39,10 +43,7 @@ class BlockTable:
 
     @property
     def shared_tail(self) -> int | None:
-        """
-        The partly filled tail block, if it must not be written to: other tables hold it too, or the prefix cache knows
-        its content (it was full before it was cut).
-        """
+        """The partly filled tail block, if other tables hold it too or its content is to be kept: no write to it."""
         if self.num_tokens % self.block_size == 0 or not self.block_ids:
             return None
         tail = self.block_ids[-1]
@@ -58,13 +59,12 @@ class BlockTable:
 
     def shared_blocks(self, first: int, last: int) -> list[int]:
         """The blocks that hold tokens `[first, last)` and must not be written to, as `shared_tail` says."""
+        if self.pool.is_exclusive:
+            return []
         return [self.block_ids[place] for place in self.places(first, last) if self._is_shared(self.block_ids[place])]
 
     def own(self, first: int, last: int) -> list[tuple[int, int]]:
-        """
-        Replaces the blocks of tokens `[first, last)` that must not be written to, and returns the copies to make before
-        anything is. There must be blocks for it: `num_copies` of what `shared_blocks` names.
-        """
+        """Replaces the blocks that `shared_blocks` names; returns the copies to make before anything is written."""
         copies = []
         for place in self.places(first, last):
             source = self.block_ids[place]
@@ -74,6 +74,19 @@ class BlockTable:
                 copies.append((source, self.block_ids[place]))
         return copies
 
+    def slots(self, first: int, end: int) -> list[int]:
+        """Where tokens `[first, end)` are stored, counted from the first that the table holds."""
+        size, ids = self.block_size, self.block_ids
+        if first < 0 or end > len(ids) * size:
+            raise ValueError(f"tokens [{first}, {end}) of a table that holds {len(ids)} blocks of {size} tokens")
+        if end - first == 1:
+            return [ids[first // size] * size + first % size]
+        slots: list[int] = []
+        for block in range(first // size, -(-end // size)):
+            start, base = block * size, ids[block] * size
+            slots += range(base + max(0, first - start), base + min(size, end - start))
+        return slots
+
     def num_needed(self, num_tokens: int) -> int:
         """Blocks that `append(num_tokens)` takes, copy-on-write included."""
         if num_tokens == 0:
@@ -82,13 +95,9 @@ class BlockTable:
 
     def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
         """
-        Makes room for `num_tokens` more tokens and counts them as held.
-
-        Args:
-            new_ids (`Sequence[int]`, *optional*): `num_needed(num_tokens)` blocks that were allocated for this.
-
-        Returns the copy `(source_block, target_block)` to make before anything is written, or `None`. Raises
-        `OutOfBlocksError`; the table is then as it was.
+        Makes room for `num_tokens` more tokens and counts them as held, in `num_needed(num_tokens)` blocks that were
+        allocated for this, or in those that it takes itself. Returns the copy `(source_block, target_block)` to make
+        before anything is written, or `None`. Raises `OutOfBlocksError`; the table is then as it was.
         """
         if num_tokens == 0:
             return None
@@ -104,10 +113,6 @@ class BlockTable:
         self.block_ids += new_ids
         self.num_tokens += num_tokens
         return copy
-
-    def reserve(self, block_ids: Sequence[int]) -> None:
-        """Holds blocks that were allocated for tokens still to be appended."""
-        self.block_ids += block_ids
 
     def attach(self, block_ids: Sequence[int], num_dropped: int) -> None:
         """Lets an empty table hold these full blocks, which others computed, as if `num_dropped` had gone before."""
@@ -139,9 +144,7 @@ class BlockTable:
         if num_tokens >= self.num_tokens:
             return
         if num_tokens < self.num_dropped * self.block_size:
-            raise ValueError(
-                f"truncate to {num_tokens} tokens, but the first {self.num_dropped * self.block_size} were given back"
-            )
+            raise ValueError(f"truncate to {num_tokens} tokens, but the first {self.first_token} were given back")
         keep = -(-num_tokens // self.block_size) - self.num_dropped
         # tail first: of what is freed together, the head of a sequence is the more likely to be asked for again
         self.pool.release(reversed(self.block_ids[keep:]))
@@ -161,17 +164,6 @@ class BlockTable:
         self.pool.release(reversed(self.block_ids))
         self.block_ids = []
         self.num_dropped = self.num_tokens = 0
-
-
-def num_blocks_needed(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> int:
-    """Blocks that appending `num_tokens[i]` tokens to each `tables[i]` takes, copy-on-write included."""
-    needed = 0
-    writers: Counter[int] = Counter()
-    for table, count in zip(tables, num_tokens):
-        needed += table.num_new_blocks(count)
-        if count and (tail := table.shared_tail) is not None:
-            writers[tail] += 1
-    return needed + num_copies(tables[0].pool if tables else BlockPool(), writers)
 
 
 def num_copies(pool: BlockPool, writers: Mapping[int, int]) -> int:

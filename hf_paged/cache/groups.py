@@ -15,14 +15,10 @@ class GroupSpec:
     """
     Full attention: all tokens are kept. Layers whose specs are equal keep the same tokens and share block tables; a
     subclass with another storage, or other tokens to keep, is a group of its own.
-
-    Args:
-        kind (`str`): Which of a model's caches: `"self"`, `"cross"`.
-        window (`int`, *optional*): Tokens that a layer looks back, itself included; older ones are given back.
     """
 
-    kind: str = "self"
-    window: int | None = None
+    kind: str = "self"  # which of a model's caches; or "cross"
+    window: int | None = None  # tokens that a layer looks back, itself included; older ones are given back
 
     def block_size(self, num_tokens: int) -> int:
         """Tokens in a block, where the config says `num_tokens`."""
@@ -62,19 +58,12 @@ class StateSpec(GroupSpec):
     kind: str = "states"
 
     def block_size(self, num_tokens: int) -> int:
-        """As [`GroupSpec`]'s."""
+        """Without bounds."""
         return UNBOUNDED
 
 
 class BlockGroup:
-    """
-    One layer group, as the manager needs it: a pool of fixed size without memory behind it. `cache.memory` has the one
-    with memory.
-
-    Args:
-        pool ([`BlockPool`]): Its blocks.
-        spec ([`GroupSpec`]): What its layers keep.
-    """
+    """One layer group, as the manager needs it: a pool of fixed size. `cache.memory` has the one with memory."""
 
     can_grow = False
 

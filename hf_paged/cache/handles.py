@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -139,13 +140,8 @@ _MEMORY_READERS = {
 
 def gather(step: StepMetadata, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
-    All `step.columns` of every row as one tensor, padding as zeros.
-
-    Args:
-        blocks (`torch.Tensor` of shape `(num_blocks, heads, block_size, dim)`): Keys or values of one layer.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, heads, len(columns), dim)`, contiguous, in `dtype`.
+    All `step.columns` of every row as one tensor `(batch, heads, len(columns), dim)`, contiguous, padding as zeros.
+    `blocks` `(num_blocks, heads, block_size, dim)` are keys or values of one layer.
     """
     assert step.columns is not None
     step.counters.gathered += 1
@@ -166,10 +162,7 @@ def gather(step: StepMetadata, blocks: torch.Tensor, dtype: torch.dtype) -> torc
 def _rows(
     step: StepMetadata, step_block: int, step_head: int, heads: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """
-    Where `gather` finds what it returns, and which of it is padding: made once for all layers that are laid out alike,
-    from one token and head to the next.
-    """
+    """Where `gather` finds what it returns, and which of it is padding, for all layers that are laid out alike."""
     assert step.columns is not None
     tables, columns = step.block_tables.to(device), step.columns
     tokens = torch.arange(columns.start, columns.stop, device=device)[None, :]

@@ -13,7 +13,7 @@ from transformers import cache_utils
 from ..step import NotPackable
 from .groups import GroupSpec
 from .handles import PagedTensor, gather
-from .layer_group import LayerGroup
+from .rows import LayerGroup
 from .storage import looks
 
 # Until 5.17, `crop` also took the length to keep, as a positive number.
@@ -33,14 +33,9 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
-        self._init_paged(group, index)
-
-    def _init_paged(self, group: LayerGroup, index: int) -> None:
-        self.group = group
-        self.index = index
+        self.group, self.index = group, index
         self.num_seen = 0
-        self.gathers = False
-        """Code other than our attention function read the values of the last decode step: it gets ordinary tensors."""
+        self.gathers = False  # code of the model's own read values of a decode step: it gets ordinary tensors from then
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
@@ -50,10 +45,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Stores the new states and returns handles to all that the layer shows.
-
-        Args:
-            key_states, value_states (`torch.Tensor` of shape `(batch, heads, n, dim)`): Of the `n` new tokens.
+        Stores new states `(batch, heads, n, dim)` and returns handles to all that the layer shows.
 
         Raises:
             OutOfBlocksError: if the budget does not allow the blocks; nothing was allocated.
@@ -116,38 +108,25 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def _show(self, is_value: bool) -> PagedTensor | None:
-        self._check_turn()
-        if not self.num_seen or self.index not in self.group.blocks.storage.layers:
-            return None
-        blocks = self.group.blocks.storage.layers[self.index]
-        step = self.group.view(self.num_seen, blocks.keys.device)
-        return self.group.rows.remember(PagedTensor(step, blocks, is_value))
+    def _shown(is_value: bool) -> property:
+        def show(self: PagedLayer) -> PagedTensor | None:
+            self._check_turn()
+            if not self.num_seen or self.index not in self.group.blocks.storage.layers:
+                return None
+            blocks = self.group.blocks.storage.layers[self.index]
+            step = self.group.view(self.num_seen, blocks.keys.device)
+            return self.group.rows.remember(PagedTensor(step, blocks, is_value))
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """All keys shown, `(batch, heads, length, dim)`, or `None` while the layer is empty."""
-        return self._show(False)
+        def refuse(self: PagedLayer, value: torch.Tensor | None) -> None:
+            if value is not None:
+                raise AttributeError(
+                    "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, "
+                    "`reset`, `reorder_cache` or `batch_select_indices`"
+                )
 
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        self._refuse(value)
+        return property(show, refuse, doc="All shown, `(batch, heads, length, dim)`, or `None` while there is nothing.")
 
-    @property
-    def values(self) -> torch.Tensor | None:
-        """All values shown, `(batch, heads, length, dim)`, or `None` while the layer is empty."""
-        return self._show(True)
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        self._refuse(value)
-
-    def _refuse(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            raise AttributeError(
-                "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, "
-                "`reset`, `reorder_cache` or `batch_select_indices`"
-            )
+    keys, values = _shown(False), _shown(True)
 
     # -- lengths --------------------------------------------------------------------------------------------------
 
@@ -159,10 +138,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Length and first position of the keys that the next `query_length` queries are shown."""
         first = self.group.spec.first_visible(self.num_seen)
         return self.num_seen + query_length - first, first
-
-    def get_max_length(self) -> int:
-        """The window, or -1 for no maximum."""
-        return -1 if self.group.spec.window is None else self.group.spec.window
 
     # -- operations on rows: each layer asks, the group does each once -----------------------------------------------
 
@@ -228,8 +203,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def offload(self) -> None:
         """Nothing: blocks stay where they are."""
 
-    def prefetch(self) -> None:
-        """Nothing: blocks stay where they are."""
+    prefetch = offload
 
 
 class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer):
@@ -237,16 +211,13 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
 
     is_sliding = True
 
-    def _init_paged(self, group: LayerGroup, index: int) -> None:
-        super()._init_paged(group, index)
+    def __init__(self, group: LayerGroup, index: int) -> None:
+        super().__init__(group, index)
         assert group.spec.window is not None
         self.sliding_window = group.spec.window
         self._sliding_window_tensor = torch.tensor(group.spec.window, dtype=torch.long)
 
-    @property
-    def cumulative_length(self) -> int:
-        """Logical positions seen."""
-        return self.num_seen
+    cumulative_length = property(PagedLayer.get_seq_length)
 
     @property
     def record_past(self) -> bool:
@@ -257,17 +228,11 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
     def record_past(self, value: bool) -> None:
         self.group.record_past = value
 
-    def activate_past_recording(self) -> None:
-        """Keeps what leaves the window until the next `crop`, so that it can be rolled back."""
-        self.group.record_past = True
-
     lazy_initialization = PagedLayer.lazy_initialization
 
 
 class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
-    """
-    A layer with an indexer's keys beside its K/V; stands for `DynamicIndexedLayer`. The indexer's keys stay dense.
-    """
+    """A layer with an indexer's keys, which stay dense, beside its K/V; stands for `DynamicIndexedLayer`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         PagedLayer.__init__(self, group, index)
@@ -277,10 +242,7 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
 
     update = PagedLayer.update
     lazy_initialization = PagedLayer.lazy_initialization
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices` of blocks and indexer keys."""
-        self.reorder_cache(row_numbers(indices, len(self.group.rows.held)))
+    batch_select_indices = PagedLayer.batch_select_indices
 
 
 class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
@@ -293,32 +255,23 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         self._linear.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """With keywords for the linear state, with positions for keys and values."""
         (self._linear if kwargs else PagedLayer).lazy_initialization(self, *args, **kwargs)
 
     def reset(self) -> None:
-        """Empties blocks and state."""
         self._linear.reset(self)
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row `i` becomes row `beam_idx[i]`."""
         self._linear.reorder_cache(self, torch.as_tensor(beam_idx))
         PagedLayer.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times in a row."""
         self._linear.reorder_cache(self, torch.arange(num_state_rows(self)).repeat_interleave(repeats))
         PagedLayer.batch_repeat_interleave(self, repeats)
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Forgets the last `-tokens_to_remove` positions of blocks and state."""
         self._linear.crop(self, int(tokens_to_remove))
         PagedLayer.crop(self, tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        """Keeps what `crop` may have to bring back."""
-        self._linear.activate_past_recording(self)
 
 
 def row_numbers(indices: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -339,6 +292,12 @@ def num_state_rows(layer: Any) -> int:
     return next((state.shape[0] for state in states if state is not None), 0)
 
 
+_STAND_INS: dict[type, type[PagedLayer]] = {
+    cache_utils.DynamicLayer: PagedLayer,
+    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+}
 SPECS: dict[type, type[GroupSpec]] = {}
 """What layers of a stock class keep, where that is not [`GroupSpec`]."""
 
@@ -350,27 +309,12 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
     return SPECS.get(type(layer), GroupSpec)(kind, getattr(layer, "sliding_window", None))
 
 
-_STAND_INS: dict[type, type[PagedLayer]] = {
-    cache_utils.DynamicLayer: PagedLayer,
-    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
-    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
-    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
-}
-
-
 def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
     """
-    The paged layer for a stock layer, or the layer itself if it is of another kind (Mamba states, compressed layers
-    that a model defines, a window beside a linear state).
-
-    Args:
-        layer (`CacheLayerMixin`): A stock layer that holds nothing yet.
-        group ([`LayerGroup`], *optional*): That of `spec_of`.
-        index (`int`): The layer's place in the cache.
+    The paged layer for a stock layer that holds nothing yet, number `index` of a cache and of the group of `spec_of`;
+    the layer itself if it is of another kind (Mamba states, compressed layers that a model defines).
     """
     if group is None:
         return layer
-    paged = _STAND_INS[type(layer)]
-    if paged is PagedHybridLayer:
-        return PagedHybridLayer(group, index, layer.number_of_states)
-    return paged(group, index)
+    paged: Any = _STAND_INS[type(layer)]
+    return paged(group, index, layer.number_of_states) if paged is PagedHybridLayer else paged(group, index)

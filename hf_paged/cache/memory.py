@@ -61,13 +61,9 @@ class GroupMemory(BlockGroup):
         super().__init__(BlockPool(), spec)
         self._memory = weakref.ref(memory)  # no cycle: a pool goes with its last user, not with the next collection
         self.block_size = spec.block_size(memory.config.block_size)
+        self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
         self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec)
-        self.block_bytes = 0  # of all layers, as far as the first that wrote tells
-
-    @property
-    def holds_states(self) -> bool:
-        """Whether its blocks are slots for states."""
-        return isinstance(self.spec, StateSpec)
+        self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
 
     @property
     def memory(self) -> PagedMemory:
@@ -75,6 +71,11 @@ class GroupMemory(BlockGroup):
         memory = self._memory()
         assert memory is not None
         return memory
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return max(self._expected_bytes, self.storage.block_bytes)
 
     def take(self, num_blocks: int) -> list[int]:
         """`num_blocks` new blocks with refcount 1. Raises `OutOfBlocksError`."""
@@ -84,9 +85,7 @@ class GroupMemory(BlockGroup):
     def expect(self, num_blocks: int, share: float) -> None:
         """Expect up to `num_blocks` blocks; `share` is that of the memory available which a layer may set aside."""
         with held(), self.memory.lock:
-            self.storage.reserve(num_blocks, share)
-            if not self.pool.num_used and not self.pool.num_cached:
-                self.storage.drop_smaller(num_blocks)
+            self.storage.reserve(num_blocks, share, drops=not (self.pool.num_used or self.pool.num_cached))
 
     def make_room(self, num_blocks: int) -> None:
         """
@@ -95,20 +94,22 @@ class GroupMemory(BlockGroup):
         With a budget the pool grows as far as that allows before cached blocks are given up; without one it grows only
         when there are no more cached blocks, so that caching takes no memory beyond what the calls need.
         """
-        memory, pool, needed = self.memory, self.pool, num_blocks
-        memory.check_num_blocks(needed)
-        memory.make_place(needed, self)
-        missing = needed - (pool.num_free if memory.has_budget else pool.num_available)
+        memory, pool, config = self.memory, self.pool, self.memory.config
+        has_budget = config.num_blocks is not None or config.memory_fraction is not None
+        memory.make_place(num_blocks, self)
+        missing = num_blocks - (pool.num_free if has_budget else pool.num_available)
         if missing <= 0:
             return
         added, affordable = max(missing, min(GROWTH_STEP, pool.num_blocks)), memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
-        memory.check_bytes(self, needed, added)
+        if num_blocks > pool.num_available + added:
+            free, option = max(0, affordable) + pool.num_available, f"`memory_fraction` ({config.memory_fraction})"
+            raise _over_budget(num_blocks, config.block_size, free, free + pool.num_used, option)
         if not added:
             return
         try:
-            self.storage.grow(pool.num_blocks + added, exactly=memory.config.memory_fraction is not None)
+            self.storage.grow(pool.num_blocks + added, exactly=config.memory_fraction is not None)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             raise self._no_memory(f"{added} more blocks", error) from error
         pool.grow(added)
@@ -123,49 +124,45 @@ class GroupMemory(BlockGroup):
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, and counts them."""
         self.storage.copy_blocks(copies)
-        self.memory.copied(len(copies))
+        self.memory.num_copied += len(copies)
 
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
     ) -> KVBlocks:
         """
-        The blocks of layer `index` for states like `keys` and `values`, made on first use.
-
-        Args:
-            num_layers (`int`): Layers of the group.
-            num_begun (`int`, *optional*): Number of tables that are written to, if none has content in this layer yet.
-
-        Raises:
-            ValueError: if what the layer holds has other heads, dims or device.
-            OutOfBlocksError: if there is no memory for them.
+        The blocks of layer `index`, of `num_layers`, for states like `keys` and `values`, made on first use.
+        `num_begun` tables are written to, if none has content in this layer yet. Raises `ValueError` if what the layer
+        holds has other heads, dims or device, `OutOfBlocksError` if there is no memory for them.
         """
         layer: KVBlocks | None = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
         with held():
-            return self._make_layer(index, keys, values, num_layers, num_begun)
-
-    def _make_layer(
-        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
-    ) -> KVBlocks:
-        if index in self.storage.layers:
-            if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
-                promoted: KVBlocks = self.storage.promote(index, keys, values)
-                return promoted
-        self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
-        token_bytes = sum(x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
-        self.block_bytes = num_layers * self.block_size * token_bytes
-        try:
-            made: KVBlocks = self.storage.make(index, keys, values)
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
-        return made
+            if index in self.storage.layers:
+                if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
+                    layer = self.storage.promote(index, keys, values)
+                    return layer
+            self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
+            sizes = (x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
+            self._expected_bytes = num_layers * self.block_size * sum(sizes)
+            try:
+                layer = self.storage.make(index, keys, values)
+            except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
+            return layer
 
     def live_tables(self) -> Iterable[BlockTable]:
         """Every table that holds blocks of the group, or may."""
         for manager in self.memory.managers.values():
             if self in manager.groups:
                 yield from manager.tables(manager.groups.index(self))
+
+
+def _over_budget(needed: int, block_size: int, free: int, total: int, option: str) -> OutOfBlocksError:
+    return OutOfBlocksError(
+        f"needs {needed} blocks of {block_size} tokens, {free} of {total} are free: raise {option} in `cache_config`, "
+        "or lower the batch size, the prompt length or `max_new_tokens`"
+    )
 
 
 class PagedMemory:
@@ -184,7 +181,7 @@ class PagedMemory:
         self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
         self.graphs: Any = None  # graphs of decode steps, which know where the blocks are
         self._limit_bytes: int | None = None
-        self._copied_blocks = self._peak_blocks = 0
+        self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
 
@@ -225,11 +222,6 @@ class PagedMemory:
         return sum(group.pool.num_cached for group in self.groups.values())
 
     @property
-    def has_budget(self) -> bool:
-        """Whether the user set how much memory there is to use."""
-        return self.config.num_blocks is not None or self.config.memory_fraction is not None
-
-    @property
     def num_obtainable(self) -> int:
         """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
         if self.config.num_blocks is not None:
@@ -241,55 +233,34 @@ class PagedMemory:
         return max(0, affordable) + sum(group.pool.num_available for group in groups)
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
-        """Evicts cached blocks, those of `first` first, so that with `needed` more used ones `num_blocks` holds."""
-        if self.config.num_blocks is None:
+        """
+        Evicts cached blocks, those of `first` first, so that with `needed` more used ones `num_blocks` holds. Raises
+        `OutOfBlocksError`.
+        """
+        total, used = self.config.num_blocks, self.num_used
+        if total is None:
             return
-        excess = self.num_used + self.num_cached + needed - self.config.num_blocks
+        if needed > total - used:
+            raise _over_budget(needed, self.config.block_size, total - used, total, "`num_blocks`")
+        excess = used + self.num_cached + needed - total
         for group in (first, *self.groups.values()):
             if excess <= 0:
                 return
             excess -= group.pool.evict(excess)
 
-    def check_num_blocks(self, needed: int) -> None:
-        """Raises `OutOfBlocksError` unless the budget has `needed` more blocks."""
-        total = self.config.num_blocks
-        if total is not None and needed > total - self.num_used:
-            raise OutOfBlocksError(
-                f"needs {needed} blocks of {self.config.block_size} tokens, {total - self.num_used} of {total} are "
-                "free: raise `num_blocks` in `cache_config`, or lower the batch size, the prompt length or "
-                "`max_new_tokens`"
-            )
-
     def num_affordable(self, group: GroupMemory) -> int:
         """Blocks that `memory_fraction` allows `group` beyond those it has."""
-        block_bytes = max(group.block_bytes, group.storage.block_bytes)
-        if self.config.memory_fraction is None or not block_bytes:
+        if self.config.memory_fraction is None or not (block_bytes := group.block_bytes):
             return sys.maxsize
-        held = self._held_bytes()
         if self._limit_bytes is None:
             layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
             device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + held))
-        return (self._limit_bytes - held) // block_bytes
+            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + self._held_bytes))
+        return (self._limit_bytes - self._held_bytes) // block_bytes
 
-    def check_bytes(self, group: GroupMemory, needed: int, added: int) -> None:
-        """Raises `OutOfBlocksError` unless `needed` blocks can be had when `memory_fraction` allows `added` more."""
-        if needed > group.pool.num_available + added:
-            free = max(0, self.num_affordable(group)) + group.pool.num_available
-            raise OutOfBlocksError(
-                f"needs {needed} blocks of {self.config.block_size} tokens, {free} of {free + group.pool.num_used} are "
-                f"free: raise `memory_fraction` ({self.config.memory_fraction}) in `cache_config`, or lower the batch "
-                "size, the prompt length or `max_new_tokens`"
-            )
-
-    def copied(self, num_blocks: int) -> None:
-        """Counts blocks copied by copy-on-write."""
-        self._copied_blocks += num_blocks
-
+    @property
     def _held_bytes(self) -> int:
-        return sum(
-            group.pool.num_blocks * max(group.block_bytes, group.storage.block_bytes) for group in self.groups.values()
-        )
+        return sum(group.pool.num_blocks * group.block_bytes for group in self.groups.values())
 
     def note_peak(self) -> None:
         """Records the blocks in use if they are the most so far."""
@@ -309,8 +280,7 @@ class PagedMemory:
 
     def reset_peak(self) -> None:
         """Starts counting the peak again."""
-        self._peak_blocks, self._waste, self._copied_blocks = 0, 0.0, 0
-        self._peak_used = {}
+        self._peak_blocks, self._waste, self.num_copied, self._peak_used = 0, 0.0, 0, {}
         self.note_peak()
 
     def stats(self) -> MemoryStats:
@@ -323,9 +293,9 @@ class PagedMemory:
                 peak_blocks=self._peak_blocks,
                 used_bytes=sum(group.pool.num_used * group.storage.block_bytes for group in groups),
                 peak_bytes=sum(n * self.groups[key].storage.block_bytes for key, n in self._peak_used.items()),
-                held_bytes=self._held_bytes(),
+                held_bytes=self._held_bytes,
                 waste=self._waste,
-                copied_blocks=self._copied_blocks,
+                copied_blocks=self.num_copied,
                 cached_blocks=self.num_cached,
                 shared_blocks=sum(group.pool.num_shared for group in groups),
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,22 +14,9 @@ from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
 from .groups import GroupSpec
-from .layer_group import LayerGroup
 from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
 from .memory import MemoryStats, PagedMemory
-from .rows import CacheRows
-
-
-class _NextLayer:
-    """Makes the next layer of a cache that was not told its layers, without holding the cache."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = weakref.ref(cache)
-
-    def __call__(self) -> PagedLayer:
-        cache = self._cache()
-        assert cache is not None
-        return PagedLayer(next(iter(cache.groups.values())), len(cache.layers))
+from .rows import CacheRows, LayerGroup
 
 
 class PagedCache(DynamicCache):
@@ -105,8 +90,19 @@ class PagedCache(DynamicCache):
             Cache.__init__(self, layers=layers)
         else:
             Cache.__init__(self, layer_class_to_replicate=cache.layer_class_to_replicate)
-            self.layer_class_to_replicate = _NextLayer(self)
             self.layers = layers
+
+    @property
+    def layer_class_to_replicate(self) -> Any:
+        """What makes the next layer of a cache that was not told its layers."""
+        return self._next_layer if self._grows else None
+
+    @layer_class_to_replicate.setter
+    def layer_class_to_replicate(self, value: Any) -> None:
+        self._grows = value is not None
+
+    def _next_layer(self) -> PagedLayer:
+        return PagedLayer(next(iter(self.groups.values())), len(self.layers))
 
     @property
     def is_compileable(self) -> bool:
@@ -207,24 +203,6 @@ class PagedCache(DynamicCache):
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""
         self.memory.check_integrity()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.counters = memo[id(self.counters)] = ReadCounters()
-        for name, value in self.__dict__.items():
-            if name == "layer_class_to_replicate" and value is not None:
-                twin.layer_class_to_replicate = _NextLayer(twin)
-            elif name != "counters":
-                setattr(twin, name, copy.deepcopy(value, memo))
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "layer_class_to_replicate": self.layer_class_to_replicate is not None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        grows = state.pop("layer_class_to_replicate")
-        self.__dict__.update(state, layer_class_to_replicate=_NextLayer(self) if grows else None)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for layer in self.layers:

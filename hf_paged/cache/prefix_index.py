@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from .block_pool import BlockPool
 from .block_table import BlockTable
@@ -12,30 +13,19 @@ from .block_table import BlockTable
 class Node:
     """
     The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K and
-    V, as far as one is still there. `parent` is `None` once the index has forgotten the node; a root is its own parent.
-    `epoch` is that of the oldest sequence whose block it names.
+    V, as far as one is still there; or, without tokens and its own parent, the root of a namespace's prefixes.
     """
 
-    __slots__ = ("block_ids", "children", "epoch", "parent", "tokens")
+    __slots__ = ("block_ids", "children", "epoch", "namespace", "parent", "tokens")
 
-    def __init__(self, parent: Node | None, tokens: tuple[int, ...], num_groups: int) -> None:
-        self.parent = self if parent is None else parent
-        self.tokens = tokens
+    def __init__(
+        self, parent: Node | None, tokens: tuple[int, ...], num_groups: int, namespace: Hashable = None
+    ) -> None:
+        self.parent: Node | None = parent or self  # None once the index has forgotten the node
+        self.tokens, self.namespace = tokens, namespace
         self.children: dict[tuple[int, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
-        self.epoch = sys.maxsize
-
-    parent: Node | None
-
-
-class Root(Node):
-    """Where the prefixes of a namespace begin. The index forgets it with the last of them: tenants come and go."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Hashable, num_groups: int) -> None:
-        super().__init__(None, (), num_groups)
-        self.namespace = namespace
+        self.epoch = sys.maxsize  # of the oldest sequence whose block it names
 
 
 class PrefixIndex:
@@ -47,24 +37,21 @@ class PrefixIndex:
     with the same content has one. A node without its block in a full-attention group is forgotten with everything below
     it, since no sequence can start behind a gap there; in a window group blocks may be missing.
 
-    Args:
-        pools (`Sequence[BlockPool]`): One a layer group.
-        windows (`Sequence[int | None]`): Tokens that a layer of the group looks back, itself included; `None`: all.
-        block_size (`int`): Tokens in a block.
+    Pools and windows, in tokens or `None`, are those of the layer groups.
     """
 
     def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], block_size: int) -> None:
         self.block_size = block_size
         self._pools, self._windows = list(pools), list(windows)
-        self._roots: dict[Hashable, Root] = {}
+        self._roots: dict[Hashable, Node] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
-        self._on_evict: list[Callable[[int], None]] = [self._evictor(group) for group in range(len(self._pools))]
+        self._on_evict = [functools.partial(self._unname, group) for group in range(len(self._pools))]
         self._step: list[tuple[int, int]] = []  # (group, block id) named since `begin_step`
 
-    def root(self, namespace: Hashable) -> Root:
+    def root(self, namespace: Hashable) -> Node:
         """Where the prefixes of a namespace begin, for `add`."""
         if namespace not in self._roots:
-            self._roots[namespace] = Root(namespace, len(self._pools))
+            self._roots[namespace] = Node(None, (), len(self._pools), namespace)
         return self._roots[namespace]
 
     def first_needed(self, group: int, num_blocks: int) -> int:
@@ -97,10 +84,8 @@ class PrefixIndex:
     def add(
         self, parent: Node, tokens: tuple[int, ...], tables: Sequence[BlockTable], number: int, epoch: int = 0
     ) -> Node:
-        """
-        The node of `tokens` behind `parent`, made if there is none; block `number` of each table, which a sequence of
-        this epoch filled, is named by it where no other is yet.
-        """
+        """The node of `tokens` behind `parent`; block `number` of each table, which a sequence of this epoch filled, is
+        named by it where no other is yet."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
@@ -136,7 +121,7 @@ class PrefixIndex:
 
     def forget_before(self, epoch: int) -> None:
         """Forgets every node of an earlier epoch, with all below it."""
-        pending: list[Node] = list(self._roots.values())
+        pending = list(self._roots.values())
         while pending:
             for child in list(pending.pop().children.values()):
                 if child.epoch < epoch:
@@ -148,9 +133,6 @@ class PrefixIndex:
     def namespaces(self) -> list[Hashable]:
         """The namespaces that hold anything."""
         return list(self._roots)
-
-    def _evictor(self, group: int) -> Callable[[int], None]:
-        return lambda block_id: self._unname(group, block_id)
 
     def _unname(self, group: int, block_id: int) -> None:
         """The pool no longer keeps this block."""
@@ -188,13 +170,13 @@ class PrefixIndex:
             parent, node.parent = node.parent, None
             del parent.children[node.tokens]
             node = parent
-        if isinstance(node, Root) and not node.children:
+        if node.parent is node and not node.children:  # tenants come and go
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless names and nodes agree, and every node can be reached and has its blocks."""
         seen: list[dict[int, Node]] = [{} for _ in self._pools]
-        pending: list[Node] = list(self._roots.values())
+        pending = list(self._roots.values())
         while pending:
             node = pending.pop()
             for tokens, child in node.children.items():

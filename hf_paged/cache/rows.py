@@ -1,34 +1,235 @@
-"""The rows of a cache: what each holds, and the operations on them that layers ask for."""
+"""The rows of a cache: what each holds in each layer group, moved on once per step for all of the group's layers."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..interrupts import held
-from ..step import ReadCounters
+from ..step import NotPackable, ReadCounters, StepMetadata
 from .block_manager import SequenceBlocks
+from .block_pool import OutOfBlocksError
+from .block_table import BlockTable
 from .groups import GroupSpec
 from .handles import PagedTensor
 from .memory import PagedMemory
 
-if TYPE_CHECKING:
-    from .layer_group import LayerGroup
+
+class LayerGroup:
+    """The block tables of one layer group, one a row. The first layer that updates in a step moves them on for all."""
+
+    def __init__(self, rows: CacheRows, spec: GroupSpec) -> None:
+        self.num_layers = 0
+        self.record_past = False  # what left the window is kept until the next `crop`
+        self._attach(rows, spec)
+        self.clear()
+
+    def _attach(self, rows: CacheRows, spec: GroupSpec) -> None:
+        self.rows, self.spec, self.number = rows, spec, rows.specs.index(spec)
+        self.memory, self.blocks = rows.memory, rows.memory.group(spec)
+        rows.groups[spec] = self
+        self.packed: StepMetadata | None = None  # of the packed forward that runs now; no rows are held then
+        self.forget_steps()
+
+    def clear(self) -> None:
+        """Nothing is held."""
+        self.length = 0  # logical positions, padding included
+        self.paddings: tuple[int, ...] = ()  # leading ones of each row that are not stored
+        self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # those of a first step, and its length
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """The tables are others than they were."""
+        self._step: StepMetadata | None = None
+        self._view: StepMetadata | None = None
+        self._block_tables: torch.Tensor | None = None  # None: tables changed since they were taken
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        """One a row."""
+        return [blocks.tables[self.number] for blocks in self.rows.held]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and `copy.deepcopy`: tables and memory come with the rows."""
+        names = ("length", "paddings", "expected_paddings", "record_past", "num_layers", "rows", "spec")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._attach(state.pop("rows"), state.pop("spec"))
+        self.__dict__.update(state)
+
+    # -- moving on ------------------------------------------------------------------------------------------------
+
+    def num_begun(self, context_len: int) -> int | None:
+        """Tables that a step behind `context_len` positions writes to; `None` if one of them holds tokens already."""
+        step = self.packed
+        if step is None:
+            return None if context_len else len(self.rows.held)
+        query_lens = tuple(end - start for start, end in itertools.pairwise(step.query_start))
+        return step.num_rows if step.seq_lens == query_lens else None
+
+    def advance(
+        self, batch_size: int, context_len: int, query_len: int, device: torch.device | str = "cpu"
+    ) -> StepMetadata:
+        """
+        Makes logical positions `[context_len, context_len + query_len)` writable in every row; returns the step, on the
+        `device` that the first layer asked for. Raises `OutOfBlocksError` with nothing allocated, `ValueError` for
+        another batch size, `NotPackable` for other sizes than a packed step's.
+        """
+        if self.packed is not None:
+            if (batch_size, query_len) != (1, self.packed.num_tokens):
+                raise NotPackable(
+                    f"{batch_size} x {query_len} states came in a packed step of {self.packed.num_tokens} tokens"
+                )
+            return self.packed
+        if not self.paddings and not self.length:
+            self._open(batch_size, query_len)
+        if batch_size != len(self.rows.held):
+            raise ValueError(f"the cache holds {len(self.rows.held)} rows, but keys of {batch_size} rows came")
+        length, step = context_len + query_len, self._step
+        if step is not None and step.query_len == query_len and step.columns is not None:
+            if step.columns.stop == length:
+                return step
+        tables = self.tables
+        ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
+        try:
+            with held():
+                self._make_room(tables, ranges, context_len, length)
+        except OutOfBlocksError:
+            if not self.length:  # nothing is held: be as if never asked
+                for table in tables:
+                    table.free()
+                self.clear()
+                if not any(group.length for group in self.rows.groups.values()):
+                    self.rows.free()
+            raise
+        self.blocks.pool.note_write(
+            table.block_ids[place] for table, tokens in zip(tables, ranges) for place in table.places(*tokens)
+        )
+        self._view = None
+        self._step = self._snapshot(length, query_len, device)
+        return self._step
+
+    def _open(self, batch_size: int, length: int) -> None:
+        (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
+        is_expected = len(paddings) == batch_size and expected_length == length
+        self.paddings = paddings if is_expected else (0,) * batch_size
+        if not self.rows.held:
+            self.rows.held = [self.rows.manager.new() for _ in range(batch_size)]
+
+    def _make_room(
+        self, tables: list[BlockTable], ranges: list[tuple[int, int]], context_len: int, length: int
+    ) -> None:
+        """
+        Some of the tokens `ranges[i]` of each row are there already where a layer holds fewer tokens than another of
+        the group. Borrowed tables have room, but for tokens that a model adds of its own.
+        """
+        window = self.spec.window
+        if context_len < self.length:
+            if context_len == 0 and any(self.paddings):
+                raise ValueError(
+                    f"a layer starts with {length} tokens where another of its kind holds {self.length}, of which the "
+                    f"first {self.paddings} of each row were padding and are not stored: pass rows without padding"
+                )
+            self._check_window(context_len or length)  # a first prefill attends to its own states
+        if length > self.length and window is not None and not self.record_past:
+            self._drop_outside_window(tables, context_len)
+            if context_len == 0 and length >= window and not (self.length or self.rows.borrows):
+                # a first prefill attends to its own states: what will be outside the window is never stored
+                for table, padding in zip(tables, self.paddings):
+                    table.skip(max(0, length - window + 1 - padding))
+        if any(table.shared_blocks(*tokens) for table, tokens in zip(tables, ranges)):
+            self.rows.keep_snapshots()
+        if self.rows.manager.extend(self.number, tables, ranges) or self.rows.borrows:
+            self._block_tables = None
+        self.length = max(self.length, length)
+        self.memory.note_peak()
+
+    def _check_window(self, length: int) -> None:
+        """Raises `ValueError` unless what the next query after `length` positions is shown is still there."""
+        if self._given_back > self.spec.first_visible(length):
+            raise ValueError(
+                f"a layer looks {self.spec.window} tokens back from token {length}, of which the first "
+                f"{self._given_back} were given back, as another layer of its kind holds {self.length} tokens: update "
+                "all in each step"
+            )
+
+    @property
+    def _given_back(self) -> int:
+        """Logical positions in front of which a block of some row was given back."""
+        rows = zip(self.tables, self.paddings)
+        return max((padding + table.first_token for table, padding in rows if table.first_token), default=0)
+
+    def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
+        """Gives back what no query at logical position `length` or later can see."""
+        assert self.spec.window is not None
+        for table, padding in zip(tables, self.paddings):
+            oldest = max(0, length - self.spec.window + 1 - padding)
+            if oldest // table.block_size > table.num_dropped and table.block_ids:
+                self.rows.keep_snapshots()
+                table.drop_before(oldest)
+                self._block_tables = None
+
+    def _snapshot(self, length: int, query_len: int, device: torch.device | str) -> StepMetadata:
+        tables, size = self.tables, self.blocks.block_size
+        if self._block_tables is None:
+            width = max((len(table.block_ids) for table in tables), default=0)
+            ids = [table.block_ids + [0] * (width - len(table.block_ids)) for table in tables]
+            self._block_tables = torch.tensor(ids, dtype=torch.int32).view(len(ids), width)
+        origins = tuple(padding + table.first_token for padding, table in zip(self.paddings, tables))
+        first = self.spec.first_visible(length - query_len)
+        if self.record_past and not query_len:  # outside a step: all that is still there
+            first = min(first, self._given_back)
+        slots = []
+        for table, origin in zip(tables, origins):
+            start, end = max(0, length - query_len - origin), max(0, length - origin)
+            slots.append([-1] * (query_len - (end - start)) + table.slots(start, end))
+        return StepMetadata.rectangle(
+            self._block_tables.to(device),
+            (max(0, length - origin) for origin in origins),
+            size,
+            query_len=query_len,
+            window=self.spec.window,
+            slots=torch.tensor(slots, dtype=torch.long).view(len(slots), query_len).to(device),
+            columns=range(first, length),
+            origins=origins,
+            counters=self.rows.counters,
+        )
+
+    # -- what a layer shows outside a step ------------------------------------------------------------------------
+
+    def view(self, length: int, device: torch.device) -> StepMetadata:
+        """A step without queries over the first `length` logical positions."""
+        view = self._view
+        if view is None or view.columns is None or view.columns.stop != length or self.length != length:
+            if length < self.length:
+                self._check_window(length)
+            view = self._view = self._snapshot(length, 0, device)
+        return view
+
+    def crop(self, length: int) -> None:
+        """Forgets logical positions from `length` on, and what is outside the window then."""
+        tables = self.tables
+        for table, padding in zip(tables, self.paddings):
+            table.truncate(max(0, length - padding))
+        self.length = min(self.length, length)
+        if self.spec.window is not None:
+            self._drop_outside_window(tables, self.length)
+        self.forget_steps()
 
 
 class CacheRows:
     """
-    Rows of a batch, each of which holds a block table a layer group.
+    Rows of a batch, each of which holds a block table a layer group; if it `borrows`, the rows are others' (`take`),
+    with room for each step before it begins.
 
     Operations on rows are asked for by every layer in turn and done once: each layer counts its operations, and the
     first does what has not been done yet.
-
-    Args:
-        memory ([`PagedMemory`]): Where blocks come from.
-        specs (`Iterable[GroupSpec]`): Of the layer groups.
-        counters ([`ReadCounters`]): Of the cache.
-        borrows (`bool`): The rows are others' (`take`), with room for each step before it begins.
     """
 
     def __init__(
@@ -49,19 +250,8 @@ class CacheRows:
                 self.free()
                 raise
 
-    def open(self, num_rows: int) -> None:
-        """Begins with empty rows."""
-        self.held = [self.manager.new() for _ in range(num_rows)]
-
     def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
-        """
-        Holds these rows from now on, or borrows them.
-
-        Args:
-            paddings (`tuple[int, ...]`): Leading logical positions of each row that are padding and not stored.
-            length (`int`, *optional*): Logical positions of every row, padding included; as many as there were if left
-                out.
-        """
+        """Holds these rows from now on, or borrows them; arguments as of `PagedCache.take`."""
         with held(), self.memory.lock:
             if not self.borrows:
                 self.free()
@@ -132,21 +322,21 @@ class CacheRows:
     # -- copies and pickles -----------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
-        """Second rows over the same blocks, with groups of their own."""
-        twin = CacheRows(self.memory, self.specs, memo.setdefault(id(self.counters), ReadCounters()), self.borrows)
+        """Second rows over the same blocks, to which copies of the groups attach themselves."""
+        twin = CacheRows(self.memory, self.specs, copy.deepcopy(self.counters, memo), self.borrows)
         memo[id(self)] = twin
         twin.num_operations = self.num_operations
         with held(), self.memory.lock:
             twin.held = list(self.held) if self.borrows else [self.manager.fork(blocks) for blocks in self.held]
         for group in self.groups.values():
-            memo[id(group)] = group.twin(twin)
+            group.forget_steps()  # a layer that is still to write its part of the step shares the blocks now
         return twin
+
+    _OWN = ("memory", "specs", "counters", "borrows", "num_operations")
 
     def __getstate__(self) -> dict[str, Any]:
         """With the blocks that the tables hold, renumbered from 0."""
-        names = ("memory", "specs", "counters", "borrows", "num_operations")
-        state = {name: getattr(self, name) for name in names}
-        state["tables"], state["contents"] = [], []
+        state = {name: getattr(self, name) for name in self._OWN} | {"tables": [], "contents": []}
         for number, group in enumerate(self.manager.groups):
             tables = [blocks.tables[number] for blocks in self.held]
             ids = list(dict.fromkeys(block_id for table in tables for block_id in table.block_ids))
@@ -154,19 +344,15 @@ class CacheRows:
             state["tables"].append([([numbers[i] for i in t.block_ids], t.num_dropped, t.num_tokens) for t in tables])
             layers = self.memory.group(group.spec).storage.layers.items() if ids else ()
             state["contents"].append(
-                {
-                    index: tuple(x[ids].to(dtype) for x, dtype in zip((layer.keys, layer.values), layer.dtypes))
-                    for index, layer in layers
-                }
+                {index: tuple(x[ids].to(dtype) for x, dtype in layer.pair) for index, layer in layers}
             )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = ("memory", "specs", "counters", "borrows")
-        self.__init__(*(state[name] for name in names))  # type: ignore[misc]
+        self.__init__(*(state[name] for name in self._OWN[:4]))  # type: ignore[misc]
         self.num_operations = state["num_operations"]
         with held(), self.memory.lock:
-            self.open(len(state["tables"][0]) if state["tables"] else 0)
+            self.held = [self.manager.new() for _ in (state["tables"] or [[]])[0]]
             for number, (tables, contents) in enumerate(zip(state["tables"], state["contents"])):
                 group = self.memory.group(self.specs[number])
                 taken = group.take(1 + max((place for ids, _, _ in tables for place in ids), default=-1))

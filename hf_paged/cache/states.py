@@ -13,18 +13,9 @@ from .block_pool import BlockPool
 
 class StateStorage:
     """
-    The storage of a group of states: which row of which step holds the state of each slot. A slot that was copied is
-    the same row until one of the two is computed again, so that nothing is copied while the rows of a step stay the
-    same.
-
-    The runner of the steps keeps these alive (`holders`); here they are held weakly.
-
-    Args:
-        pool ([`BlockPool`]): Its block ids are the slots.
-
-    Attributes:
-        capacity (`int`): Slots that there are.
-        block_bytes (`int`): Bytes of one slot over all layers; 0 before the first state is put.
+    The storage of a group of states: which row of which step holds the state of each slot, a block id of `pool`. A slot
+    that was copied is the same row until one of the two is computed again. The runner of the steps keeps these alive
+    (`holders`); here they are held weakly. `block_bytes` of a slot over all layers is 0 before the first state is put.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -81,12 +72,8 @@ def num_state_bytes(layers: Sequence[Any]) -> int:
 
 def gather_states(layers: Sequence[Any], parts: Sequence[tuple[Sequence[Any], list[int]]]) -> None:
     """
-    Fills the states of `layers`, which have none.
-
-    Args:
-        layers: Of transformers' linear-attention classes, with `conv_states` and `recurrent_states` by number, each
-            `(rows, ...)`.
-        parts: What their rows are made of, in order: layers of the same model, and the rows that are taken of them.
+    Fills the states of `layers`, of transformers' linear-attention classes, which have none: `parts` are layers of the
+    same model and the rows that are taken of them, in order.
     """
     for place, layer in enumerate(layers):
         sources = [(held[place], rows) for held, rows in parts]

@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .block_pool import OutOfBlocksError
 from .memory import GroupMemory
-from .storage import KVBlocks
+from .storage import KVBlocks, Storage
 
 
-@dataclass(frozen=True, eq=False)
-class HostLayer:
-    """
-    Copies of some blocks of one layer.
+class HostLayer(NamedTuple):
+    """Copies of some blocks of one layer in host memory, and the device that the layer is on."""
 
-    Args:
-        tensors (`tuple[torch.Tensor, ...]`): In host memory, as `KVBlocks.data`.
-        keys, values (`torch.Tensor` of shape `(0, heads, 0, dim)`): What the layer's states are like, on its device.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
-    keys: torch.Tensor
-    values: torch.Tensor
+    blocks: KVBlocks
+    device: torch.device
 
     @classmethod
     def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
-        """Copies these blocks."""
-        keys, values = (
-            blocks.new_empty(0, blocks.shape[1], 0, blocks.shape[3], dtype=dtype)
-            for blocks, dtype in zip((layer.keys, layer.values), layer.dtypes)
-        )
-        return cls(tuple(_to_cpu(tensor, block_ids) for tensor in layer.data), keys, values)
+        """Copies these blocks, into pinned memory where there is a CUDA device."""
+        return cls(layer.like([_to_cpu(tensor, block_ids) for tensor in layer.data]), layer.keys.device)
 
-    def rows(self, rows: list[int]) -> KVBlocks:
-        """These of the copied blocks, on the layer's device."""
+    def put_back(self, storage: Storage, index: int, block_ids: dict[int, int]) -> None:
+        """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
+        states = [
+            blocks.new_empty(0, blocks.shape[1], 0, blocks.shape[3], dtype=dtype, device=self.device)
+            for blocks, dtype in self.blocks.pair
+        ]
+        # the storage may have grown, changed its dtype, or have been made again since
+        target = (storage.promote if index in storage.layers else storage.make)(index, *states)
+        ids, rows = torch.tensor(list(block_ids.values()), device=self.device), list(block_ids)
         moved = []
-        for tensor in self.tensors:
+        for tensor in self.blocks.data:
             if rows != list(range(tensor.shape[0])):
                 tensor = tensor[rows]
-            moved.append(tensor.to(self.keys.device, non_blocking=tensor.is_pinned()))
-        if len(moved) == 1:
-            return KVBlocks.view(moved[0], self.keys.shape[1], self.keys.shape[3])
-        return KVBlocks(tuple(moved), *moved)
+            moved.append(tensor.to(self.device, non_blocking=tensor.is_pinned()))
+        found = self.blocks.like(moved)
+        target.keys[ids], target.values[ids] = found.keys.to(target.keys), found.values.to(target.values)
 
 
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
@@ -67,21 +62,16 @@ class HostBlocks:
     @property
     def num_bytes(self) -> int:
         """Host memory taken."""
-        return sum(tensor.nbytes for layers in self.groups for layer in layers.values() for tensor in layer.tensors)
+        layers = (layer for layers in self.groups for layer in layers.values())
+        return sum(tensor.nbytes for layer in layers for tensor in layer.blocks.data)
 
 
 @dataclass(frozen=True, eq=False)
 class SwappedSequence:
-    """
-    What a sequence holds while its blocks are in host memory.
+    """What a sequence holds while its blocks are in host memory."""
 
-    Args:
-        host (`HostBlocks`): Of all sequences of its request together.
-        rows (`list[list[int]]`): For each group, where each block of the sequence's table is among the host's.
-    """
-
-    host: HostBlocks
-    rows: list[list[int]]
+    host: HostBlocks  # of all sequences of its request together
+    rows: list[list[int]]  # for each group, where each block of the sequence's table is among the host's
 
 
 class BlockSwapper:
@@ -92,10 +82,7 @@ class BlockSwapper:
     A request is anything with `sequences`, each with `blocks.tables` (one `BlockTable` for each of `groups`, or none)
     and an attribute `swapped`: a [`SwappedSequence`] while the sequence is swapped out, else `None`. Meanwhile its
     tables hold no blocks but keep their counts of tokens.
-
-    Args:
-        groups (`Sequence[GroupMemory]`): The layer groups of one memory, in the order of `blocks.tables`.
-        flush_copies (`Callable[[], Any]`): Makes the copies that copy-on-write has planned so far.
+    `flush_copies` makes the copies that copy-on-write has planned so far.
     """
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
@@ -123,7 +110,12 @@ class BlockSwapper:
             # the distinct blocks of each group, in the order met, and their rows in host memory
             rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
             try:
-                host = HostBlocks([_to_host(group, list(ids)) for group, ids in zip(self.groups, rows)])
+                host = HostBlocks(
+                    [
+                        {index: HostLayer.copy_of(layer, list(ids)) for index, layer in group.storage.layers.items()}
+                        for group, ids in zip(self.groups, rows)
+                    ]
+                )
             except (MemoryError, RuntimeError):  # torch raises the latter
                 return False
             for sequence, tables in held:
@@ -150,7 +142,8 @@ class BlockSwapper:
             try:
                 targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
                 for group, layers, block_ids in zip(self.groups, host.groups, targets):
-                    _from_host(group, layers, block_ids)
+                    for index, layer in layers.items() if block_ids else ():
+                        layer.put_back(group.storage, index, block_ids)
                 for sequence, state in swapped:
                     for table, held, block_ids in zip(sequence.blocks.tables, state.rows, targets):
                         table.block_ids = [block_ids[row] for row in held]
@@ -195,32 +188,4 @@ def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
 
 def _numbered(lists: Iterable[list[int]]) -> dict[int, int]:
     """Each distinct item with its number, in the order met."""
-    found: dict[int, int] = {}
-    for items in lists:
-        for item in items:
-            found.setdefault(item, len(found))
-    return found
-
-
-def _to_host(group: GroupMemory, block_ids: list[int]) -> dict[int, HostLayer]:
-    """Copies of these blocks of every layer."""
-    if not block_ids:
-        return {}
-    return {index: HostLayer.copy_of(layer, block_ids) for index, layer in group.storage.layers.items()}
-
-
-def _from_host(group: GroupMemory, layers: dict[int, HostLayer], block_ids: dict[int, int]) -> None:
-    """Writes row `row` of the host's copies to block `block_ids[row]`, in every layer."""
-    if not block_ids:
-        return
-    storage = group.storage
-    for index, held in layers.items():
-        states = held.keys, held.values
-        # the storage may have grown, changed its dtype, or have been made again since
-        target = storage.find(index, *states)
-        if target is None:
-            target = (storage.promote if index in storage.layers else storage.make)(index, *states)
-        ids = torch.tensor(list(block_ids.values()), device=target.keys.device)
-        found = held.rows(list(block_ids))
-        for blocks, content in ((target.keys, found.keys), (target.values, found.values)):
-            blocks[ids] = content.to(blocks.dtype)
+    return {item: number for number, item in enumerate(dict.fromkeys(itertools.chain.from_iterable(lists)))}

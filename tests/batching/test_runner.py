@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged.attention.switch import switchable_configs, use_paged_attention
-from hf_paged.batching.execution.inputs import TableRows, chunk_slots
+from hf_paged.batching.execution.inputs import TableRows
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_table import BlockTable
@@ -189,10 +189,10 @@ def test_a_table_too_short_for_its_tokens_is_an_error() -> None:
     table = BlockTable(pool, SIZE)
     table.append(2 * SIZE)
     table.block_ids = [3, 1]
-    assert chunk_slots(table, SIZE - 2, SIZE + 1) == [4 * SIZE - 2, 4 * SIZE - 1, SIZE]
+    assert table.slots(SIZE - 2, SIZE + 1) == [4 * SIZE - 2, 4 * SIZE - 1, SIZE]
     for first, end in ((0, 2 * SIZE + 1), (-1, 2)):
         with pytest.raises(ValueError, match="2 blocks of 8 tokens"):
-            chunk_slots(table, first, end)
+            table.slots(first, end)
 
 
 def test_table_rows_follow_every_change() -> None:

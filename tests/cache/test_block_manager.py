@@ -186,13 +186,13 @@ def test_a_copy_whose_target_went_back_is_not_made() -> None:
 
 def test_undo_step_forgets_what_was_never_computed() -> None:
     blocks = manager(None)
-    blocks.begin_step()
+    blocks.index.begin_step()
     first = stored(blocks, range(4))
-    blocks.begin_step()
+    blocks.index.begin_step()
     blocks.append(first, 8)
     blocks.register(first, range(12), 12, None)
     assert hit(blocks, range(13)) == 12
-    blocks.undo_step()
+    blocks.index.undo_step()
     assert hit(blocks, range(13)) == 4
     blocks.truncate(first, 4)
     blocks.append(first, 4)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.block_table import BlockTable, num_blocks_needed
+from hf_paged.cache.block_table import BlockTable, num_copies
 
 SIZE = 8
 
@@ -29,7 +29,7 @@ class PagedSequences(RuleBasedStateMachine):
         self.next_token = 0
 
     def write(self, table: BlockTable, count: int) -> None:
-        needed, free = num_blocks_needed([table], [count]), self.pool.num_free
+        needed, free = table.num_needed(count), self.pool.num_free
         if needed > free:
             before = (list(table.block_ids), table.num_tokens)
             with pytest.raises(OutOfBlocksError):
@@ -64,7 +64,7 @@ class PagedSequences(RuleBasedStateMachine):
     @rule(table=tables)
     def reserve(self, table: BlockTable) -> None:
         if table.shared_tail is None and self.pool.num_free:
-            table.reserve(self.pool.allocate(min(1, table.num_new_blocks(1))))
+            table.block_ids += self.pool.allocate(min(1, table.num_new_blocks(1)))
 
     @rule(target=tables, table=tables)
     def fork(self, table: BlockTable) -> BlockTable:
@@ -114,7 +114,7 @@ def test_the_last_holder_of_a_shared_tail_writes_in_place() -> None:
     first = BlockTable(pool, SIZE)
     first.append(5)
     tables = [first, first.fork(), first.fork()]
-    assert num_blocks_needed(tables, [1, 1, 1]) == 2
+    assert num_copies(pool, {first.block_ids[0]: 3}) == 2
     copies = [table.append(1) for table in tables]
     assert [copy is not None for copy in copies] == [True, True, False]
     assert len({table.block_ids[0] for table in tables}) == 3

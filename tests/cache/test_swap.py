@@ -230,7 +230,7 @@ def test_a_failing_copy_back_keeps_the_request_swapped_out(monkeypatch: pytest.M
     before = content(house, row)
     assert house.swapper.swap_out(request(row))
     with monkeypatch.context() as patch:
-        patch.setattr(swap.HostLayer, "rows", lambda *_: (_ for _ in ()).throw(RuntimeError("device")))
+        patch.setattr(swap.HostLayer, "put_back", lambda *_: (_ for _ in ()).throw(RuntimeError("device")))
         with pytest.raises(RuntimeError, match="device"):
             house.swapper.swap_in(request(row))
     assert row.swapped is not None and house.memory.num_used == 0
@@ -301,7 +301,7 @@ def test_storage_that_changed_meanwhile(change: str) -> None:
         house.sequence(40 * SIZE)
     else:
         for group in house.groups:
-            group.storage._layers = {}
+            group.storage.layers = {}
         if change == "made again":
             house.groups[0].storage.make(1, *states("pair"))
     house.swapper.swap_in(request(row))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 from array import array
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...cache.block_table import BlockTable
 from ...step import Lengths, StepMetadata
 
 
@@ -31,18 +29,6 @@ class PackedTokens(NamedTuple):
     query_start: list[int]  # where each row begins, and the end of the last
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
-
-
-def chunk_slots(table: BlockTable, first: int, end: int) -> list[int]:
-    """Slots of tokens `[first, end)`, counted from the first that the table holds."""
-    size = table.block_size
-    if first < 0 or end > len(table.block_ids) * size:
-        raise ValueError(
-            f"tokens [{first}, {end}) of a table that holds {len(table.block_ids)} blocks of {size} tokens"
-        )
-    block_ids = table.block_ids[first // size : -(-end // size)]
-    slots = itertools.chain.from_iterable(range(block_id * size, (block_id + 1) * size) for block_id in block_ids)
-    return list(slots)[first % size :][: end - first]
 
 
 def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:

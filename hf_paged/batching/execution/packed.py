@@ -17,7 +17,7 @@ from ...step import StepMetadata
 from ..request import Sequence
 from .executor import Runner
 from .graphs.decodes import decode_graphs
-from .inputs import GroupTokens, PackedTokens, TableRows, chunk_slots
+from .inputs import GroupTokens, PackedTokens, TableRows
 
 
 class PackedRunner(Runner):
@@ -144,7 +144,7 @@ class PackedRunner(Runner):
             if query_len == 1:
                 slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
             else:
-                slots += chunk_slots(table, seq_len - query_len, seq_len)
+                slots += table.slots(seq_len - query_len, seq_len)
             tables.append(block_ids)
             seq_lens.append(seq_len)
         return GroupTokens(slots, tables, seq_lens)

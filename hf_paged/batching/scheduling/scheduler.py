@@ -128,7 +128,7 @@ class Scheduler:
         except OutOfBlocksError:  # nothing was scheduled
             raise
         except BaseException:  # what was counted will never be computed
-            self.blocks.undo_step()
+            self.blocks.index.undo_step()
             self._plan = StepPlan()
             for request in list(self._running):
                 self._send_back(request)
@@ -141,7 +141,7 @@ class Scheduler:
         if self.blocks.has_windows:  # what only the last chunks could see
             for sequence, _ in self._plan.chunks:
                 self.blocks.trim(sequence.blocks)
-        self.blocks.begin_step()
+        self.blocks.index.begin_step()
         for request in [each for each in self._parked if not each.is_answered]:
             self._parked.remove(request)
             insort(self._waiting, request, key=_by_key)
@@ -333,7 +333,7 @@ class Scheduler:
         The forward of the step just scheduled raised: it never happened. Requests admitted in it wait again, tokens
         counted as computed are not, and nothing is served from blocks that were to be written.
         """
-        self.blocks.undo_step()
+        self.blocks.index.undo_step()
         plan, self._plan = self._plan, StepPlan()
         for request in plan.admitted:  # these may hold blocks that others were to write in this step
             if request.status is Status.RUNNING:

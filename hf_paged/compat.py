@@ -73,7 +73,7 @@ for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):  # which that meth
         _missing.append(f"GenerationConfig.{_attribute}")
 
 _IMPLEMENTATION = _name(PreTrainedConfig(), "_attn_implementation_internal")
-_SUPPORTS_SDPA = _name(PreTrainedModel, "_supports_sdpa")
+SUPPORTS_SDPA = _name(PreTrainedModel, "_supports_sdpa")
 _CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
 _MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
 _name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
@@ -91,11 +91,6 @@ def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
     setattr(config, _IMPLEMENTATION, implementation)
 
 
-def supports_sdpa(cls: type[PreTrainedModel]) -> bool:
-    """Whether the class says so."""
-    return bool(getattr(cls, _SUPPORTS_SDPA))
-
-
 def makes_masks(implementation: str) -> bool:
     """Whether there is a function of masks of that name; transformers looks for it here, whatever an instance adds."""
     return implementation in getattr(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
@@ -107,15 +102,10 @@ def forget_attention(implementation: str) -> None:
         getattr(functions, _MAPPING).pop(implementation, None)
 
 
-def add_cache_implementation(name: str) -> None:
-    """`GenerationConfig` takes it."""
-    setattr(configuration_utils, _CACHES, (*getattr(configuration_utils, _CACHES), name))
-
-
-def remove_cache_implementation(name: str) -> None:
-    """Undoes `add_cache_implementation`."""
-    known = getattr(configuration_utils, _CACHES)
-    setattr(configuration_utils, _CACHES, tuple(value for value in known if value != name))
+def allow_cache_implementation(name: str, is_allowed: bool) -> None:
+    """Whether `GenerationConfig` takes it."""
+    others = tuple(value for value in getattr(configuration_utils, _CACHES) if value != name)
+    setattr(configuration_utils, _CACHES, (*others, name) if is_allowed else others)
 
 
 if _missing:

@@ -12,10 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution.packed import PackedRunner
-from hf_paged.batching.factory import empty_cache
+from hf_paged.batching.factory import choose_layout, empty_cache
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.model.capability import packable
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
@@ -52,7 +50,7 @@ class Generate:
         with counted_tokens(self.model) as counts:
             # the forwards by which a model shows that it can run packed are none of the call's
             empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
-            assert packable(inner, empty, PackedRunner) is None
+            assert choose_layout(inner, empty).unsupported_reason is None
             counts.clear()
             tokens = self.model.generate(**self.inputs, **GREEDY, **models.PAGED)
         new = len(self.inputs["input_ids"]) * (GREEDY["max_new_tokens"] - 1)

@@ -108,7 +108,7 @@ def model_attention(config: PreTrainedConfig | None, cls: type | None = None) ->
 def _file_supports_sdpa(module_name: str) -> bool:
     classes = filter(inspect.isclass, vars(sys.modules[module_name]).values())
     models: list[Any] = [x for x in classes if issubclass(x, PreTrainedModel) and x.__module__ == module_name]
-    return any(map(compat.supports_sdpa, models)) or not models
+    return not models or any(getattr(cls, compat.SUPPORTS_SDPA) for cls in models)
 
 
 def _of_file(cls: type, name: str) -> Any:

@@ -16,7 +16,7 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
-from ..model.capability import packable, side_by_side
+from ..model import capability
 from ..model.self_check import Layout
 from ..model.weights import WeightsGuard
 from .execution.executor import Executor
@@ -36,11 +36,8 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
-    """The best layout that `model` gives the right logits in; `cache`, built for it and empty, is only looked at."""
-    reason = packable(model, cache, PackedRunner)
-    if reason is None:
-        return Layout()
-    return side_by_side(model, cache, make_rectangles)._replace(unsupported_reason=reason)
+    """As `capability.choose_layout`."""
+    return capability.choose_layout(model, cache, PackedRunner, make_rectangles)
 
 
 def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:

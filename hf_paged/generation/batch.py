@@ -22,8 +22,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.self_check import Layout
-from .call import CACHE_NAMES, Call
-from .sharing import first_rows
+from .call import CACHE_NAMES, Call, first_rows
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
@@ -75,7 +74,7 @@ class BatchCall:
             return f"use_cache is {self.model_kwargs['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             return "is_assistant, prefill_chunk_size or low_memory is set"
-        other = [k for k, v in self.model_kwargs.items() if k not in _KNOWN_INPUTS and not _says_nothing(v)]
+        other = [k for k, v in self.model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_unset(v)]
         if other:
             return f"model inputs other than token ids: {', '.join(sorted(other))}"
         keep = self.model_kwargs.get("logits_to_keep")
@@ -153,7 +152,7 @@ class BatchCall:
         for row in range(0, len(self.paddings), repeats):
             request = Request(
                 request_id=f"row {row}",
-                sequences=[Sequence(self._token_ids(inputs.input_ids, row))],
+                sequences=[Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())],
                 max_num_tokens=decoding.max_length - self.paddings[row],
                 num_rows=repeats,
                 namespace=namespace,
@@ -164,10 +163,6 @@ class BatchCall:
     def _keeps_prefixes(self, decoding: Decoding) -> bool:
         """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
         return len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
-
-    def _token_ids(self, ids: Tensor, row: int) -> list[int]:
-        found: list[int] = ids[row, self.paddings[row] :].tolist()
-        return found
 
     def _result(self, loop: StepLoop, generation: Generation) -> Any:
         decoding, parts = generation.decoding, generation.parts
@@ -189,7 +184,7 @@ class BatchCall:
         """
         length, late = ids.shape[1] - 1, []
         for row, (blocks, num_tokens) in enumerate(kept):
-            sequence = Sequence(self._token_ids(ids, row))
+            sequence = Sequence(ids[row, self.paddings[row] :].tolist())
             sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
             late.append((sequence, length - self.paddings[row]))
         while late := [(sequence, target) for sequence, target in late if sequence.num_computed_tokens < target]:
@@ -220,5 +215,5 @@ def _step_towards(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> list[t
     return sorted(items, key=lambda item: item[1] != 1)
 
 
-def _says_nothing(value: Any) -> bool:
+def _is_unset(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)

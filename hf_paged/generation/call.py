@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils import ModelOutput
 
 from ..attention.backends import obstacles
 from ..attention.latent import wrap_expansions
@@ -33,6 +35,17 @@ def cache_parts(cache: Any) -> list[Any]:
     if isinstance(cache, EncoderDecoderCache):
         return [*cache_parts(cache.self_attention_cache), *cache_parts(cache.cross_attention_cache)]
     return [cache]
+
+
+def first_rows(value: Any, repeats: int) -> Any:
+    """Every `repeats`-th row of a tensor, or of all in a `ModelOutput`; `None` unless the rows between are like it."""
+    if isinstance(value, ModelOutput):
+        parts = {name: first_rows(part, repeats) for name, part in value.items()}
+        return None if any(part is None for part in parts.values()) else type(value)(**parts)
+    if not isinstance(value, torch.Tensor) or value.shape[0] % repeats:
+        return None
+    groups = value.unflatten(0, (-1, repeats))
+    return groups[:, 0].contiguous() if bool((groups == groups[:, :1]).all()) else None
 
 
 class Call:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
@@ -25,8 +25,7 @@ from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.registry import memory_for
 from .batch import batch_of
-from .call import CACHE_NAMES, Call, cache_parts, current, prepared, rows_per_prompt
-from .sharing import prefill_once
+from .call import CACHE_NAMES, Call, cache_parts, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
 
@@ -150,16 +149,66 @@ def _prefill(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    def prefill(ids: torch.Tensor, inputs: dict[str, Any]) -> Any:
-        return original(model, ids, generation_config, inputs, *args, **kwargs)
-
+    """Rows that were expanded from one prompt are computed once, where that gives what all rows give."""
     call = current.get()
-    if call is not None and call.model is model and call.caches:
-        outputs = prefill_once(prefill, model, input_ids, model_kwargs, call.repeats)
-        if outputs is not None:
-            call.details["prefills_shared"] = True
-            return outputs
-    return prefill(input_ids, model_kwargs)
+    first = None
+    if call is not None and call.model is model and call.caches and call.repeats > 1 and _rows_are_independent(model):
+        first = _of_first_rows(input_ids, model_kwargs, call.repeats)
+    if call is None or first is None:
+        return original(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    ids, inputs = first
+    outputs = original(model, ids, generation_config, inputs, *args, **kwargs)
+    for value in inputs.values():  # every layer must know how to reorder its rows; to repeat one is a case of that
+        if isinstance(value, Cache):
+            value.reorder_cache(torch.arange(len(ids), device=ids.device).repeat_interleave(call.repeats))
+    for name, value in outputs.items():
+        if not isinstance(value, Cache):
+            outputs[name] = _repeat(value, len(ids), call.repeats)
+    call.details["prefills_shared"] = True
+    return outputs
+
+
+# Inputs whose rows are their first dimension in every model.
+_ROW_INPUTS = {"attention_mask", "encoder_outputs", "inputs_embeds", "position_ids", "token_type_ids"}
+_ROW_INPUTS |= {"decoder_attention_mask", "decoder_input_ids", "decoder_position_ids"}
+
+
+def _of_first_rows(
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], repeats: int
+) -> tuple[torch.Tensor, dict[str, Any]] | None:
+    """The inputs of every `repeats`-th row, if the rows between have the same and nothing is cached."""
+    ids, inputs = first_rows(input_ids, repeats), dict(model_kwargs)
+    for name, value in model_kwargs.items():
+        if isinstance(value, Cache):
+            if not all(isinstance(part, PagedCache) and part.is_empty for part in cache_parts(value)):
+                return None
+        elif value is not None and not isinstance(value, (bool, int, float, str)):  # which have no rows
+            if name not in _ROW_INPUTS or (name.endswith("position_ids") and value.dim() != 2):
+                return None
+            inputs[name] = first_rows(value, repeats)
+            if inputs[name] is None:
+                return None
+    return None if ids is None else (ids, inputs)
+
+
+def _rows_are_independent(model: Any) -> bool:
+    """
+    Whether a row's result is its own and outside the cache nothing remembers it: no dropout, no code watching the
+    forward, no expert capacity for a whole batch, no module that sets up a state of its own for a number of rows.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
+        return False
+    return not any(
+        module.training or module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_setup_cache")
+        for module in model.modules()
+    )
+
+
+def _repeat(value: Any, rows: int, repeats: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == rows:
+        return value.repeat_interleave(repeats, dim=0)
+    return tuple(_repeat(part, rows, repeats) for part in value) if isinstance(value, tuple) else value
 
 
 def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +259,7 @@ def install() -> None:
         if _installed:
             return
         interface.register()
-        compat.add_cache_implementation(NAME)
+        compat.allow_cache_implementation(NAME, True)
         for name, replacement in _REPLACEMENTS.items():
             original = getattr(GenerationMixin, name)
             _installed[name] = (original, _wrapper(original, replacement))
@@ -230,6 +279,6 @@ def uninstall() -> None:
         while _installed:
             name, (original, _) = _installed.popitem()
             setattr(GenerationMixin, name, original)
-        compat.remove_cache_implementation(NAME)
+        compat.allow_cache_implementation(NAME, False)
         compat.forget_attention(NAME)
         unwrap_expansions()

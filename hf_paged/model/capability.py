@@ -21,7 +21,7 @@ from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..interrupts import let_in, step_lock
 from .self_check import ONE_BY_ONE, ForwardFailedError, Layout, MakeRectangles, MakeRunner, self_check, side_check
-from .state import only_looks
+from .state import is_idle_hook
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 _Reasons = Callable[[PreTrainedModel, PagedCache, Modules], Iterator[str]]
@@ -30,23 +30,18 @@ _lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
 
 
-def packable(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner) -> str | None:
+def choose_layout(
+    model: PreTrainedModel, cache: PagedCache, make_packed: MakeRunner, make_rectangles: MakeRectangles
+) -> Layout:
     """
-    Why a packed forward through `model` would not give each sequence what it gets alone, in one line; `None` if it
-    does.
-
-    Args:
-        cache ([`PagedCache`]): One built for the model that holds nothing; it is only looked at.
-        make_runner (`Callable`): What runs packed steps, `batching.execution.packed.PackedRunner`.
+    The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it and empty, is only
+    looked at. What runs the layouts is made by the other two, as `batching.factory` has them.
     """
-    found: str | None = _find(self_check, _packed_reasons, model, cache, make_runner)
-    return found
-
-
-def side_by_side(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Layout:
-    """Which rows give side by side what each gives alone; as `packable`, but for `batching.factory.make_rectangles`."""
-    found = _find(side_check, _side_reasons, model, cache, make_runner)
-    return found if isinstance(found, Layout) else ONE_BY_ONE
+    reason = _find(self_check, _packed_reasons, model, cache, make_packed)
+    if reason is None:
+        return Layout()
+    found = _find(side_check, _side_reasons, model, cache, make_rectangles)
+    return (found if isinstance(found, Layout) else ONE_BY_ONE)._replace(unsupported_reason=reason)
 
 
 def _find(check: Callable[..., Any], reasons: _Reasons, model: PreTrainedModel, cache: PagedCache, make: Any) -> Any:
@@ -142,7 +137,7 @@ def _reasons_of_modules(model: PreTrainedModel, modules: Modules) -> Iterator[st
         if module._compiled_call_impl is not None or "forward" in vars(module):
             yield f"the forward of {name or 'the model'} is compiled or replaced"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if hasattr(module, "_hf_hook") or not all(map(only_looks, hooks)):  # they would see packed tokens
+        if hasattr(module, "_hf_hook") or not all(map(is_idle_hook, hooks)):  # they would see packed tokens
             yield f"there are forward hooks on {name or 'the model'}"
         devices |= {x.device for x in (*module._parameters.values(), *module._buffers.values()) if x is not None}
     if len(devices) > 1:

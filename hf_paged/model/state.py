@@ -204,7 +204,7 @@ class ModelState:
         for name, child in module._modules.items():
             found.append((name, None if child is None else self._number(child)))
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        return [*found, *(("hook", self._value(hook)) for hook in hooks if not only_looks(hook))]
+        return [*found, *(("hook", self._value(hook)) for hook in hooks if not is_idle_hook(hook))]
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -250,7 +250,7 @@ class ModelState:
             value = cell.cell_contents
         except ValueError:  # not bound yet
             return "empty"
-        # What a hook collects is none of ours.
+        # other objects may be what a hook collects, which says nothing of the forward
         if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module, types.FunctionType)):
             return self._value(value, depth)
         return type(value).__qualname__
@@ -281,8 +281,8 @@ class ModelState:
         return "tensor", number, form
 
 
-def only_looks(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is transformers' own, left after a call with `output_hidden_states`; idle in calls without."""
+def is_idle_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is what transformers leaves after a call with `output_hidden_states`; idle in calls without."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 

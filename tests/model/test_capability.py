@@ -11,12 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from hf_paged.batching.execution.packed import PackedRunner
+from hf_paged.batching.factory import choose_layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig
 from hf_paged.model import capability
-from hf_paged.model.capability import packable
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 
@@ -29,7 +28,7 @@ def cache_for(model: Any, **config: Any) -> PagedCache:
 
 
 def reason(model: Any) -> str | None:
-    return packable(model, cache_for(model), PackedRunner)
+    return choose_layout(model, cache_for(model)).unsupported_reason
 
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
@@ -62,17 +61,17 @@ def test_other_decoders_are_packable(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_mixes_tokens_is_refused(name: str) -> None:
     model = tiny_model(getattr(transformers, name))
-    found = packable(model, PagedCache(), PackedRunner) if name == "MambaForCausalLM" else reason(model)
+    found = choose_layout(model, PagedCache()).unsupported_reason if name == "MambaForCausalLM" else reason(model)
     assert found is not None and REFUSED[name] in found and "\n" not in found
 
 
 @pytest.mark.parametrize("name", models.ENCODER_DECODER)
 def test_encoders_are_refused(name: str) -> None:
-    assert packable(models.get(name), PagedCache(), PackedRunner) == "the model has an encoder"
+    assert choose_layout(models.get(name), PagedCache()).unsupported_reason == "the model has an encoder"
 
 
 def test_a_cache_without_known_layers_is_refused() -> None:
-    assert "does not know its layers" in str(packable(models.get("llama"), PagedCache(), PackedRunner))
+    assert "does not know its layers" in str(choose_layout(models.get("llama"), PagedCache()).unsupported_reason)
 
 
 # -- what is found by looking ---------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def test_weights_on_several_devices_are_refused() -> None:
     model = models.build("llama")
     cache = cache_for(model)
     model.model.layers[1].to("meta")
-    assert packable(model, cache, PackedRunner) == "its weights are on several devices: cpu, meta"
+    assert choose_layout(model, cache).unsupported_reason == "its weights are on several devices: cpu, meta"
 
 
 class OwnInputs(transformers.LlamaForCausalLM):
@@ -268,7 +267,7 @@ def test_the_check_leaves_no_trace() -> None:
     attributes = [dict(vars(module)) for module in model.modules()]
     buffers = [dict(module._buffers) for module in model.modules()]
     implementation = model.config._attn_implementation
-    assert packable(model, cache, PackedRunner) is None
+    assert choose_layout(model, cache).unsupported_reason is None
     assert torch.equal(torch.get_rng_state(), random_state) and torch.is_grad_enabled()
     assert [module.training for module in model.modules()] == modes
     assert model.config._attn_implementation == implementation

@@ -16,8 +16,7 @@ from ..step import NotPackable, StepMetadata
 from . import backends, switch
 from .call import AttentionCall
 from .latent import LatentTensor
-from .masks import PagedMask, mask_observer
-from .plan import in_table_coordinates, packed_step, rectangle_step
+from .masks import PagedMask, in_table_coordinates, mask_observer, packed_step, rectangle_step
 
 # More queries than this in one row are a prefill chunk: gathering once and calling sdpa costs less than 3% more.
 MAX_IN_PLACE_QUERIES = 16

@@ -1,12 +1,14 @@
-"""Attention masks that stay symbolic until code reads the numbers."""
+"""Attention masks that stay symbolic until code reads the numbers, and what each row of a step sees under one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -15,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from ..cache.handles import LazyTensor
+from ..step import NotPackable, StepMetadata
 
 # Told of every mask made in this context: how a call learns which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar("mask_observer", default=None)
@@ -118,3 +121,106 @@ def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int)
     if any(end - first != row.count(1) for row, first, end in zip(rows, firsts, ends)):
         return None
     return (firsts, ends) if len(rows) == batch_size else (firsts * batch_size, ends * batch_size)
+
+
+# -- a step under a mask, once for all layers -----------------------------------------------------------------------
+
+
+def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
+    """A packed step under the window of its mask. Raises `NotPackable` unless the mask is causal and nothing else, and
+    tokens that the group gave back lie outside its window."""
+    if not isinstance(mask, PagedMask):
+        raise NotPackable(f"the attention mask is {'None' if mask is None else 'a dense tensor'}")
+    arguments, pattern = mask.arguments, mask.pattern
+    sizes = [arguments.get(name, 0) for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")]
+    if pattern is None or not pattern.causal or pattern.chunk is not None:
+        raise NotPackable("the attention mask is more than causal with a window")
+    if sizes != [1, step.num_tokens, step.num_tokens, 0, 0]:
+        raise NotPackable(f"the attention mask was made for other sizes than 1 x {step.num_tokens} tokens: {sizes}")
+    if mask.visible_columns() != ((0,), (step.num_tokens,)):
+        raise NotPackable("the attention mask hides tokens")
+    if step.window is not None and (pattern.window is None or pattern.window > step.window):
+        raise NotPackable(f"the mask's window is {pattern.window}, but the cache keeps {step.window} tokens")
+    return dataclasses.replace(step, window=pattern.window)
+
+
+def rectangle_step(
+    step: StepMetadata, query_len: int, mask: Tensor | None, is_causal: bool, device: torch.device
+) -> tuple[StepMetadata, Tensor | None] | None:
+    """A step of rows of equally many queries and an additive bias (in table coordinates) that say what `mask` says;
+    `None` if nothing short of a dense mask does."""
+    columns = step.columns
+    assert columns is not None
+    if mask is None:
+        # without a mask, implementations attend to everything unless several queries are causal among themselves
+        if (is_causal and query_len > 1) or step.has_padding:
+            return None
+        seen = (columns.start,) * step.num_rows, (columns.stop,) * step.num_rows
+        return _build(step, query_len, MaskPattern(causal=False), seen, device), None
+    if not isinstance(mask, PagedMask):
+        if mask.dim() != 4 or mask.shape[3] != len(columns) or (mask.shape[2] > 1 and step.has_padding):
+            return None
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf"))
+        seen = tuple(max(columns.start, origin) for origin in step.origins), (columns.stop,) * step.num_rows
+        metadata = _build(step, query_len, MaskPattern(causal=False), seen, device)
+        return metadata, in_table_coordinates(mask.float(), step)
+    arguments, pattern = mask.arguments, mask.pattern
+    sizes = (arguments["q_length"], arguments["kv_length"], arguments.get("kv_offset", 0))
+    if pattern is None or sizes != (query_len, len(columns), columns.start):
+        return None
+    if pattern.causal and arguments.get("q_offset", 0) != columns.stop - query_len:
+        return None
+    visible = mask.visible_columns()
+    if visible is None or (pattern.chunk is not None and query_len > 1):
+        return None
+    if pattern.causal and any(end < columns.stop for end in visible[1]):
+        return None
+    return _build(step, query_len, pattern, visible, device), None
+
+
+def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
+    """`bias` `(rows or 1, ..., len(columns))`, the columns of each row counted as its table counts; others hidden."""
+    assert step.columns is not None
+    shifts = [step.columns.start - origin for origin in step.origins]
+    if len(set(shifts)) == 1:
+        shift = shifts[0]  # a negative one cuts columns off
+        return F.pad(bias, (shift, 0), value=float("-inf")) if shift else bias
+    width = bias.shape[-1] + max(shifts)
+    rows = bias.expand(len(shifts), *bias.shape[1:])
+    moved = [
+        F.pad(row, (shift, width - row.shape[-1] - shift), value=float("-inf")) for row, shift in zip(rows, shifts)
+    ]
+    return torch.stack(moved)
+
+
+def _build(
+    step: StepMetadata, query_len: int, pattern: MaskPattern, visible: Columns, device: torch.device
+) -> StepMetadata:
+    """The step under a pattern and a padding mask. Raises `ValueError` if that shows columns that were padding when
+    they were cached and so were not stored."""
+    columns, (firsts, ends) = step.columns, visible
+    assert columns is not None
+    if len(firsts) != step.num_rows:
+        firsts, ends = firsts * step.num_rows, ends * step.num_rows
+    seq_lens, starts = [], []
+    for origin, first, end in zip(step.origins, firsts, ends):
+        if max(first, columns.start) < origin and end > first:
+            raise ValueError(
+                f"the attention mask shows position {first}, but the first {origin} positions of that row were "
+                "padding when they were cached and are not stored: pass a mask that hides them, as before"
+            )
+        if pattern.chunk is not None:
+            # chunks count from the row's first real token
+            first += max(0, columns.stop - 1 - first) // pattern.chunk * pattern.chunk
+        seq_lens.append(max(0, end - origin))
+        starts.append(max(0, first - origin, columns.start - origin))
+    return StepMetadata.rectangle(
+        step.block_tables.to(device),
+        seq_lens,
+        step.block_size,
+        query_len=query_len,
+        starts=starts,
+        causal=pattern.causal,
+        window=pattern.window,
+    )

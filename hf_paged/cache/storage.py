@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -291,13 +292,15 @@ def _choose(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """`store` of states and slots that look like these, as often as there are any; nothing is stored yet."""
     chosen = store_portable
+    needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
     if uses_triton(key_blocks):
         from ..kernels.triton import store as triton  # needs Triton
 
         if triton.supports(keys, values, key_blocks, value_blocks, slots):
             chosen = triton.store
-    elif cpp_store.supports(keys, values, key_blocks, value_blocks, slots) and cpp.is_available():
-        return cpp_store.Store(keys, values, key_blocks, value_blocks, slots)
+    elif cpp.is_available() and keys.size(1) == values.size(1) and not needs_grad:
+        with contextlib.suppress(TypeError):  # the kernel does not take such tensors
+            return cpp_store.Store(keys, values, key_blocks, value_blocks, slots)
 
     def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         chosen(keys, values, key_blocks, value_blocks, slots)

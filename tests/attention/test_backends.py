@@ -20,7 +20,7 @@ from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.call import AttentionCall
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.store import store as cpp_store
+from hf_paged.kernels.cpp.store import Store
 from hf_paged.step import StepMetadata
 from tests.support.attention import attend, rectangle
 from tests.support.checks import in_threads
@@ -345,6 +345,10 @@ def test_plan_lives_as_long_as_its_step() -> None:
     assert parts_of(call)[0] is part()
     del call
     assert part() is None
+
+
+def cpp_store(*inputs: torch.Tensor) -> None:
+    Store(*inputs)(*inputs[:2], inputs[4])
 
 
 STORES = [storage.store, storage.store_portable, *([cpp_store] if cpp.is_available() else [])]

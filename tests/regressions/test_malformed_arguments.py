@@ -92,7 +92,8 @@ def decode(a: dict[str, Any], bias: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def store(a: dict[str, Any]) -> None:
-    cpp_store.store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], a["slots"])
+    kernel = cpp_store.Store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], a["slots"])
+    kernel(a["keys"], a["values"], a["slots"])
 
 
 def store_again(a: dict[str, Any]) -> None:

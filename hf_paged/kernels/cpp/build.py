@@ -123,16 +123,11 @@ def _build(folder: Path, key: str, compiler: str) -> Path:
 
 def _cache_dir() -> Path:
     """Where the library is kept. Raises `OSError` for a relative folder: it would be another one wherever we run."""
-    if value := os.environ.get("HF_PAGED_CACHE_DIR"):
-        name, folder = "HF_PAGED_CACHE_DIR", Path(value)
-    elif value := os.environ.get("XDG_CACHE_HOME"):
-        name, folder = "XDG_CACHE_HOME", Path(value, "hf_paged")
-    else:
-        name, value = "HOME", os.path.expanduser("~")
-        folder = Path(value, ".cache", "hf_paged")
-    if not folder.is_absolute():
+    name = next((name for name in ("HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(name)), "HOME")
+    value = os.environ.get(name) or os.path.expanduser("~")
+    if not os.path.isabs(value):
         raise OSError(f"{name} is {value!r}: it must be an absolute path")
-    return folder
+    return Path(value, *{"XDG_CACHE_HOME": ("hf_paged",), "HOME": (".cache", "hf_paged")}.get(name, ()))
 
 
 def _cpu() -> str:

@@ -13,21 +13,6 @@ _CALL = struct.Struct("3Q")  # struct StoreCall: this call, then the layer
 _LAYER = struct.Struct("2Q6q6q6q2q")
 
 
-def supports(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
-    """Whether [`Store`] takes these arguments: plain copies within the CPU, contiguous head dimension."""
-    return (
-        keys.is_cpu
-        and key_blocks.is_cpu
-        and keys.dtype is key_blocks.dtype
-        and values.dtype is value_blocks.dtype
-        and all(x.stride(3) == 1 for x in (keys, values, key_blocks, value_blocks))
-        and keys.size(1) == values.size(1)
-        and slots.dtype is torch.int64
-        and slots.stride(1) == 1
-        and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
-    )
-
-
 class Store:
     """`cache.storage.store` for states of the same shapes and strides in every step. It keeps addresses, not tensors:
     the caller sees to it that blocks and states are what they were."""
@@ -35,7 +20,7 @@ class Store:
     __slots__ = ("_block_size", "_kernel", "_num_blocks", "_packed", "_slots")
 
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-        """Raises `TypeError` for dtypes and devices that do not fit, `ValueError` for shapes and strides."""
+        """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
         for name, states, blocks in (("keys", keys, key_blocks), ("values", values, value_blocks)):
             if not (states.is_cpu and blocks.is_cpu) or states.dtype is not blocks.dtype:
                 raise TypeError(
@@ -48,7 +33,7 @@ class Store:
                     "heads, n, dim) goes with (blocks, heads, block_size, dim)"
                 )
             if states.stride(3) != 1 or blocks.stride(3) != 1:
-                raise ValueError(
+                raise TypeError(
                     f"{name} or their blocks have strides {states.stride()}, {blocks.stride()}: the last must be 1"
                 )
         if keys.shape[:3] != values.shape[:3] or key_blocks.shape[:3] != value_blocks.shape[:3]:
@@ -84,14 +69,9 @@ class Store:
         (batch, tokens), strides = self._slots
         if not slots.is_cpu or slots.dtype is not torch.int64:
             raise TypeError(f"slots are {slots.dtype} on {slots.device}: the kernel takes torch.int64 on the CPU")
-        fits = slots.shape == (batch, tokens) and (tokens < 2 or slots.stride(1) == 1)
-        if not fits or (batch > 1 and slots.stride(0) != strides[0]):
-            raise ValueError(
+        fits = slots.shape == (batch, tokens)
+        if not fits or (tokens > 1 and slots.stride(1) != 1) or (batch > 1 and slots.stride(0) != strides[0]):
+            raise (TypeError if fits else ValueError)(
                 f"slots have shape {tuple(slots.shape)} and strides {slots.stride()}, ({batch}, {tokens}) new states "
                 "came: the kernel takes one for each, the last dimension contiguous"
             )
-
-
-def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """`cache.storage.store` for the arguments that `supports` accepts; raises as [`Store`] does."""
-    Store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)

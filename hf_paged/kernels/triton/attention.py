@@ -23,8 +23,7 @@ from torch import Tensor
 from ...step import StepMetadata
 from .attention_kernel import attention_kernel
 from .cascade import Cascade
-from .common import device_guard, dot_dtype, num_multiprocessors, split_dim
-from .configs import LaunchConfig, decode_config, prefill_config
+from .configs import LaunchConfig, decode_config, dot_dtype, num_multiprocessors, prefill_config, split_dim
 from .limits import MAX_BATCH
 from .merge import merge
 
@@ -93,7 +92,7 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
-def prefill_parts(
+def prefill_attention(
     query: Tensor,
     key_blocks: Tensor,
     value_blocks: Tensor,
@@ -104,43 +103,9 @@ def prefill_parts(
     query_index: Tensor | None = None,
     num_splits: int | None = None,
     config: LaunchConfig | None = None,
-    is_whole: bool = False,
     return_lse: bool = False,
+    is_merged: bool = True,
     **features: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """
-    `prefill_attention` over parts of the keys, to be merged: `(splits, T, heads, value_dim)`, float32, and the
-    logarithms of the sums of exponentials, `(splits, T, heads)`. If `is_whole`, one part is the result, in the query's
-    dtype, and its logarithms are there with `return_lse` only.
-    """
-    kv_heads, block_size, key_dim = key_blocks.shape[1:]
-    heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
-    rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
-    has_mask = bias is not None or tree_mask is not None
-    config = config or prefill_config(key_dim, value_dim, query.dtype, rows, has_mask, query.device)
-    tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
-    if num_splits is None:  # so that programs cover the chip about once
-        programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
-        num_splits = max(1, min(num_multiprocessors(query.device) // programs, longest // MIN_PREFILL_SPLIT))
-    shape = (num_splits, step.num_tokens, heads, value_dim)
-    parts = query.new_empty(shape, dtype=query.dtype if is_whole and num_splits == 1 else torch.float32)
-    needs_lse = return_lse or not is_whole or num_splits > 1
-    lse = query.new_empty(shape[:3], dtype=torch.float32) if needs_lse else None
-    if parts.numel():
-        _, starts, query_start = step.on_device
-        tree_mask = tree_mask if step.causal else None
-        _launch(
-            (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
-            (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
-            starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
-            tree_mask=tree_mask, tree_row=0 if tree_mask is None else tree_mask.stride(0), SPLIT=num_splits > 1,
-            BLOCK_M=config.block_m,
-        )  # fmt: skip
-    return parts, lse
-
-
-def prefill_attention(
-    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, step: StepMetadata, **options: Any
 ) -> Any:
     """
     Attention of each row's last `query_len` tokens over the K/V that its block table names, those of this step
@@ -163,19 +128,43 @@ def prefill_attention(
         num_splits (`int`, *optional*): Parts that each row's keys are cut into; else chosen by the size of the chip.
         config (`LaunchConfig`, *optional*): Instead of the one for this chip.
         return_lse (`bool`): Also the logarithm of each query's sum of exponentials.
+        is_merged (`bool`): Else the parts are returned, `(splits, T, heads, value_dim)`, float32, and their logarithms.
 
     Returns:
         `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also one of
         shape `(T, heads)`, float32, natural logarithm, the sink's logit included, `-inf` for queries that see nothing.
         Raises `IndexError` if the bias is shorter than the longest row, where the host knows the lengths.
     """
-    parts, lse = prefill_parts(query, key_blocks, value_blocks, step, is_whole=True, **options)
-    if len(parts) == 1:
+    kv_heads, block_size, key_dim = key_blocks.shape[1:]
+    heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
+    rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
+    has_mask = bias is not None or tree_mask is not None
+    config = config or prefill_config(key_dim, value_dim, query.dtype, rows, has_mask, query.device)
+    tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
+    if num_splits is None:  # so that programs cover the chip about once
+        programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
+        num_splits = max(1, min(num_multiprocessors(query.device) // programs, longest // MIN_PREFILL_SPLIT))
+    is_whole = is_merged and num_splits == 1
+    shape = (num_splits, step.num_tokens, heads, value_dim)
+    parts = query.new_empty(shape, dtype=query.dtype if is_whole else torch.float32)
+    lse = query.new_empty(shape[:3], dtype=torch.float32) if return_lse or not is_whole else None
+    if parts.numel():
+        _, starts, query_start = step.on_device
+        tree_mask = tree_mask if step.causal else None
+        _launch(
+            (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
+            (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
+            starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
+            tree_mask=tree_mask, tree_row=0 if tree_mask is None else tree_mask.stride(0), SPLIT=num_splits > 1,
+            BLOCK_M=config.block_m,
+        )  # fmt: skip
+    if not is_merged:
+        return parts, lse
+    if lse is None or is_whole:
         return parts[0] if lse is None else (parts[0], lse[0])
-    assert lse is not None
-    out, out_lse = query.new_empty(parts.shape[1:]), torch.empty_like(lse[0]) if options.get("return_lse") else None
+    out, out_lse = query.new_empty(shape[1:]), torch.empty_like(lse[0]) if return_lse else None
     merge(parts, lse, out, out_lse=out_lse)
-    return out if out_lse is None else (out, out_lse)
+    return (out, out_lse) if return_lse else out
 
 
 def cascade_attention(
@@ -191,12 +180,13 @@ def cascade_attention(
     """
     `decode_attention` of a step with one query a row, up to rounding: the tails' results, which count the sinks, are
     rounded to the query's dtype before they are merged. The queries of a group go side by side through the kernel, so
-    that a prompt of `n` samples is read once and not `n` times. `num_splits` is that of `prefill_parts`.
+    that a prompt of `n` samples is read once and not `n` times. `num_splits` is that of `prefill_attention`.
     """
     tensors, index = (query, key_blocks, value_blocks), cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
-    parts, parts_lse = prefill_parts(*tensors, cascade.prefixes, query_index=index, num_splits=num_splits, **features)
-    assert parts_lse is not None
+    parts, parts_lse = prefill_attention(
+        *tensors, cascade.prefixes, query_index=index, num_splits=num_splits, is_merged=False, **features
+    )
     merge(parts, parts_lse, out, tail=out, tail_lse=lse, index=index)
     return out
 
@@ -219,7 +209,7 @@ def _launch(
     query = query if query.stride(2) == 1 else query.contiguous()
     key_tiles = split_dim(key_dim)
     is_plain = given.get("softcap") is None and given.get("alibi_slopes") is None and given.get("bias") is None
-    with device_guard(query):
+    with torch.accelerator.device_index(query.device.index):
         attention_kernel[grid](
             query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
             step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),

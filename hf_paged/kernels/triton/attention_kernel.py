@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LN_2, LOG2_E
-
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Set when Triton was imported, as Triton's own choice is."""
 
@@ -37,14 +37,6 @@ def tile_blocks(block_table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def _first_seen(start, seq_len, window, QUERY_LEN: tl.constexpr):
-    # What the first query sees bounds what any does.
-    if window is not None:
-        start = tl.maximum(start, seq_len - QUERY_LEN + 1 - window)
-    return tl.maximum(start, 0)
-
-
-@triton.jit
 def _find_item(
     seq_lens, starts, item, rows, programs, target, window,
     QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -56,7 +48,9 @@ def _find_item(
     """
     i = tl.arange(0, BLOCK_ROWS)
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
-    firsts = _first_seen(tl.load(starts + i, mask=i < rows, other=0), ends, window, QUERY_LEN)
+    firsts = tl.load(starts + i, mask=i < rows, other=0)
+    if window is not None:  # what the first query sees bounds what any does
+        firsts = tl.maximum(firsts, ends - QUERY_LEN + 1 - window)
     tokens = tl.maximum(ends - firsts // TILE * TILE, 0)
     size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
     size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 
 FOLDER = Path(__file__).with_name("configs")
 """Tables that `python -m benchmarks.tune` writes, one a chip: `sm90.json` for compute capability 9.0."""
@@ -23,6 +24,34 @@ class LaunchConfig:
     num_warps: int = 4
     num_stages: int = 3  # depth of the loop's software pipeline, as Triton counts
     programs_per_sm: int = 2  # of a decode: programs that a multiprocessor should get; more splits rows more finely
+
+
+def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
+    """Sizes of the one or two power-of-two tiles that cover `dim` elements; the second is 0 if one is as small.
+
+    80 is 64 + 16 and 576 is 512 + 64; 112 would be 64 + 64 and is 128. No tile is below `smallest`.
+    """
+    whole = max(smallest, triton.next_power_of_2(dim))
+    if dim == whole or whole == smallest:
+        return whole, 0
+    rest = max(smallest, triton.next_power_of_2(dim - whole // 2))
+    return (whole // 2, rest) if rest < whole // 2 else (whole, 0)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a GPU; those of an H200 for tensors that are on none."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    if device.type == "xpu":
+        return int(torch.xpu.get_device_properties(device).gpu_subslice_count)
+    return 132
+
+
+def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:
+    """What operands of these dtypes are converted to for `tl.dot`: one that holds them all."""
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
 def chip(device: torch.device) -> str:

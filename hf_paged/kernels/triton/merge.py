@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import LN_2, LOG2_E, device_guard
+from .attention_kernel import LN_2, LOG2_E
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -108,7 +109,7 @@ def merge(
     step = min(most, 8)
     # Two at least: Triton vectorises no loads of a tile with a dimension of one.
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
-    with device_guard(out):
+    with torch.accelerator.device_index(out.device.index):
         merge_kernel[(positions, triton.cdiv(heads, block_heads))](
             partials, partials_lse, row_items, tail, tail_lse, index, out, out_lse, parts,
             *partials.stride()[:3], *partials_lse.stride()[:2],

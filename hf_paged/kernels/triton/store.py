@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import device_guard
 from .limits import DTYPES
 
 
@@ -69,7 +68,7 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     block_key, block_value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     # About 2048 elements a program: 16 of each thread of four warps.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
-    with device_guard(keys):
+    with torch.accelerator.device_index(keys.device.index):
         _store_kernel[(batch * tokens, triton.cdiv(heads, block_heads))](
             keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
             *keys.stride(), *values.stride(), *key_blocks.stride(), *value_blocks.stride(),

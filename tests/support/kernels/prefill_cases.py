@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_paged.kernels.triton.attention import prefill_attention, prefill_parts
+from hf_paged.kernels.triton.attention import prefill_attention
 from hf_paged.kernels.triton.merge import merge
 from hf_paged.step import StepMetadata
 from tests.support.kernels.aot import AotCase
@@ -79,7 +79,8 @@ def _prefix(dim: int, queries: int) -> None:
         empty(groups, 64, dtype=torch.int32), (64,) * groups, 16, query_len=queries, causal=False
     )
     index = empty(groups * queries, dtype=torch.int32)
-    prefill_parts(empty(64, heads, dim), keys, values, step, scale=dim**-0.5, query_index=index, num_splits=4)
+    options = dict(scale=dim**-0.5, query_index=index, num_splits=4, is_merged=False)
+    prefill_attention(empty(64, heads, dim), keys, values, step, **options)
 
 
 def _merge(dim: int, dtype: torch.dtype) -> None:

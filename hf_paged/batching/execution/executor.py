@@ -108,7 +108,7 @@ class RunAhead:
     def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
         """
         What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the next
-        step meanwhile; `None` where that is out of the question.
+        step meanwhile; `None` where there are beams.
         """
         sequences: list[Sequence] = []
         for generation, _ in ready:
@@ -121,7 +121,7 @@ class RunAhead:
 
     def _fetch(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> list[int]:
         arrived = _send(tokens)
-        # rows that cannot but go on, or end by what the token is
+        # without the rows that these tokens bring to their greatest length
         going = [row for row, each in enumerate(sequences) if each.num_tokens + 1 < each.request.max_num_tokens]
         logits = self._launch(sequences, going, tokens, launch)
         found = arrived()
@@ -141,7 +141,7 @@ class RunAhead:
             tokens = tokens[torch.tensor(going, device=tokens.device)]
         try:
             return launch(chosen, tokens)
-        except Exception:  # what is wrong will be found, and told, when the step's time has come
+        except Exception:  # the step is computed later then, and raises what is wrong
             logger.debug("a step could not be launched ahead", exc_info=True)
             return None
 
@@ -167,7 +167,7 @@ class RunAhead:
 
 
 class Executor:
-    """Runs the model under its `step_lock`. There is no `guard` where no blocks are cached."""
+    """Runs the model under its `step_lock`. Without a `guard` no blocks are cached."""
 
     def __init__(
         self,
@@ -298,13 +298,13 @@ class Executor:
         adapter, *others = {sequence.request.adapter for sequence in sequences}
         if others:
             return None
-        known = token_ids.clamp(0, self.num_embeddings - 1)  # what was chosen is checked when the host has it
+        known = token_ids.clamp(0, self.num_embeddings - 1)  # ids out of range are reported once the host has them
         with self.lock, self._cast(), use_adapter(self.model, adapter):
             return self.runner.run_ahead(sequences, known, adapter)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and autocast_dtype(self.model.device) is None:
-            return contextlib.nullcontext()  # entering one clears its cache of weights: not for nothing in every step
+            return contextlib.nullcontext()  # `torch.autocast` would clear its cache of weights in every step
         return torch.autocast(self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None)
 
 

@@ -69,8 +69,8 @@ class TableRows:
 class StaticInputs:
     """
     Buffers at fixed addresses for steps of up to `num_rows` decodes with block tables of `widths` columns a layer
-    group, filled for every step with one copy. Rows that a step does not need are aimed at nothing: token 0 at position
-    0, stored nowhere (slot -1), seeing nothing (length 0). `token_ids` and `positions` are `(1, num_rows)` int64.
+    group, filled for every step with one copy. Rows that a step does not use hold token 0 at position 0, stored nowhere
+    (slot -1), which attends to nothing (length 0). `token_ids` and `positions` are `(1, num_rows)` int64.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ class Rectangle:
 
     def append(self, sequences: Items[Sequence]) -> None:
         """The next token of each row."""
-        tokens = [[sequence.token_ids[sequence.num_computed_tokens - 1]] for sequence in sequences]
         self.blocks = [sequence.blocks for sequence in sequences]
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
+        tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]
         self.token_ids = torch.cat([self.token_ids, self.token_ids.new_tensor(tokens)], dim=1)
 
     def borrow(self, num_cached: int | None) -> None:
@@ -69,10 +69,7 @@ class RectangleRunner(Runner):
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         """As [`Runner`]'s, for sequences that are computed from their beginning, or by one token."""
-        parts = [
-            (places, self._forward([items[place][0] for place in places], begins))
-            for places, begins in self._divide(items)
-        ]
+        parts = [(at, self._forward([items[i][0] for i in at], begins)) for at, begins in self._divide(items)]
         if self.states is not None:
             self._holders = set(self.states.holders())
         logits = in_order(parts)
@@ -87,7 +84,7 @@ class RectangleRunner(Runner):
         if not self.layout.side_by_side:
             return [([place], begins[place]) for place in prompts + going]
         parts: list[tuple[list[int], bool]] = []
-        width = 0  # of the last of them, the longest prompt in it
+        width = 0  # tokens of the longest prompt in the last part
         for place in sorted(prompts, key=lambda place: items[place][1], reverse=True):
             fits = parts and (len(parts[-1][0]) + 1) * width <= self.memory.config.max_num_batched_tokens
             if fits and (self.layout.mixed_lengths or items[place][1] == width):
@@ -110,7 +107,7 @@ class RectangleRunner(Runner):
                 rectangle.row_bytes = num_state_bytes(state_layers(rectangle.cache)) // len(rectangle.blocks)
             self.states.put([_slot(blocks) for blocks in rectangle.blocks], rectangle, rectangle.row_bytes)
             self._holders.add(rectangle)
-        return logits.contiguous()  # else all that a prompt's forward gives stays
+        return logits.contiguous()  # the logits of a prompt's other tokens are not kept
 
     def _continue(self, sequences: list[Sequence]) -> Rectangle:
         blocks, last = [sequence.blocks for sequence in sequences], self._last
@@ -139,7 +136,7 @@ class RectangleRunner(Runner):
         model, device = self.model, self.model.device
         lengths = [sequence.num_computed_tokens for sequence in sequences]
         pad = getattr(model.generation_config, "pad_token_id", None)
-        pad = pad if isinstance(pad, int) and pad >= 0 else 0  # what stands where padding is hidden
+        pad = pad if isinstance(pad, int) and pad >= 0 else 0  # any id: the mask hides it
         width, paddings = max(lengths), [max(lengths) - count for count in lengths]
         ids = torch.tensor(
             [[pad] * padding + each.token_ids[: width - padding] for each, padding in zip(sequences, paddings)],

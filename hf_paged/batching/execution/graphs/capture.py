@@ -122,7 +122,7 @@ class CudaGraphs:
 
 
 class RecordedGraph:
-    """A CUDA graph that does not go while it runs: `done` comes after its last replay."""
+    """A CUDA graph that is not freed while it runs: `done` comes after its last replay."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
         self._graph, self._done = graph, done

@@ -172,7 +172,7 @@ class DecodeGraphs:
     # -- recording --------------------------------------------------------------------------------------------------
 
     def _capture(self, key: Key, tokens: PackedTokens) -> Key | None:
-        """Records a graph; if that fails, says why, and gives up on this model."""
+        """Records a graph; if that fails, says why, and records no more of this model."""
         start = time.perf_counter()
         outputs: list[Tensor] = []
         try:

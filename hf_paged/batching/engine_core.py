@@ -17,8 +17,8 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import PatientLock
+from ..model.capability import Layout
 from ..model.registry import Route, note_route, route_of
-from ..model.self_check import Layout
 from .arguments import Prompt, check_names
 from .execution.executor import Window
 from .factory import choose_layout, empty_cache, make_loop

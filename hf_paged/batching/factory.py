@@ -17,7 +17,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
 from ..model import capability
-from ..model.self_check import Layout
+from ..model.capability import Layout
 from ..model.weights import WeightsGuard
 from .execution.executor import Executor
 from .execution.packed import PackedRunner

@@ -1,4 +1,4 @@
-"""One `generate` call: what it has built and switched."""
+"""One `generate` call: what it has built and switched, and its rows on the engine."""
 
 from __future__ import annotations
 
@@ -6,23 +6,42 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils import ModelOutput
 
+from .. import compat
 from ..attention.backends import obstacles
 from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import foreign_attention, switchable_configs, use_paged_attention
+from ..batching.decoding.base import Decoding, LoopInputs
+from ..batching.decoding.beam import BeamDecoding
+from ..batching.decoding.sample import SampleDecoding
+from ..batching.execution.executor import Window
+from ..batching.factory import choose_layout, make_loop
+from ..batching.generation import Generation, KeptBlocks
+from ..batching.loop import StepLoop
+from ..batching.request import Request, Sequence
+from ..cache.block_manager import UNCACHED
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
+from ..config import PagedConfig
+from ..model.capability import Layout
 from ..model.registry import note_route, route_of
 
 logger = logging.getLogger(__name__)
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
+# Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
+MIN_CACHED_TOKENS = 128
+# What transformers passes beside the inputs and the engine has no use for, or looks at.
+_KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
 
 def rows_per_prompt(config: GenerationConfig) -> int:
@@ -136,3 +155,195 @@ class Call:
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
 # Prepared by a model whose own `generate` does not come through ours, to run with its decoding loop.
 prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)
+
+
+# -- on the engine: transformers has prepared everything, the engine decodes ---------------------------------------
+
+
+def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
+    """
+    The call of a method of `GenerationMixin`, by name, with `arguments` as the engine takes it; `None`, with the reason
+    noted in `call`, if it does not.
+    """
+    given = arguments.get("model_kwargs", {})
+    cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
+    if not uses_engine or len(call.built) != 1 or cache is not call.built[0]:
+        return None
+    names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+    inputs = LoopInputs(*(arguments[name] for name in names))
+    batch = BatchCall(call, cache, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
+    reason = "synced_gpus" if arguments.get("synced_gpus") else batch.unsupported_reason()
+    if reason is not None:
+        call.reason += f"; not on the engine: {reason}"
+        return None
+    call.road, call.reason = "engine", batch.layout.reason
+    call.details = dict(is_packed=batch.layout.unsupported_reason is None, prefills_shared=call.repeats > 1)
+    return batch
+
+
+@dataclass
+class BatchCall:
+    """What `GenerationMixin._sample` or `_beam_search` was called with."""
+
+    call: Call
+    cache: PagedCache  # empty, built for the call
+    uses_beams: bool
+    inputs: LoopInputs  # each prompt `call.repeats` times
+    model_kwargs: dict[str, Any]  # what the model's forward would get
+    streamer: Any
+    layout: Layout = field(default_factory=Layout)
+    paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
+
+    def unsupported_reason(self) -> str | None:
+        """Why the engine cannot serve the call, or `None` if it can."""
+        config = self.inputs.generation_config
+        if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+            return "attentions or hidden states are asked for"
+        if not self.model_kwargs.get("use_cache", True):  # transformers' loop then sends all tokens in every step
+            return f"use_cache is {self.model_kwargs['use_cache']!r}"
+        if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
+            return "is_assistant, prefill_chunk_size or low_memory is set"
+        other = [k for k, v in self.model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_unset(v)]
+        if other:
+            return f"model inputs other than token ids: {', '.join(sorted(other))}"
+        keep = self.model_kwargs.get("logits_to_keep")
+        if keep is not None and not (isinstance(keep, int) and keep == 1):
+            return "logits_to_keep is set"
+        if reason := self._unsupported_rows():
+            return reason
+        self.layout = choose_layout(self.call.model, self.cache)
+        reason = self.layout.unsupported_reason
+        if reason is None or not self.layout.side_by_side:
+            return reason
+        if config.return_dict_in_generate:
+            return f"the cache is returned, and {reason}"
+        if not self.layout.mixed_lengths and any(self.paddings):
+            return f"padding changes what its rows give, and {reason}"
+        return None
+
+    def _unsupported_rows(self) -> str | None:
+        ids, mask = self.inputs.input_ids, self.model_kwargs.get("attention_mask")
+        if ids.dim() != 2 or not ids.shape[1]:
+            return "there are no token ids"
+        mask = torch.ones_like(ids) if mask is None else mask
+        if mask.shape != ids.shape:
+            return "the attention mask has another shape than the token ids"
+        mask = mask != 0
+        if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1].all()):
+            return "the attention mask hides more than padding on the left"
+        positions = self.model_kwargs.get("position_ids")
+        if positions is not None:
+            if positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
+                return "the position ids are not one a token"
+            if bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):
+                return "the position ids do not count a row's tokens"
+        if self.call.repeats > 1 and any(first_rows(value, self.call.repeats) is None for value in (ids, mask)):
+            return "the rows of a prompt differ"
+        self.paddings = (~mask).sum(-1).tolist()
+        return None
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """
+        What `_sample` or `_beam_search` would have returned. Raises what they would have raised. To be called within
+        `interrupts.held`.
+        """
+        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.paddings))
+        generation, window = self._generation(), Window(is_call=True)
+        try:
+            loop.executor.begin(check_weights=self._keeps_prefixes(generation.decoding), switch_attention=False)
+            loop.add(generation)
+            while not generation.is_done:
+                loop.step(window)
+                while loop.untold:
+                    error = loop.untold.popleft().error
+                    if error is not None:
+                        raise error
+            return self._result(loop, generation)
+        finally:
+            loop.executor.leave(window)
+            loop.drop(generation)
+            self.call.details["num_captured_steps"] = loop.num_captured_steps
+            self.call.slowed_by |= loop.executor.slowed_by
+
+    def _generation(self) -> Generation:
+        inputs, repeats = self.inputs, self.call.repeats
+        decoding: Decoding
+        if self.uses_beams:
+            decoding = BeamDecoding(self.call.model, inputs)
+        else:
+            decoding = SampleDecoding(inputs, self.streamer)
+        # not the memory's config, which calls of other threads may replace meanwhile
+        salt = PagedConfig.coerce(inputs.generation_config.cache_config).cache_salt
+        namespace = (None, salt) if self._keeps_prefixes(decoding) else UNCACHED
+        rows: list[tuple[Request, int]] = []
+        for row in range(0, len(self.paddings), repeats):
+            request = Request(
+                request_id=f"row {row}",
+                sequences=[Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())],
+                max_num_tokens=decoding.max_length - self.paddings[row],
+                num_rows=repeats,
+                namespace=namespace,
+            )
+            rows += [(request, index) for index in range(repeats)]
+        return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
+
+    def _keeps_prefixes(self, decoding: Decoding) -> bool:
+        """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
+        return len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
+
+    def _result(self, loop: StepLoop, generation: Generation) -> Any:
+        decoding, parts = generation.decoding, generation.parts
+        if parts:
+            decoding = decoding.join([part.decoding for part in parts])
+        if not generation.keep_blocks:
+            return decoding.result()
+        kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(len(self.paddings))]
+        self._fill_cache(loop, kept, decoding.input_ids)
+        return decoding.result(past_key_values=self.cache)
+
+    def _fill_cache(self, loop: StepLoop, kept: list[KeptBlocks], ids: Tensor) -> None:
+        """
+        The cache that is returned, as plain `generate` would leave it: rows that ended early get the keys and values
+        of the padding that follows, and the blocks go over to it. Raises `OutOfBlocksError`.
+
+        Args:
+            ids (`torch.Tensor` of shape `(rows, cached tokens + 1)`): All tokens.
+        """
+        length, late = ids.shape[1] - 1, []
+        for row, (blocks, num_tokens) in enumerate(kept):
+            sequence = Sequence(ids[row, self.paddings[row] :].tolist())
+            sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
+            late.append((sequence, length - self.paddings[row]))
+        while late := [(sequence, target) for sequence, target in late if sequence.num_computed_tokens < target]:
+            with loop.executor.lock, loop.executor.attention():
+                loop.executor.run_with(None, _step_towards(loop, late))
+        with loop.memory.lock:
+            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), length)
+
+
+def _step_towards(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+    """One step's part of what sequences have to compute up to their targets, in tokens; decodes come first."""
+    items, left = [], loop.scheduler.max_num_batched_tokens
+    with loop.memory.lock:
+        for sequence, target in targets:
+            count = min(left, target - sequence.num_computed_tokens)
+            if not count:
+                break
+            if not loop.blocks.append(sequence.blocks, count):
+                raise OutOfBlocksError(
+                    f"needs {loop.blocks.num_needed(sequence.blocks, count)} blocks for the cache that is returned, "
+                    f"{loop.blocks.num_free} are free: raise `num_blocks`"
+                )
+            sequence.num_computed_tokens += count
+            items.append((sequence, count))
+            left -= count
+        loop.blocks.flush_copies()
+        loop.memory.note_peak()
+    return sorted(items, key=lambda item: item[1] != 1)
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)

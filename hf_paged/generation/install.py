@@ -24,8 +24,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.registry import memory_for
-from .batch import batch_of
-from .call import CACHE_NAMES, Call, cache_parts, current, first_rows, prepared, rows_per_prompt
+from .call import CACHE_NAMES, Call, batch_of, cache_parts, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
 

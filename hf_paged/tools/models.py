@@ -36,7 +36,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import KVBlocks
 from ..config import PagedConfig
 from ..generation.call import prepared
-from ..model.self_check import Layout, first_line
+from ..model.capability import Layout, first_line
 from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # of a model that is run on the CPU for its shapes

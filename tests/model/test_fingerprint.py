@@ -18,9 +18,8 @@ from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged.kernels import cpp
-from hf_paged.model import tensor_hash
-from hf_paged.model.state import ModelState, fingerprint
-from hf_paged.model.tensor_hash import hash_portable
+from hf_paged.model import state as state_module
+from hf_paged.model.state import ModelState, fingerprint, hash_portable
 
 BACKENDS = [
     pytest.param("cpp", marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
@@ -395,8 +394,8 @@ def test_portable_hash_is_the_reference(size: int, monkeypatch: pytest.MonkeyPat
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
     second = (words ^ (words >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
     expected = [int(x.sum(dtype=np.uint64).astype(np.int64)) for x in (words, second)]
-    for chunk_bytes, offset in itertools.product((tensor_hash.CHUNK_BYTES, 1 << 12), (0, 1, 6)):
-        monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", chunk_bytes)
+    for chunk_bytes, offset in itertools.product((state_module.CHUNK_BYTES, 1 << 12), (0, 1, 6)):
+        monkeypatch.setattr(state_module, "CHUNK_BYTES", chunk_bytes)
         assert portable_hash([span], offset) == [(size, expected)]
 
 

@@ -18,7 +18,7 @@ from ... import compat
 from ...cache.block_manager import SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...model.self_check import Layout, first_inputs, next_logits
+from ...model.capability import Layout, first_inputs, next_logits
 from ..request import Sequence
 from .executor import Runner, in_order
 

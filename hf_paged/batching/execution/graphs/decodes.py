@@ -25,7 +25,7 @@ from ....cache.paged_cache import PagedCache
 from ....cache.storage import KVBlocks
 from ....kernels import VARIABLE
 from ....kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
-from ....model.self_check import first_line
+from ....model.capability import first_line
 from ....model.state import ModelState
 from ....step import StepMetadata
 from ..inputs import GroupTokens, PackedTokens, StaticInputs

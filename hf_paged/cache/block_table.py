@@ -44,13 +44,7 @@ class BlockTable:
     @property
     def shared_tail(self) -> int | None:
         """The partly filled tail block, if other tables hold it too or its content is to be kept: no write to it."""
-        if self.num_tokens % self.block_size == 0 or not self.block_ids:
-            return None
-        tail = self.block_ids[-1]
-        return tail if self._is_shared(tail) else None
-
-    def _is_shared(self, block_id: int) -> bool:
-        return self.pool.refcount(block_id) > 1 or self.pool.is_kept(block_id)
+        return next(iter(self.shared_blocks(self.num_tokens, self.num_tokens + 1)), None)
 
     def places(self, first: int, last: int) -> range:
         """Indices into `block_ids` of the blocks that hold tokens `[first, last)`, as far as they are there."""
@@ -59,19 +53,20 @@ class BlockTable:
 
     def shared_blocks(self, first: int, last: int) -> list[int]:
         """The blocks that hold tokens `[first, last)` and must not be written to, as `shared_tail` says."""
-        if self.pool.is_exclusive:
+        pool = self.pool
+        if pool.is_exclusive:
             return []
-        return [self.block_ids[place] for place in self.places(first, last) if self._is_shared(self.block_ids[place])]
+        found = (self.block_ids[place] for place in self.places(first, last))
+        return [block_id for block_id in found if pool.refcount(block_id) > 1 or pool.is_kept(block_id)]
 
     def own(self, first: int, last: int) -> list[tuple[int, int]]:
         """Replaces the blocks that `shared_blocks` names; returns the copies to make before anything is written."""
         copies = []
-        for place in self.places(first, last):
-            source = self.block_ids[place]
-            if self._is_shared(source):
-                (self.block_ids[place],) = self.pool.allocate(1)
-                self.pool.release([source])
-                copies.append((source, self.block_ids[place]))
+        for source in self.shared_blocks(first, last):
+            (target,) = self.pool.allocate(1)
+            self.pool.release([source])
+            self.block_ids[self.block_ids.index(source)] = target
+            copies.append((source, target))
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:

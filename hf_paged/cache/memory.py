@@ -59,18 +59,12 @@ class GroupMemory(BlockGroup):
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
         super().__init__(BlockPool(), spec)
-        self._memory = weakref.ref(memory)  # no cycle: a pool goes with its last user, not with the next collection
+        # no cycle: a pool goes with its last user, who holds the memory, not with the next collection
+        self.memory: PagedMemory = weakref.proxy(memory)
         self.block_size = spec.block_size(memory.config.block_size)
         self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
         self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec)
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
-
-    @property
-    def memory(self) -> PagedMemory:
-        """The memory this group is part of, which every user of the group holds."""
-        memory = self._memory()
-        assert memory is not None
-        return memory
 
     @property
     def block_bytes(self) -> int:
@@ -188,11 +182,8 @@ class PagedMemory:
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}  # each layer group pickles the blocks it holds
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["config"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PagedMemory, (self.config,)  # each layer group pickles the blocks it holds
 
     def group(self, spec: GroupSpec) -> GroupMemory:
         """The pool and storage of the layer group."""
@@ -206,9 +197,9 @@ class PagedMemory:
         specs = tuple(specs)
         with self.lock:
             if specs not in self.managers:
-                ref = weakref.ref(self)  # nothing that hangs on the memory may hold it
+                memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
                 groups = [self.group(spec) for spec in specs]
-                self.managers[specs] = BlockManager(groups, self.config.block_size, lambda: _num_obtainable(ref))
+                self.managers[specs] = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
             return self.managers[specs]
 
     @property
@@ -313,12 +304,6 @@ class PagedMemory:
             total = self.config.num_blocks
             if total is not None and self.num_used + self.num_cached > total:
                 raise AssertionError(f"{self.num_used} blocks in use, {self.num_cached} cached, the budget is {total}")
-
-
-def _num_obtainable(ref: weakref.ref[PagedMemory]) -> int:
-    memory = ref()
-    assert memory is not None
-    return memory.num_obtainable
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..config import PagedConfig
+from ..interrupts import held
 from ..step import ReadCounters, StepMetadata
 from ..tools.pictures import cache_html, plot_block_map
 from .block_manager import SequenceBlocks
@@ -139,7 +140,13 @@ class PagedCache(DynamicCache):
             length (`int`, *optional*): Logical positions of every row, padding included; as many as it holds if left
                 out, which may be more than the tokens of a model that adds some of its own.
         """
-        self.rows.take(rows, paddings, length)
+        with held(), self.memory.lock:
+            if not self.rows.borrows:
+                self.rows.free()
+            self.rows.held = rows
+            for group in self.groups.values():
+                group.paddings, group.length = paddings, group.length if length is None else length
+                group.forget_steps()
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:  # others read what another layer wrote
                 layer.num_seen = length

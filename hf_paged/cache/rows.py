@@ -87,8 +87,12 @@ class LayerGroup:
                     f"{batch_size} x {query_len} states came in a packed step of {self.packed.num_tokens} tokens"
                 )
             return self.packed
-        if not self.paddings and not self.length:
-            self._open(batch_size, query_len)
+        if not self.paddings and not self.length:  # begins with empty rows
+            (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
+            is_expected = len(paddings) == batch_size and expected_length == query_len
+            self.paddings = paddings if is_expected else (0,) * batch_size
+            if not self.rows.held:
+                self.rows.held = [self.rows.manager.new() for _ in range(batch_size)]
         if batch_size != len(self.rows.held):
             raise ValueError(f"the cache holds {len(self.rows.held)} rows, but keys of {batch_size} rows came")
         length, step = context_len + query_len, self._step
@@ -114,13 +118,6 @@ class LayerGroup:
         self._view = None
         self._step = self._snapshot(length, query_len, device)
         return self._step
-
-    def _open(self, batch_size: int, length: int) -> None:
-        (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
-        is_expected = len(paddings) == batch_size and expected_length == length
-        self.paddings = paddings if is_expected else (0,) * batch_size
-        if not self.rows.held:
-            self.rows.held = [self.rows.manager.new() for _ in range(batch_size)]
 
     def _make_room(
         self, tables: list[BlockTable], ranges: list[tuple[int, int]], context_len: int, length: int
@@ -249,16 +246,6 @@ class CacheRows:
             except BaseException:  # an interrupt before signals were held, which Python drops here
                 self.free()
                 raise
-
-    def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
-        """Holds these rows from now on, or borrows them; arguments as of `PagedCache.take`."""
-        with held(), self.memory.lock:
-            if not self.borrows:
-                self.free()
-            self.held = rows
-            for group in self.groups.values():
-                group.paddings, group.length = paddings, group.length if length is None else length
-                group.forget_steps()
 
     # -- handles that are alive -----------------------------------------------------------------------------------
 

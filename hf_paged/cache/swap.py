@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .block_pool import OutOfBlocksError
 from .memory import GroupMemory
 from .storage import KVBlocks, Storage
 
@@ -106,7 +104,7 @@ class BlockSwapper:
         """
         self.flush_copies()
         held = [(sequence, sequence.blocks.tables) for sequence in request.sequences if sequence.blocks.tables]
-        with self._lock:
+        with self.groups[0].memory.lock:
             # the distinct blocks of each group, in the order met, and their rows in host memory
             rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
             try:
@@ -137,9 +135,11 @@ class BlockSwapper:
         if not swapped:
             return
         rows, host = self._rows(swapped), swapped[0][1].host
-        with self._lock:
-            taken = self._take([len(ids) for ids in rows])
+        taken: list[list[int]] = []
+        with self.groups[0].memory.lock:
             try:
+                for group, ids in zip(self.groups, rows):
+                    taken.append(group.take(len(ids)) if ids else [])
                 targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
                 for group, layers, block_ids in zip(self.groups, host.groups, targets):
                     for index, layer in layers.items() if block_ids else ():
@@ -150,7 +150,8 @@ class BlockSwapper:
                         table.pool.acquire(table.block_ids)
                     sequence.swapped = None
             finally:  # the tables hold what they need by themselves now
-                self._give_back(taken)
+                for group, new_ids in zip(self.groups, taken):
+                    group.pool.release(reversed(new_ids))
         self._held.discard(host)
 
     def discard(self, request: Any) -> None:
@@ -162,24 +163,6 @@ class BlockSwapper:
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:
         """The host blocks that the swapped sequences still need, for each group; one that is gone needs none."""
         return [_numbered(state.rows[g] for _, state in swapped) for g in range(len(self.groups))]
-
-    def _take(self, counts: Sequence[int]) -> list[list[int]]:
-        taken: list[list[int]] = []
-        try:
-            for group, count in zip(self.groups, counts):
-                taken.append(group.take(count) if count else [])
-        except OutOfBlocksError:
-            self._give_back(taken)
-            raise
-        return taken
-
-    def _give_back(self, taken: Sequence[list[int]]) -> None:
-        for group, ids in zip(self.groups, taken):
-            group.pool.release(reversed(ids))
-
-    @property
-    def _lock(self) -> threading.RLock:
-        return self.groups[0].memory.lock
 
 
 def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.machine import facts
 from hf_paged.batching.request import Request, Sequence
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
@@ -54,7 +55,7 @@ def simulate(num_waiting: int, num_blocks: int, num_tokens: int, measure_waste: 
     """
     generator = random.Random(0)
     blocks = BlockManager([BlockGroup(BlockPool(num_blocks))], BLOCK_SIZE)
-    scheduler = Scheduler(blocks, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
+    scheduler = Scheduler(Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
     for request in make_requests(num_waiting, generator):
         scheduler.add(request)
     gc.collect()

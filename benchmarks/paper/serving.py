@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.paper.reservation import Buddy
 from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
@@ -238,7 +239,7 @@ def serve_paged(
     outcome.usage = usage
     pool = BlockPool(num_slots // block_size)
     blocks = BlockManager([BlockGroup(pool)], block_size, prefix_caching=False)
-    scheduler = Scheduler(blocks, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
+    scheduler = Scheduler(Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
     head, now, count, held = 0, 0.0, len(trace), 0
     while head < count or scheduler.has_unfinished:
         if not scheduler.has_unfinished:

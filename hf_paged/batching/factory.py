@@ -24,7 +24,7 @@ from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .loop import StepLoop
 from .request import Request
-from .scheduling.preemption import CostModel
+from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60
@@ -49,10 +49,9 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     if layout.unsupported_reason is not None:
         blocks, runner = make_rectangles(model, cache, layout)
         scheduler = Scheduler(
-            blocks,
+            Preemption(blocks, chunks=False),
             max_num_batched_tokens=UNLIMITED,
             max_num_seqs=max_num_seqs,
-            chunks=False,
             replays=layout.replays,
         )
         return StepLoop(Executor(model, memory, runner, scheduler, guard=None), memory, blocks, scheduler)
@@ -62,14 +61,8 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     swapper = MeasuredSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
     swapper.cost = cost
     guard = WeightsGuard(model, memory, blocks)
-    scheduler = Scheduler(
-        blocks,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        preempt=config.preemption if cost is None else swapper.choose,
-        swapper=swapper,
-        vouch=guard.vouch,
-    )
+    preemption = Preemption(blocks, config.preemption if cost is None else swapper.choose, swapper, guard.vouch)
+    scheduler = Scheduler(preemption, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=max_num_seqs)
     executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
     return StepLoop(executor, memory, blocks, scheduler, cost, swapper)
 

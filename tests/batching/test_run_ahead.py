@@ -17,6 +17,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.execution.executor import Launched, RunAhead
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.batching.request import Request, Sequence
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
@@ -263,7 +264,7 @@ def test_only_what_was_launched_is_taken() -> None:
     """In scheduled order, up to the first item that is another: token, length, block, or more than one token."""
     pool = BlockPool(32)
     manager = BlockManager([BlockGroup(pool)], SIZE)
-    scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
+    scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequences = [Sequence([1] * length) for length in (3, SIZE, 9, 5)]
     for number, sequence in enumerate(sequences):
         scheduler.add(Request(number, [sequence], 40))
@@ -303,7 +304,7 @@ def test_what_is_reserved() -> None:
     """A block for the next token where one is needed, named blocks before it; never by a copy, never the last one."""
     pool = BlockPool(6)
     manager = BlockManager([BlockGroup(pool)], SIZE)
-    scheduler = Scheduler(manager, max_num_batched_tokens=100, max_num_seqs=8)
+    scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))
     scheduler.schedule()

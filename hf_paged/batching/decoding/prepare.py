@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.logits_process import LogitsProcessor
-from transformers.generation.stopping_criteria import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer, LogitsProcessor, StoppingCriteria
 
 from ... import compat
 from ...model.capability import is_stock
@@ -57,10 +55,8 @@ def request_decoding(
     methods. `generation_config` goes over the model's own, which stays as it is; processors and criteria are added to
     those that it asks for. The streamer gets the new tokens; the prompt is the caller's to put.
 
-    Raises:
-        ValueError: for an empty prompt, ids outside the vocabulary, a mode other than greedy search, sampling and beam
-            search, outputs and caches that only `generate` serves, a model whose loop ends in a way of its own, and
-            everything that `generate` refuses.
+    Raises `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves (modes,
+    outputs, caches, models whose loop ends in a way of its own), and all that `generate` refuses.
     """
     host: Any = model
     if not is_stock(model, compat.LOOP_CONDITION):
@@ -80,14 +76,9 @@ def request_decoding(
     if uses_beams and streamer is not None:
         raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
     rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
+    own = LogitsProcessorList(logits_processor)
     processors = compat.get_logits_processor(
-        host,
-        generation_config=config,
-        input_ids_seq_length=ids.shape[1],
-        encoder_input_ids=ids,
-        logits_processor=LogitsProcessorList(logits_processor),
-        device=ids.device,
-        model_kwargs={},
+        host, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
     )
     criteria = compat.get_stopping_criteria(host, config, StoppingCriteriaList(stopping_criteria), tokenizer)
     inputs = LoopInputs(rows, processors, criteria, config, generator, record_logprobs)
@@ -115,15 +106,7 @@ def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig
         setattr(config, name, False)
     compat.validate_generation_mode(host, mode, config, {})
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
-    config = compat.prepare_generated_length(
-        host,
-        generation_config=config,
-        has_default_max_length=default_max,
-        has_default_min_length=default_min,
-        model_input_name="input_ids",
-        inputs_tensor=ids,
-        input_ids_length=ids.shape[1],
-    )
+    config = compat.prepare_generated_length(host, config, default_max, default_min, "input_ids", ids.shape[1], ids)
     compat.validate_generated_length(host, config, ids.shape[1], default_max)
     return config
 

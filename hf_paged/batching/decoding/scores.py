@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process as known
-from transformers.generation.logits_process import LogitsProcessorList
 
 CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
 

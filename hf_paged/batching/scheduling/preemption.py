@@ -70,25 +70,28 @@ class CostModel:
 class Preemption:
     """
     Takes and gives back blocks for all sequences of a request together, so that what they share stays shared.
-    The arguments are those of [`Scheduler`].
+
+    `preempt` is `"recompute"`, `"swap"` or what chooses between them; without a swapper everything is recomputed.
+    `vouch` tells whether blocks of before this window may be served (`BlockManager.needs_vouching`), else has dropped
+    them. With `chunks` a sequence may be computed in chunks, else as a whole, then token by token.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
-        preempt: str | Callable[[Request], str],
-        swapper: BlockSwapper | None,
-        vouch: Callable[[], bool] | None,
-        chunks: bool,
+        preempt: str | Callable[[Request], str] = "recompute",
+        swapper: BlockSwapper | None = None,
+        vouch: Callable[[], bool] | None = None,
+        chunks: bool = True,
     ) -> None:
-        self.blocks, self._preempt, self._swapper, self._vouch = blocks, preempt, swapper, vouch
-        self._chunks = chunks
+        self.blocks, self.chunks = blocks, chunks
+        self._preempt, self._swapper, self._vouch = preempt, swapper, vouch
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
         size, rows = self.blocks.block_size, request.num_rows
         # rows that are recomputed share all full blocks short of a prompt's last token
-        shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 and self._chunks else 0
+        shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 and self.chunks else 0
         # the last token of all is never computed
         longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
         common = self.blocks.num_spanned(0, shared, 1)
@@ -166,8 +169,12 @@ class Preemption:
             sequence.blocks = manager.new()
             hit = manager.match(sequence.blocks, sequence.token_ids, request.namespace)
             sequence.num_computed_tokens = hit
-        can_share = len(rows) > 1 and self._chunks
-        shared = _num_common([sequence.token_ids for sequence in rows]) // size * size if can_share else 0
+        shared = 0  # whole blocks that all rows begin with, short of the last token of the shortest
+        if len(rows) > 1 and self.chunks:
+            tokens = [sequence.token_ids for sequence in rows]
+            last = min(map(len, tokens)) - 1
+            parting = next((place for place, column in enumerate(zip(*tokens)) if len(set(column)) > 1), last)
+            shared = min(parting, last) // size * size
         if all(sequence.num_computed_tokens >= shared for sequence in rows):
             return [(sequence, sequence.num_computed_tokens) for sequence in rows]
         self.forget(request)
@@ -225,11 +232,3 @@ class Preemption:
     def _free(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.blocks)
         sequence.blocks, sequence.num_computed_tokens = NO_BLOCKS, 0
-
-
-def _num_common(rows: list[list[int]]) -> int:
-    """Tokens that all rows begin with, short of the last of the shortest."""
-    common = min(map(len, rows)) - 1
-    for row in rows[1:]:
-        common = next((place for place in range(common) if row[place] != rows[0][place]), common)
-    return common

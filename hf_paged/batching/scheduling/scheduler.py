@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from ...cache.block_manager import NO_BLOCKS, BlockManager
+from ...cache.block_manager import NO_BLOCKS
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence, Status
 from .preemption import Preemption
 from .timeline import Timeline
-
-if TYPE_CHECKING:  # it has tensors
-    from ...cache.swap import BlockSwapper
 
 logger = logging.getLogger(__name__)
 
@@ -65,26 +61,19 @@ class Scheduler:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        preemption: Preemption,
         *,
         max_num_batched_tokens: int,  # in a step
         max_num_seqs: int,  # that run at a time, unless a single request has more, or requests wait for each other
         watermark: float = 0.01,  # share of all blocks that admission leaves to those already running
         aging: float = AGING,
-        preempt: str | Callable[[Request], str] = "recompute",  # or "swap", or what chooses between them
-        swapper: BlockSwapper | None = None,  # without one, everything is recomputed
-        # whether blocks of before this window may be served (`BlockManager.needs_vouching`); if not, it drops them
-        vouch: Callable[[], bool] | None = None,
-        chunks: bool = True,  # whether a sequence may be computed in chunks; else as a whole, then token by token
         replays: bool = False,  # without chunks: the prompt alone is computed as a whole, also when computed again
     ) -> None:
-        self.blocks = blocks
+        self.preemption, self.blocks, self._chunks = preemption, preemption.blocks, preemption.chunks
         self.max_num_batched_tokens = max_num_batched_tokens
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._watermark, self._aging = watermark, aging
-        self.preemption = Preemption(blocks, preempt, swapper, vouch, chunks)
-        self._chunks, self._replays = chunks, replays
+        self._watermark, self._aging, self._replays = watermark, aging, replays
         self._running: list[Request] = []  # by key
         self._waiting: list[Request] = []  # by key
         self._parked: list[Request] = []  # preempted, with nothing to compute until they get a token

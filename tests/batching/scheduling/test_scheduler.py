@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler, StepPlan
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
@@ -21,7 +22,7 @@ def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = No
     caching = options.pop("prefix_caching", True)
     blocks = BlockManager([BlockGroup(BlockPool(num_blocks), GroupSpec(window=window))], SIZE, prefix_caching=caching)
     options = {"watermark": 0.0, **options}
-    return Scheduler(blocks, max_num_batched_tokens=tokens, max_num_seqs=seqs, **options)
+    return Scheduler(Preemption(blocks), max_num_batched_tokens=tokens, max_num_seqs=seqs, **options)
 
 
 def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **options: Any) -> Request:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
@@ -166,13 +167,15 @@ class Engine(RuleBasedStateMachine):
         self.manager = BlockManager(self.groups, SIZE, num_free, prefix_caching)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
         self.scheduler = Scheduler(
-            self.manager,
+            Preemption(
+                self.manager,
+                preempt if preempt != "mixed" else lambda request: self.random.choice(["swap", "recompute"]),
+                self.swapper,
+            ),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             watermark=watermark,
             aging=4,
-            preempt=preempt if preempt != "mixed" else lambda request: self.random.choice(["swap", "recompute"]),
-            swapper=self.swapper,
         )
         self.decodings: list[list[Request]] = []
         self.answered: dict[Request, set[int]] = {}

@@ -56,8 +56,8 @@ class StopChecker:
             if type(criterion) is known.EosTokenCriteria:
                 self._eos_ids.update(criterion.eos_token_id.tolist())
             elif type(criterion) is known.MaxLengthCriteria:
-                limits = (self.max_length, criterion.max_length)
-                self.max_length = min(limit for limit in limits if limit is not None)
+                limit = criterion.max_length
+                self.max_length = limit if self.max_length is None else min(limit, self.max_length)
                 if criterion.max_position_embeddings is not None:
                     self._positions = criterion
             elif type(criterion) is known.MaxTimeCriteria:

@@ -167,13 +167,11 @@ class BeamDecoding(Decoding):
 
     def _close_settled(self) -> list[int]:
         """
-        Rows of the prompts whose result can change no more, which leave.
-
-        Such a prompt has `num_beams` finished sequences and either `early_stopping=True` or no possible improvement.
-        Both facts last: `_update_finished_beams` then adds -1e9 to every new candidate, so none displaces a finished
-        sequence whose own score is above that, and `_check_early_stop_heuristic` never takes its answer back. Nor does
-        the prompt keep the others going, whatever its logits: they go on while one of them may improve and, under early
-        stopping, while one is not full.
+        Rows of the prompts whose result can change no more, which leave: they have `num_beams` finished sequences and
+        either `early_stopping=True` or no possible improvement. Both facts last: `_update_finished_beams` adds -1e9 to
+        every new candidate, so none displaces a finished sequence whose own score is above that, and
+        `_check_early_stop_heuristic` never takes its answer back. Nor do they keep the others going, which go on while
+        one of them may improve and, under early stopping, while one is not full.
         """
         if not self._may_close:
             return []

@@ -27,7 +27,7 @@ class RowStreamers(BaseStreamer):
         self.streamers = list(streamers)
         self.attention_mask = attention_mask
         self._ended: set[int] = set()
-        self._ending: set[int] = set()
+        self.ending: set[int] = set()  # rows that the criteria ended: the next `put` is their last
 
     def put(self, value: Tensor) -> None:
         """Prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises `ValueError` on another number."""
@@ -41,18 +41,11 @@ class RowStreamers(BaseStreamer):
                 mask = self.attention_mask[row * len(self.attention_mask) // len(value)]
                 part = part[:, mask.to(part.device) != 0] if len(mask) == part.shape[1] else part
             streamer.put(part)
-        self._end(self._ending)
+        self.end(self.ending)
 
-    def note(self, rows: Iterable[int]) -> None:
-        """Rows that the criteria ended: the next `put` is their last."""
-        self._ending.update(rows)
-
-    def end(self) -> None:
-        """Ends the rows that have not ended."""
-        self._end(set(range(len(self.streamers))))
-
-    def _end(self, rows: set[int]) -> None:
-        for row in sorted(rows - self._ended):
+    def end(self, rows: Iterable[int] | None = None) -> None:
+        """Ends these rows, or all, as far as they have not ended."""
+        for row in sorted({*(range(len(self.streamers)) if rows is None else rows)} - self._ended):
             self._ended.add(row)
             self.streamers[row].end()
 
@@ -66,7 +59,7 @@ class ObservedCriteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
         is_done = super().__call__(input_ids, scores, **kwargs)
-        self._streamers.note(is_done.nonzero().flatten().tolist())
+        self._streamers.ending.update(is_done.nonzero().flatten().tolist())
         return is_done
 
 
@@ -158,7 +151,7 @@ class SampleDecoding(Decoding):
         """
         device, rows = probs.device, self.open_rows
         if len(rows) < self.num_rows:
-            every = torch.full((self.num_rows, probs.shape[-1]), 1.0, device=device)
+            every = torch.ones((self.num_rows, probs.shape[-1]), device=device)
             every[rows] = probs
             probs = every
         if self.generator is not None:
@@ -179,14 +172,13 @@ class SampleDecoding(Decoding):
         they are recorded; `stopped` tells which rows complete a stop string, if any does.
         """
         rows, tokens, checker = self.open_rows, chosen, self.stop_checker
-        for row, pair in zip(rows, logprobs):
-            if not self._ends[row]:
-                self.logprobs[row].append(pair)
-        if checker.has_eos and any(self._ends):
+        going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
+        for at, row in going if logprobs else ():
+            self.logprobs[row].append(logprobs[at])
+        if checker.has_eos and len(going) < self.num_rows:
             tokens = [self._pad_token_id] * self.num_rows
-            for row, token in zip(rows, chosen):
-                if not self._ends[row]:
-                    tokens[row] = token
+            for at, row in going:
+                tokens[row] = chosen[at]
         self._new.append(tokens)
         self.length += 1
         if self.batchable is not None:
@@ -198,9 +190,7 @@ class SampleDecoding(Decoding):
                 ended = [hits(criterion, self.input_ids, self.scores) for criterion in checker.others]
             tokens = self.input_ids[:, -1].tolist()  # some criteria force a token by writing to the ids
         newly: list[int] = []
-        for at, row in enumerate(rows):
-            if self._ends[row]:
-                continue
+        for at, row in going:
             reason = checker.reason(given[row], self.length, bool(stopped) and stopped[at])
             if ended and reason in (None, "length") and any(of_rows[row] for of_rows in ended):
                 reason = "criteria"
@@ -215,7 +205,7 @@ class SampleDecoding(Decoding):
         if self.streamer is not None:
             with let_in(waiting=False):
                 if isinstance(self.streamer, RowStreamers):
-                    self.streamer.note(newly)
+                    self.streamer.ending.update(newly)
                 self.streamer.put(torch.tensor(tokens))
                 if self.is_done:
                     self.streamer.end()

@@ -20,12 +20,12 @@ Result = SampledTokens | BaseException
 def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
     """
     One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. Decodings of one row that
-    have a `batch_key` in common run as one batch; a decoding of many rows is a batch of its own. An exception, or an
-    interrupt of its caller's own code, becomes the entry of its decoding; the others are what they would be without it.
+    have a `batch_key` in common run as one batch, each other one as its own. An exception, or an interrupt of its
+    caller's own code, becomes the entry of its decoding; the others are what they would be without it.
 
-    A decoding with its own generator, or alone in its batch, draws as `torch.multinomial` does; the others draw from
-    torch's global random numbers by inverting the distribution function. `fetch` brings the tokens of all open rows
-    `(n,)`, in order, to the host, if they are chosen together on one device; it is called at most once.
+    A decoding with its own generator, or alone in its batch, draws as `torch.multinomial` does; the others invert the
+    distribution function with torch's global random numbers. `fetch` brings the tokens of all open rows `(n,)`, in
+    order, to the host, if they are chosen together on one device; it is called at most once.
     """
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):

@@ -143,10 +143,8 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
             scores = scores.masked_fill(scores < best.gather(1, sizes - 1), first.filter_value)
         else:  # transformers' formula takes a `(rows, 1)` column as well
             column = torch.tensor(values, dtype=torch.double, device=scores.device)[:, None]
-            if name == "top_p":  # 1 - column is exactly what 1 - top_p rounds to as a float32
-                column = 1 - (1 - column).float().double()
-            else:
-                column = column.float()
+            # as transformers rounds them: top_p once it is subtracted from 1, the others as they are
+            column = 1 - (1 - column).float().double() if name == "top_p" else column.float()
             shared = copy.copy(first)
             setattr(shared, name, column)
             scores = shared(None, scores)

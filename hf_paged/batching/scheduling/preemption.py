@@ -26,40 +26,40 @@ class CostModel:
 
     def __init__(self, bytes_per_second: float) -> None:
         self._given_speed = bytes_per_second  # of a copy between blocks and host memory, until a swap was observed
-        self._steps = self._tokens = self._seconds = self._tokens_tokens = self._tokens_seconds = 0.0
-        self._swapped_bytes = self._swap_seconds = 0.0
-        self._keep = 0.5 ** (1 / self.HALF_LIFE)
+        self._prefills = [0.0] * 5  # sums over steps: 1, tokens, seconds, tokens * tokens, tokens * seconds
+        self._swaps = [0.0] * 2  # bytes, seconds
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """A step computed `num_tokens` tokens in this time."""
-        keep = self._keep
-        self._steps = keep * self._steps + 1
-        self._tokens = keep * self._tokens + num_tokens
-        self._seconds = keep * self._seconds + seconds
-        self._tokens_tokens = keep * self._tokens_tokens + num_tokens * num_tokens
-        self._tokens_seconds = keep * self._tokens_seconds + num_tokens * seconds
+        products = num_tokens * num_tokens, num_tokens * seconds
+        self._prefills = self._with(self._prefills, 1, num_tokens, seconds, *products)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         """`num_bytes` were copied, one way, in this time."""
-        self._swapped_bytes = self._keep * self._swapped_bytes + num_bytes
-        self._swap_seconds = self._keep * self._swap_seconds + seconds
+        self._swaps = self._with(self._swaps, num_bytes, seconds)
+
+    def _with(self, sums: list[float], *observed: float) -> list[float]:
+        keep = 0.5 ** (1 / self.HALF_LIFE)
+        return [keep * past + new for past, new in zip(sums, observed)]
 
     @property
     def seconds_per_token(self) -> float | None:
         """Of one more token in a prefill step; `None` before any was seen."""
-        if not self._tokens:
+        steps, tokens, seconds, tokens_tokens, tokens_seconds = self._prefills
+        if not tokens:
             return None
-        mean = self._seconds / self._tokens
-        variance = self._steps * self._tokens_tokens - self._tokens**2
-        if variance <= 1e-6 * self._tokens**2:  # all of one size, but for rounding
+        mean = seconds / tokens
+        variance = steps * tokens_tokens - tokens**2
+        if variance <= 1e-6 * tokens**2:  # all of one size, but for rounding
             return mean
-        slope = (self._steps * self._tokens_seconds - self._tokens * self._seconds) / variance
+        slope = (steps * tokens_seconds - tokens * seconds) / variance
         return slope if 0 < slope < mean else mean
 
     @property
     def bytes_per_second(self) -> float:
         """Of a copy between blocks and host memory."""
-        return self._swapped_bytes / self._swap_seconds if self._swap_seconds > 0 else self._given_speed
+        num_bytes, seconds = self._swaps
+        return num_bytes / seconds if seconds > 0 else self._given_speed
 
     def choose(self, num_tokens: int, num_bytes: int) -> str:
         """`"swap"` if copying `num_bytes` out and back takes less time than `num_tokens` tokens, else `"recompute"`."""
@@ -159,16 +159,14 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """
-        Gives rows what the prefix cache has of them. Returns for each open row the tokens that it starts with.
-
-        If a request of several rows is recomputed, they must share again what they shared before. If the cache does
-        not have all of that, the first row computes it and the others fork from there (`num_shared_tokens`).
+        Gives rows what the prefix cache has of them. Returns for each open row the tokens that it starts with. Rows
+        that are recomputed must share again what they shared: if the cache does not have all of that, the first row
+        computes it and the others fork from there (`num_shared_tokens`).
         """
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
         for sequence in rows:
             sequence.blocks = manager.new()
-            hit = manager.match(sequence.blocks, sequence.token_ids, request.namespace)
-            sequence.num_computed_tokens = hit
+            sequence.num_computed_tokens = manager.match(sequence.blocks, sequence.token_ids, request.namespace)
         shared = 0  # whole blocks that all rows begin with, short of the last token of the shortest
         if len(rows) > 1 and self.chunks:
             tokens = [sequence.token_ids for sequence in rows]

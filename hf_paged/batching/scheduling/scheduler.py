@@ -36,10 +36,7 @@ class StepPlan:
 
     @property
     def rows(self) -> list[tuple[Hashable, int, int, int, str | None]]:
-        """
-        The same as plain data, until a sequence gets its next token: request id, number of the sequence in its request,
-        tokens to compute, logits wanted (1 once all tokens are computed), adapter.
-        """
+        """As plain data: request id, number of the sequence in it, tokens to compute, logits wanted, adapter."""
         return [
             (s.request.request_id, s.index, count, int(not s.num_to_compute), s.request.adapter)
             for s, count in self.items
@@ -229,9 +226,8 @@ class Scheduler:
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """
-        Takes the blocks for one more token of each of these sequences, which have their logits, if the next step is
-        going to be that and nothing else, as far as can be told: none waits, and the others that run, `num_ending`,
-        end before.
+        Takes the blocks for one more token of each of these sequences, which have their logits, if the next step will
+        be that and nothing else, as far as can be told: none waits, and the others that run, `num_ending`, end before.
         """
         if self._waiting or self._parked or self._num_rows != len(sequences) + num_ending:
             return False
@@ -288,8 +284,8 @@ class Scheduler:
 
     def recompute(self) -> list[Request]:
         """
-        Between two steps: everything that was computed for unfinished requests is forgotten, and computed again when
-        their turn has come. Returns those that ran, which count as preempted.
+        Between two steps: what was computed for unfinished requests is forgotten, and computed again in their turn.
+        Returns those that ran, which count as preempted.
         """
         self._plan = StepPlan()
         for request in list(self._running):
@@ -302,10 +298,8 @@ class Scheduler:
         """A running request waits again: with nothing computed, or with what `Preemption.send_out` keeps."""
         self._stop(request)
         try:
-            if keeps:
-                self.preemption.send_out(request)
-            else:
-                self.preemption.forget(request)
+            give_up = self.preemption.send_out if keeps else self.preemption.forget
+            give_up(request)
         except BaseException:  # no memory to swap to, or interrupted: recompute it
             self.preemption.forget(request)
             raise

@@ -42,14 +42,11 @@ class Timeline:
     What the requests of a scheduler did in which steps. Only changes are noted: an interval takes as much memory
     whether it covers one step or a million. The latest `max_intervals` are kept, about 250 bytes each, with one for
     every unfinished request.
-
-    Attributes:
-        num_steps (`int`): Steps scheduled so far.
-        num_dropped (`int`): Intervals that are no longer kept.
     """
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
-        self.num_steps = self.num_dropped = 0
+        self.num_steps = 0  # scheduled so far
+        self.num_dropped = 0  # intervals that are no longer kept
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
         self._prefilling: set[Request] = set()  # in the last step
@@ -93,9 +90,6 @@ class Timeline:
         """All that is kept, by request in the order in which they came; what still goes on ends now."""
         going_on = [interval._replace(end_step=self.num_steps, end=self._now()) for interval in self._open.values()]
         return sorted([*self._closed, *going_on], key=lambda interval: (interval.number, interval.start))
-
-    def __repr__(self) -> str:
-        return f"Timeline({self._num_requests} requests, {len(self._open)} unfinished, {self.num_steps} steps)"
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin

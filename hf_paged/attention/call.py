@@ -46,24 +46,25 @@ class AttentionCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Queries, keys, values, and sinks and bias where there are any."""
-        found = (self.query, self.blocks.keys, self.blocks.values, self.sinks, self.bias)
-        return tuple(tensor for tensor in found if tensor is not None)
+        optional = [tensor for tensor in (self.sinks, self.bias) if tensor is not None]
+        return self.query, self.blocks.keys, self.blocks.values, *optional
 
     @property
     def needs_grad(self) -> bool:
         """Whether a gradient is wanted."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
+    def of_heads(self, heads: slice, query: Tensor, bias: Tensor | None) -> AttentionCall:
+        """The call of some query heads, whose queries and bias these are."""
+        return self._replace(query=query, bias=bias, sinks=None if self.sinks is None else self.sinks[heads])
+
     def by_groups(self) -> list[AttentionCall]:
         """The call as one a group of rows with equally many queries, in order."""
         groups = self.step.row_groups()
         if len(groups) == 1:
             return [self]
-        return [
-            self._replace(
-                query=self.query[tokens],
-                step=step,
-                fresh=None if self.fresh is None else (self.fresh[0][tokens], self.fresh[1][tokens]),
-            )
-            for tokens, step in groups
-        ]
+        calls = [self._replace(query=self.query[tokens], step=step) for tokens, step in groups]
+        if self.fresh is None:
+            return calls
+        keys, values = self.fresh
+        return [call._replace(fresh=(keys[at], values[at])) for call, (at, _) in zip(calls, groups)]

@@ -97,9 +97,8 @@ def attend(call: AttentionCall) -> Tensor:
 
 def _rows(states: Tensor, step: StepMetadata) -> Tensor:
     """`(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`, a view."""
-    query_len = step.query_len
-    assert query_len is not None
-    return states.unflatten(0, (step.num_rows, query_len)).transpose(1, 2)
+    assert step.query_len is not None
+    return states.unflatten(0, (step.num_rows, step.query_len)).transpose(1, 2)
 
 
 def _attend_fresh(call: AttentionCall) -> Tensor:
@@ -124,11 +123,8 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     out = query.new_empty(shape) if is_complete else query.new_zeros(shape)
     for part in parts:
         some = slice(part.heads.start * group, part.heads.stop * group)
-        own = call._replace(
-            query=query[part.rows, some, part.first_query :],
-            sinks=None if call.sinks is None else call.sinks[some],
-            bias=None if bias is None else part.select(bias[:, some]),
-        )
+        own_bias = None if bias is None else part.select(bias[:, some])
+        own = call.of_heads(some, query[part.rows, some, part.first_query :], own_bias)
         output = _attend_part(own, part, *_gather(own, part, layouts))
         if is_complete and len(parts) == 1:
             return output.flatten(0, 1).contiguous()
@@ -149,11 +145,8 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
     out = call.query.new_empty(rows, queries, heads, value.shape[3])
     for (chosen, seen), member in itertools.product(slices, range(apart)):
         one = slice(member, None, apart)
-        own = call._replace(
-            query=call.query[:, one, chosen],
-            sinks=None if call.sinks is None else call.sinks[one],
-            bias=None if call.bias is None else call.bias[:, one, chosen, seen],
-        )
+        own_bias = None if call.bias is None else call.bias[:, one, chosen, seen]
+        own = call.of_heads(one, call.query[:, one, chosen], own_bias)
         out[:, chosen, one] = _attend_slice(own, part, key[:, :, seen], value[:, :, seen], is_causal)
     return out
 
@@ -164,8 +157,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor, i
     queries, kv_heads, keys = query.shape[2], key.shape[1], key.shape[2]
     group = query.shape[1] // kv_heads
     if not call.is_plain:
-        compute = torch.promote_types(query.dtype, torch.float32)
-        return _attend_explicitly(call, key, value, _mask(call.step, part, queries, keys, compute), compute)
+        return _attend_explicitly(call, part, key, value)
     if queries >= PACK_QUERIES or (group == 1 and queries > 1):
         mask = None if is_causal else _mask(call.step, part, queries, keys, query.dtype)
         result = F.scaled_dot_product_attention(
@@ -185,20 +177,18 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor, i
     return result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _attend_explicitly(
-    call: AttentionCall, key: Tensor, value: Tensor, mask: Tensor | None, compute: torch.dtype
-) -> Tensor:
-    """`_attend_slice` with softcap, sinks and bias, in `compute`."""
+def _attend_explicitly(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
+    """`_attend_slice` with softcap, sinks and bias, in float32."""
     query, sinks, queries, kv_heads = call.query, call.sinks, call.query.shape[2], key.shape[1]
+    compute = torch.promote_types(query.dtype, torch.float32)
     packed = query.unflatten(1, (kv_heads, -1)).flatten(2, 3).to(compute)  # [rows, kv_heads, M, dim]
     scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * call.scale
     scores = scores.unflatten(2, (-1, queries)).flatten(1, 2)  # [rows, heads, queries, keys]
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    if call.bias is not None:
-        scores = scores + call.bias.to(compute)
-    if mask is not None:
-        scores = scores + mask
+    for added in (call.bias, _mask(call.step, part, queries, key.shape[2], compute)):
+        if added is not None:
+            scores = scores + added.to(compute)
     # The largest logit, sink included; 0 where all are -inf, so that such a row becomes zeros and not NaN.
     top = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:

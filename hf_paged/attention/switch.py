@@ -31,9 +31,6 @@ class _Switched(str):
 
     named: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.named
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return str, (self.named,)
 

@@ -79,11 +79,6 @@ class Part:
     mask_keys: int  # columns of the mask of the step, 0 if every query sees everything
     causal: bool  # as many keys as queries, and each query sees those up to itself
 
-    def select(self, bias: Tensor) -> Tensor:
-        """`[rows, heads, queries, length]` of a bias `[batch, heads, query_len, positions]`."""
-        first, length = self.first_query, self.length
-        return torch.stack([bias[row, :, first:, low : low + length] for row, low in self.members])
-
 
 def attend(call: AttentionCall) -> Tensor:
     """`reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds. Rows that begin
@@ -123,12 +118,14 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     out = query.new_empty(shape) if is_complete else query.new_zeros(shape)
     for part in parts:
         some = slice(part.heads.start * group, part.heads.stop * group)
-        own_bias = None if bias is None else part.select(bias[:, some])
-        own = call.of_heads(some, query[part.rows, some, part.first_query :], own_bias)
+        own_bias, first, length = None, part.first_query, part.length
+        if bias is not None:
+            own_bias = torch.stack([bias[row, some, first:, low : low + length] for row, low in part.members])
+        own = call.of_heads(some, query[part.rows, some, first:], own_bias)
         output = _attend_part(own, part, *_gather(own, part, layouts))
         if is_complete and len(parts) == 1:
             return output.flatten(0, 1).contiguous()
-        out[part.rows, part.first_query :, some] = output
+        out[part.rows, first:, some] = output
     return out.flatten(0, 1)
 
 

@@ -24,8 +24,7 @@ class RowStreamers(BaseStreamer):
     """
 
     def __init__(self, streamers: Sequence[BaseStreamer], attention_mask: Tensor | None = None) -> None:
-        self.streamers = list(streamers)
-        self.attention_mask = attention_mask
+        self.streamers, self.attention_mask = list(streamers), attention_mask
         self._ended: set[int] = set()
         self.ending: set[int] = set()  # rows that the criteria ended: the next `put` is their last
 

@@ -217,10 +217,10 @@ class Preemption:
         request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """Gives up what is held of one sequence, here and on the host; the prefix cache keeps full blocks."""
+        """Ends a sequence and gives up what is held of it, here and on the host; the prefix cache keeps full blocks."""
         if sequence.swapped is None:
             self._register(sequence)
-        sequence.swapped = None
+        sequence.swapped, sequence.is_finished = None, True
         self._free(sequence)
 
     def _register(self, sequence: Sequence) -> None:

@@ -332,7 +332,6 @@ class Scheduler:
             return
         request = sequence.request
         self.preemption.end_sequence(sequence)
-        sequence.is_finished = True
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
             self._num_rows -= 1
@@ -356,7 +355,6 @@ class Scheduler:
         self.timeline.finished(request)
         for sequence in request.open_sequences:
             self.preemption.end_sequence(sequence)
-            sequence.is_finished = True
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"

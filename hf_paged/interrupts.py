@@ -147,8 +147,8 @@ class let_in:
 
 class PatientLock:
     """
-    A reentrant lock within which signals wait (`held`). Where another thread has it, which may take long,
-    signals are let in meanwhile.
+    A reentrant lock within which signals wait (`held`). While another thread has it, which may take long, signals are
+    let in.
     """
 
     def __init__(self) -> None:
@@ -197,9 +197,7 @@ def step_lock(model: nn.Module) -> PatientLock:
     time goes through a model, whichever memory it writes to: adapters are the model's.
     """
     with _guard:
-        if model not in _locks:
-            _locks[model] = PatientLock()
-        return _locks[model]
+        return _locks.setdefault(model, PatientLock())
 
 
 def _forget() -> None:

@@ -98,7 +98,7 @@ def choose_layout(
 
 
 def _find(check: Callable[..., Any], reasons: _Reasons, model: PreTrainedModel, cache: PagedCache, make: Any) -> Any:
-    """A reason why not, or else what `check` tells by several short forwards, once for a model that is what it is."""
+    """The first of `reasons`; else what `check` finds by several short forwards, once for a model as it is now."""
     modules = list(model.named_modules())
     if reason := next(reasons(model, cache, modules), None):
         return reason

@@ -71,7 +71,7 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory that hangs on `model`, made again when block size, budget, dtype or device are not what they were."""
+    """The memory of `model`, made again when block size, budget, dtype or device are others than before."""
     budget = (config.block_size, config.num_blocks, config.memory_fraction)
     key = (budget, model.dtype, autocast_dtype(model.device), model.device)
     with _lock:

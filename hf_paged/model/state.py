@@ -313,7 +313,7 @@ def _line(tensor: Tensor, chance: random.Random) -> memoryview:
     return memoryview(found.numpy())
 
 
-# -- hashes of the bytes of tensors: `_version` and `data_ptr` may stay where fused optimizers or numpy write ----------
+# -- hashes of the bytes of tensors: fused optimizers and numpy write without a change of `_version` and `data_ptr` ----
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
@@ -342,22 +342,17 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def hash_portable(tensor: Tensor) -> Tensor:
     """
-    The hash of a contiguous tensor's bytes, in integer arithmetic: exact on any device, in whatever order it sums.
-
-    Each 8 bytes are scrambled together with their position by a bijection, and the results are summed modulo 2^64: one
-    changed word always changes the first sum, and any two different contents agree in both with a chance of about
-    2^-128.
-
-    Returns (`torch.Tensor` of shape `(2,)`, int64, on the tensor's device).
+    `(2,)` int64, on the tensor's device: the hash of a contiguous tensor's bytes in integer arithmetic, which is exact
+    in any order of summation. Each 8 bytes are scrambled together with their position by a bijection, and the results
+    are summed modulo 2^64: one changed word always changes the first sum, and any two different contents agree in both
+    with a chance of about 2^-128.
     """
     content = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):
         chunk = content[start : start + CHUNK_BYTES]
         if chunk.numel() % 8 or chunk.storage_offset() % 8:
-            padded = chunk.new_zeros(-(-chunk.numel() // 8) * 8)
-            padded[: chunk.numel()] = chunk
-            chunk = padded
+            chunk = nn.functional.pad(chunk, (0, -chunk.numel() % 8))  # a copy in any case
         words = chunk.view(torch.int64)
         position = torch.arange(start // 8 + 1, start // 8 + 1 + words.numel(), device=tensor.device)
         mixed = position.mul_(_STEP).bitwise_xor_(words)

@@ -1,4 +1,4 @@
-"""Whether cached blocks were computed with the weights of now: when that is looked at, and what a change drops."""
+"""Whether cached blocks were computed with the current weights: when that is checked, and what a change drops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .state import ModelState, fingerprint, read_state
 
 class WeightsGuard:
     """
-    Sees to it that the prefix cache serves only what the model of now has computed.
+    Lets the prefix cache serve only what the model as it is now has computed.
 
     Code of the user's, which may change the model, runs between *windows*: a call of `generate`, a call of an engine's,
     one step. Blocks of earlier windows are served in a window once its fingerprint of the model (`vouch`) is that of

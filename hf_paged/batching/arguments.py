@@ -149,9 +149,6 @@ def meant(names: Iterable[str]) -> str:
     return f": did you mean {', '.join(hints)}?" if hints else ""
 
 
-# -- prompts ----------------------------------------------------------------------------------------------------------
-
-
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The token ids of one prompt. Raises `ValueError` for what is none, and for text without a tokenizer."""
     if isinstance(prompt, Mapping):

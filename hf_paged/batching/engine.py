@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -17,24 +16,25 @@ from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_int
 from .arguments import Prompt, check_generates
 from .engine_core import EngineCore
 from .execution.adapters import base_model
+from .execution.executor import Window
 from .generation import RequestOptions
 from .results import EngineStats, RequestOutput, RequestResult
 from .streams import RequestStream, read_in_thread
 
-POLICIES = ("recompute", "keep")
+_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
 
 
-class PagedEngine:
+class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     """
     Generates for many requests at the same time (iteration-level scheduling, Orca, OSDI'22; blocks, PagedAttention,
     arXiv 2309.06180). A request's tokens are those of `model.generate` on its prompt alone.
 
-    The model may be trained or changed between calls and between steps: requests that come later are served nothing
-    that other weights computed. Unfinished ones go on with the keys and values that they have, unless the change is
-    made within `weights_update`. Whether the model runs packed is decided while no request is unfinished: add forward
-    hooks, dropout, attention functions and code that acts on shapes then, since unfinished requests, and those that
-    join them, may get other tokens otherwise. Methods may be called from several threads; one that changes the model
-    while others take steps does so within `weights_update` or `pause`.
+    The model may be changed between calls and between steps: later requests are served nothing that other weights
+    computed. Unfinished ones go on with the keys and values that they have, unless the change is made within
+    `weights_update`. Whether the model runs packed is decided while no request is unfinished: add forward hooks,
+    dropout, attention functions and code that acts on shapes then, or unfinished requests, and those that join them,
+    may get other tokens. Methods may be called from several threads; one that changes the model while others take
+    steps does so within `weights_update` or `pause`.
 
     Args:
         model ([`PreTrainedModel`] or `PeftModel`): A decoder-only model.
@@ -42,8 +42,7 @@ class PagedEngine:
         tokenizer (*optional*): For prompts and stop strings that are text, and for text in the results.
 
     Raises:
-        ValueError: for what is no model or cannot generate; for an encoder-decoder model, or prompt learning, both of
-            which `generate` serves.
+        ValueError: for what cannot generate; for an encoder-decoder model or prompt learning, which `generate` serves.
 
     Example:
 
@@ -54,11 +53,7 @@ class PagedEngine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        config: PagedConfig | Mapping[str, Any] | None = None,
-        *,
-        tokenizer: Any = None,
+        self, model: Any, config: PagedConfig | Mapping[str, Any] | None = None, *, tokenizer: Any = None
     ) -> None:
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
@@ -66,8 +61,6 @@ class PagedEngine:
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline
-
-    # -- requests -------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -103,9 +96,9 @@ class PagedEngine:
                 different salts share no cached prefix.
 
         Raises:
-            ValueError: for a prompt that is empty or holds ids outside the vocabulary, an id in use, an adapter that
-                does not exist, arguments of another type or outside their limits, options that contradict each other,
-                that only `generate` serves or that the engine's config decides.
+            ValueError: for an empty prompt, ids outside the vocabulary, an id in use, an unknown adapter, arguments of
+                another type or outside their limits, options that contradict each other, that only `generate` serves
+                or that the engine's config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         options = RequestOptions(
@@ -137,25 +130,32 @@ class PagedEngine:
         """Whether `step` has anything to do, or the end of a request to report."""
         return bool(self._core.requests or self._core.unread)
 
-    # -- running --------------------------------------------------------------------------------------------------
-
     def step(self) -> list[RequestOutput]:
         """
         One forward over whatever fits, and one token for each sequence that is ready. Requests that `generate` or
-        `stream` wait for report to those.
-
-        Where other threads take the steps, outputs of the requests that were added here wait for the next call: all
-        results, and the last 16,384 outputs without one; the tokens of older ones are in the results.
+        `stream` wait for report to those. Where other threads take the steps, outputs of the other requests wait for
+        the next call: all results, and the last 16,384 outputs without one; tokens of older ones are in the results.
 
         The model may change between two steps. A change of whole weights is seen by a quick look in each step, one of a
         few elements by a fingerprint (about the time of a decode step) when cached blocks of earlier steps are about to
-        be served. One that such a look misses, and that is undone while requests are unfinished, needs
-        `weights_update`.
+        be served. One that this misses, and that is undone while requests are unfinished, needs `weights_update`.
 
-        Raises:
-            RuntimeError: if this thread has paused the engine. Where another has, it waits.
+        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has.
         """
-        return self._core.take_step()
+        told: list[RequestOutput] = []
+        try:
+            with self._core.lock:
+                self._core.wait_for_resume()
+                self._core.trim_unread()
+                if self._core.requests:
+                    self._core.step(Window())
+                told = self._core.unread.copy()
+                self._core.unread.clear()
+        except BaseException:  # also an interrupt that waited for the end: the next step tells it
+            with self._core.lock:
+                self._core.unread[:0] = told
+            raise
+        return told
 
     def generate(
         self,
@@ -167,8 +167,7 @@ class PagedEngine:
         **options: Any,
     ) -> list[RequestResult]:
         """
-        Results of all prompts, in their order. A request that cannot be served has its error in its result; the others
-        finish.
+        Results of all prompts, in order. A request that cannot be served has its error in its result.
 
         Args:
             prompts (iterable of `list[int]`, `torch.Tensor` or `str`, or a mapping): As in `add_request`. Rows of a 2-D
@@ -185,9 +184,8 @@ class PagedEngine:
             ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping with other
                 keys, and `request_id` or `streamer` with several prompts.
         """
-        return RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options).results(
-            progress
-        )
+        stream = RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options)
+        return stream.results(progress)
 
     def stream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
@@ -207,14 +205,11 @@ class PagedEngine:
         """
         return read_in_thread(self.stream(prompts, generation_config, attention_mask=attention_mask, **options))
 
-    # -- the model changes ----------------------------------------------------------------------------------------
-
     def pause(self) -> contextlib.ExitStack:
         """
         Waits until the step in progress is done; then no thread takes a step until `resume`, or until the end of `with
-        engine.pause():`. Unfinished requests stay as they are, and more may be added. Other threads wait in `step`,
-        `generate`, `stream` and `astream`; in this one they raise, since it would wait for itself. Several threads may
-        pause at the same time: steps go on after the last has resumed.
+        engine.pause():`. Requests may be added meanwhile. Other threads wait in `step`, `generate`, `stream` and
+        `astream`, which raise in this one. Several threads may pause: steps go on after the last has resumed.
         """
         with self._core.lock:
             self._core.paused_by.append(threading.get_ident())
@@ -235,20 +230,16 @@ class PagedEngine:
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
         """
         The model may be changed within this context, in any way and from any thread: the engine pauses, and nothing
-        that was computed before is served afterwards. It is taken to have changed however the context ends.
-
-        Without this context a change between two steps is found out (`step`), and is as with `"keep"`.
+        that was computed before is served afterwards, however the context ends. Without this context a change between
+        two steps is found out (`step`), and is as with `"keep"`.
 
         Args:
-            policy (`str`): What becomes of unfinished requests. `"recompute"`: their keys and values are forgotten and
-                computed again with the new weights, as after a preemption; the tokens they have stay. `"keep"`: they go
-                on with the keys and values they have, and only what is new comes from the new weights.
-
-        Raises:
-            ValueError: for another policy.
+            policy (`str`): What becomes of unfinished requests, whose tokens stay. `"recompute"`: their keys and values
+                are computed again with the new weights, as after a preemption. `"keep"`: they go on with those that
+                they have, and only what is new comes from the new weights. Another raises `ValueError`.
         """
-        if policy not in POLICIES:
-            raise ValueError(f"`policy` is {policy!r}: it must be one of {', '.join(map(repr, POLICIES))}")
+        if policy not in ("recompute", "keep"):
+            raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
         with self.pause():
             try:
                 yield
@@ -256,8 +247,6 @@ class PagedEngine:
                 with self._core.lock:
                     if self._core.loop is not None:
                         self._core.loop.change_weights(recompute=policy == "recompute")
-
-    # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def route(self) -> Route | None:
@@ -267,7 +256,20 @@ class PagedEngine:
 
     def stats(self) -> EngineStats:
         """What the engine holds and has done."""
-        return self._core.stats()
+        core = self._core
+        with core.lock:
+            memory, counts = self.memory.stats(), core.counts()
+            scheduler = core.loop.scheduler if core.loop is not None else None
+            return EngineStats(
+                num_blocks=self.config.num_blocks,
+                waste_percent=100 * memory.waste,
+                num_running=scheduler.num_running if scheduler else 0,
+                num_waiting=scheduler.num_waiting if scheduler else 0,
+                tokens_per_second=counts["num_generated_tokens"] / counts["seconds"] if counts["seconds"] else 0.0,
+                route=core.route,
+                **{name: getattr(memory, name) for name in _MEMORY},
+                **counts,
+            )
 
     @property
     def memory(self) -> PagedMemory:
@@ -290,8 +292,7 @@ class PagedEngine:
         Args:
             ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
 
-        Raises:
-            ImportError: without matplotlib, which the extra `viz` brings.
+        Raises `ImportError` without matplotlib, which the extra `viz` brings.
         """
         block_map, total = self.block_map(), self.config.num_blocks
         used = sum(state > 0 for states in block_map.values() for state in states)
@@ -311,9 +312,7 @@ class PagedEngine:
             ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
             max_requests (`int`): Number of requests to draw, the last ones.
 
-        Raises:
-            ImportError: without matplotlib, which the extra `viz` brings.
-            ValueError: for another unit, or less than one request.
+        Raises `ImportError` without matplotlib, `ValueError` for another unit or less than one request.
         """
         with self._core.lock:
             intervals = self.timeline.intervals()
@@ -342,12 +341,7 @@ class PagedEngine:
                 self._core.end(state, "cancelled")
             self._core.retire()
 
-    def __enter__(self) -> PagedEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.free()
 
     def __repr__(self) -> str:

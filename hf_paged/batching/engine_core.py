@@ -16,21 +16,21 @@ from .. import forks
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..interrupts import PatientLock
+from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.registry import Route, note_route, route_of
 from .arguments import Prompt, check_names
 from .execution.executor import Window
 from .factory import choose_layout, empty_cache, make_loop
-from .generation import Generation, RequestOptions, RequestState
+from .generation import RequestOptions, RequestState
 from .loop import StepLoop
-from .results import EngineStats, RequestOutput, Unread
+from .results import RequestOutput
 from .scheduling.timeline import Timeline
 
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
-_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
-# of a loop
-_COUNTS = ("num_captured_steps", "num_generated_tokens", "num_preemptions", "num_steps", "num_swaps", "seconds")
+MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
+_OF_LOOPS = ("num_generated_tokens", "num_preemptions", "num_steps", "seconds")
+_COUNTS = (*_OF_LOOPS, "num_swaps", "num_captured_steps", "num_finished", "num_prompt_tokens", "num_prefix_hit_tokens")
 
 
 class EngineCore:
@@ -40,7 +40,7 @@ class EngineCore:
         self.model, self.config = model, config
         self.lock = PatientLock()  # held by all methods, and by others around what they read
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
-        self.unread = Unread()  # what waits for `take_step`
+        self.unread: list[RequestOutput] = []  # what waits for `PagedEngine.step`
         self.loop: StepLoop | None = None  # `None` while no memory is taken
         self.memory = PagedMemory(config)  # the loop's
         self.timeline = Timeline()  # of all loops
@@ -49,19 +49,16 @@ class EngineCore:
         self.resumed = self.lock.condition()
         self._made_for: tuple[Any, ...] = ()  # what the loop depends on
         self._config_text = ""  # of the model's config then
-        self._past: dict[str, Any] = {}  # what earlier loops counted
+        self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
         self._numbers = itertools.count()  # of the ids that are made up
-        self._num_finished = self._num_prompt_tokens = self._num_hit_tokens = 0
         forks.in_child(self)
 
     def make_id(self) -> str:
         """One that no unfinished request has."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self.requests)
-
-    # -- requests come and go -------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -71,7 +68,7 @@ class EngineCore:
         options: RequestOptions,
         outbox: deque[RequestOutput] | None = None,
     ) -> str:
-        """Queues a request, which reports to `outbox`, else to `take_step`. Raises the errors of `add_request`."""
+        """Queues a request, which reports to `outbox`, else to `unread`. Raises the errors of `add_request`."""
         state: RequestState | None = None
         try:
             with self.lock:
@@ -95,8 +92,10 @@ class EngineCore:
                 self._shares_prefills |= new.request.num_rows > 1
                 if new.limits:
                     self._unstarted.append(new)
-                new.put_prompt()
-                self._num_prompt_tokens += len(new.prompt_ids)
+                if options.streamer is not None:
+                    with let_in(waiting=False):
+                        options.streamer.put(new.decoding.input_ids.cpu())
+                self._counts["num_prompt_tokens"] += len(new.prompt_ids)
                 return new.request_id
         except BaseException:  # of the streamer, or an interrupt: the request was never added
             with self.lock:
@@ -110,8 +109,8 @@ class EngineCore:
     ) -> None:
         """Takes a request out, whose blocks go back, and tells how it ended, with what its last step brought."""
         result = state.result(reason)
-        self._num_finished += 1
-        self._num_hit_tokens += result.num_prefix_hit_tokens
+        self._counts["num_finished"] += 1
+        self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         self.remove(state)
         state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
         state.end_streamer(reason)
@@ -138,41 +137,31 @@ class EngineCore:
         self.resumed = self.lock.condition()
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         if self.lock.is_among(freed):
-            self.requests, self._unstarted, self.unread = {}, [], Unread()
+            self.requests, self._unstarted, self.unread = {}, [], []
             self.retire()
-
-    # -- one step -------------------------------------------------------------------------------------------------
-
-    def take_step(self) -> list[RequestOutput]:
-        """Runs what fits. Returns the outputs of requests without an outbox, also those that wait since."""
-        told: list[RequestOutput] = []
-        try:
-            with self.lock:
-                self._wait_for_resume()
-                if self.requests:
-                    self._step(Window())
-                told = self.unread.take()
-        except BaseException:  # also an interrupt that waited for the end: the next step tells it
-            with self.lock:
-                for output in told:
-                    self.unread.append(output)
-            raise
-        return told
 
     def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
         """A step, unless one of another thread has put something into `outbox`, where these requests report."""
         with self.lock:
-            self._wait_for_resume()
+            self.wait_for_resume()
             if outbox:
                 return
             states = {name: self.requests.get(name) for name in request_ids}
             gone = [name for name, state in states.items() if state is None or state.outbox is not outbox]
             if gone:
                 raise RuntimeError(f"requests {sorted(gone)} are gone without a result")
-            self._step(window)
-            self.unread.trim()
+            self.step(window)
+            if len(self.unread) > 2 * MAX_UNREAD:
+                self.trim_unread()
 
-    def _wait_for_resume(self) -> None:
+    def trim_unread(self) -> None:
+        """Drops all but the last `MAX_UNREAD` outputs without a result, whose tokens are in the results."""
+        others = [output for output in self.unread if not output.finished]
+        dropped = set(map(id, others[:-MAX_UNREAD]))
+        self.unread[:] = [output for output in self.unread if id(output) not in dropped]
+
+    def wait_for_resume(self) -> None:
+        """Until no thread has paused the engine. Raises `RuntimeError` in one that has."""
         if threading.get_ident() in self.paused_by:
             raise RuntimeError(
                 "the engine was paused by this thread, which would wait for itself: call `resume`, or leave the "
@@ -181,7 +170,8 @@ class EngineCore:
         while self.paused_by:
             self.lock.wait_for(self.resumed)
 
-    def _step(self, window: Window) -> None:
+    def step(self, window: Window) -> None:
+        """Runs what fits, and tells the callers that wait."""
         loop = self._get_loop()
         now = time.time()  # as the criteria count
         self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
@@ -190,24 +180,16 @@ class EngineCore:
         num_known = len(loop.executor.slowed_by)
         loop.step(window)
         while loop.untold:  # one stays there if an interrupt comes while it is told
-            self._report(loop.untold[0])
+            state = loop.untold[0]
+            if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:  # else it has ended
+                tokens, text = state.output()
+                if state.error is not None or state.is_done:
+                    self.end(state, None if state.error is None else "error", tokens, text)
+                else:
+                    state.outbox.append(RequestOutput(state.request_id, tokens, text))
             loop.untold.popleft()
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
-
-    def _report(self, state: Generation) -> None:
-        """Tells the caller that waits for a request what its step brought."""
-        if not isinstance(state, RequestState) or self.requests.get(state.request_id) is not state:
-            return  # it has ended since
-        tokens, text = state.output()
-        if state.error is not None:
-            self.end(state, "error", tokens, text)
-        elif state.is_done:
-            self.end(state, None, tokens, text)
-        else:
-            state.outbox.append(RequestOutput(state.request_id, tokens, text))
-
-    # -- the loop that fits the model -----------------------------------------------------------------------------
 
     def _get_loop(self) -> StepLoop:
         """The loop; while no request is unfinished, another one if the model is no longer what it was made for."""
@@ -242,13 +224,18 @@ class EngineCore:
 
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
-        self._past = self._counts()
+        self._counts = self.counts()
         self.memory.graphs = None  # a cache that is held has no use for graphs
         self.loop, self.memory = None, PagedMemory(self.config)
 
-    def _counts(self) -> dict[str, Any]:
-        """What the loops, this one and earlier ones, add up to."""
-        return {name: self._past.get(name, 0) + getattr(self.loop, name, 0) for name in _COUNTS}
+    def counts(self) -> Counter[str]:
+        """The fields of [`EngineStats`] that only grow."""
+        counts = self._counts.copy()
+        if self.loop is not None:
+            counts.update({name: getattr(self.loop, name) for name in _OF_LOOPS})
+            counts["num_swaps"] += self.loop.scheduler.preemption.num_swaps
+            counts["num_captured_steps"] += self.loop.executor.runner.num_captured_steps
+        return counts
 
     @property
     def route(self) -> Route | None:
@@ -256,42 +243,22 @@ class EngineCore:
         if self.loop is None:
             return None
         reason, slowed_by = self.layout.unsupported_reason, self.loop.executor.slowed_by
-        is_one_by_one = not self.layout.side_by_side
-        if is_one_by_one:
+        if not self.layout.side_by_side:
             slowed_by = {*slowed_by, f"sequences run one by one, not packed: {reason}"}
         return route_of(
-            "rows" if is_one_by_one else "engine",
-            str(reason) if is_one_by_one else self.layout.reason,
+            "engine" if self.layout.side_by_side else "rows",
+            self.layout.reason,
             [self._counters],
             slowed_by,
             is_packed=reason is None,
             prefills_shared=self._shares_prefills,
-            num_captured_steps=self._counts()["num_captured_steps"],
+            num_captured_steps=self.counts()["num_captured_steps"],
         )
 
     def _note_route(self) -> None:
         """`last_route` of the model tells of it."""
         if self.route is not None:
             note_route(self.model, self.route)
-
-    def stats(self) -> EngineStats:
-        """What the engine holds and has done."""
-        with self.lock:
-            memory, counts = self.memory.stats(), self._counts()
-            scheduler = self.loop.scheduler if self.loop is not None else None
-            return EngineStats(
-                num_blocks=self.config.num_blocks,
-                waste_percent=100 * memory.waste,
-                num_running=scheduler.num_running if scheduler else 0,
-                num_waiting=scheduler.num_waiting if scheduler else 0,
-                num_finished=self._num_finished,
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_prefix_hit_tokens=self._num_hit_tokens,
-                tokens_per_second=counts["num_generated_tokens"] / counts["seconds"] if counts["seconds"] else 0.0,
-                route=self.route,
-                **{name: getattr(memory, name) for name in _MEMORY},
-                **counts,
-            )
 
 
 def _config_text(model: PreTrainedModel) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,25 +58,27 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
         return StepLoop(Executor(model, memory, runner, scheduler, guard=None), memory, blocks, scheduler)
     blocks = memory.manager(cache.groups)
     blocks.prefix_caching = config.prefix_caching
-    cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
-    swapper = MeasuredSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
-    swapper.cost = cost
+    cost: CostModel | None = None
+    preempt: str | Callable[[Request], str] = config.preemption
+    swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
+    if preempt == "auto":
+        cost = CostModel(_copy_bandwidth(model.device))
+        swapper = measured = MeasuredSwapper(swapper.groups, blocks.flush_copies)
+        measured.cost, preempt = cost, measured.choose
     guard = WeightsGuard(model, memory, blocks)
-    preemption = Preemption(blocks, config.preemption if cost is None else swapper.choose, swapper, guard.vouch)
+    preemption = Preemption(blocks, preempt, swapper, guard.vouch)
     scheduler = Scheduler(preemption, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=max_num_seqs)
     executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
-    return StepLoop(executor, memory, blocks, scheduler, cost, swapper)
+    return StepLoop(executor, memory, blocks, scheduler, cost)
 
 
 class MeasuredSwapper(BlockSwapper):
-    """A swapper that counts what it does and tells the cost model, if there is one, how long it took."""
+    """A swapper that asks a cost model whether to swap, and tells it how long that took."""
 
-    cost: CostModel | None = None
-    num_swaps = 0
+    cost: CostModel
 
     def choose(self, request: Request) -> str:
         """`"recompute"` or `"swap"`, as the cost model has it."""
-        assert self.cost is not None
         num_tokens = sum(sequence.num_computed_tokens for sequence in request.open_sequences)
         return self.cost.choose(num_tokens, self.num_held_bytes(request))
 
@@ -90,8 +93,7 @@ class MeasuredSwapper(BlockSwapper):
     def swap_out(self, request: Any) -> bool:
         num_bytes, start = self.num_held_bytes(request), time.perf_counter()
         is_done = super().swap_out(request)
-        self.num_swaps += is_done
-        if is_done and self.cost is not None and num_bytes:
+        if is_done and num_bytes:
             self.cost.observe_swap(num_bytes, time.perf_counter() - start)
         return is_done
 

@@ -21,7 +21,7 @@ from .decoding.beam import BeamDecoding
 from .decoding.prepare import request_decoding
 from .execution.adapters import check_adapter
 from .request import Request, Sequence
-from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, Unread
+from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
 
 _MAX_PRIORITY = 2**31 - 1  # so that a priority times `AGING`, plus a count of arrivals, is exact as a float
 _SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
@@ -124,13 +124,7 @@ class RequestOptions:
 
 
 class RequestState(Generation):
-    """
-    A request of an engine, not queued yet. Raises the errors of `PagedEngine.add_request`.
-
-    Attributes:
-        limits (`list[MaxTimeCriteria]`): Of `max_time`, whose clock starts with the step that first runs the request.
-        outbox (`deque[RequestOutput]` or [`Unread`]): Where its outputs go.
-    """
+    """A request of an engine, which reports to `outbox`. Raises the errors of `PagedEngine.add_request`."""
 
     def __init__(
         self,
@@ -139,7 +133,7 @@ class RequestState(Generation):
         prompt: Prompt,
         generation_config: Any,
         options: RequestOptions,
-        outbox: deque[RequestOutput] | Unread,
+        outbox: deque[RequestOutput] | list[RequestOutput],
     ) -> None:
         if options.adapter is not None:
             check_adapter(model, options.adapter)
@@ -175,6 +169,7 @@ class RequestState(Generation):
         )
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.request_id, self.outbox = options.request_id, outbox
+        # of `max_time`, whose clock starts with the step that first runs the request
         self.limits = [c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in criteria]
         self._streamer, self._records_logprobs, self._tokenizer = options.streamer, options.return_logprobs, tokenizer
         self._text = None if tokenizer is None else TextTracker(tokenizer)
@@ -213,12 +208,6 @@ class RequestState(Generation):
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
         )
-
-    def put_prompt(self) -> None:
-        """The streamer gets the prompt, `(1, length)`."""
-        if self._streamer is not None:
-            with let_in(waiting=False):
-                self._streamer.put(self.decoding.input_ids.cpu())
 
     def end_streamer(self, reason: str | None) -> None:
         """After the end, once it is told. A decoding that ended by itself (`reason` is `None`) has done it."""

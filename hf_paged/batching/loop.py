@@ -42,7 +42,6 @@ class StepLoop:
     blocks: BlockManager  # whose tables the runner reads
     scheduler: Scheduler
     cost: CostModel | None = None  # is told how long prefills take
-    swapper: Any = None  # a `BlockSwapper` with `num_swaps`, the requests whose blocks went to host memory
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -53,18 +52,6 @@ class StepLoop:
         self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # of unfinished requests: what each sequence is
         self._split: list[Generation] = []  # that may have their logits already
         self._idle_steps = self._fruitless_steps = 0
-
-    @property
-    def num_swaps(self) -> int:
-        """Requests whose blocks went to host memory."""
-        return self.swapper.num_swaps if self.swapper is not None else 0
-
-    @property
-    def num_captured_steps(self) -> int:
-        """Forwards that were replays of a graph."""
-        return self.executor.runner.num_captured_steps
-
-    # -- generations come and go ----------------------------------------------------------------------------------
 
     def add(self, generation: Generation) -> None:
         """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
@@ -105,16 +92,11 @@ class StepLoop:
         """Whether no other open generation has rows of the request."""
         return all(other is generation or other.is_closed for other, _ in self._rows.get(request, ()))
 
-    # -- one step -------------------------------------------------------------------------------------------------
-
     def step(self, window: Window) -> None:
         """
         Schedules, computes and samples once, if what came of the last step has been told: `untold` is empty. Interrupts
         reach the forward and callers' own code: the step then never happened, or the request whose code it is ends.
-
-        Raises:
-            OutOfBlocksError: if others hold the blocks that every request needs to go on.
-            EngineStalledError: if several steps in a row did nothing.
+        Raises `OutOfBlocksError` if others hold the blocks that every request needs, and `EngineStalledError`.
         """
         if self.untold:
             return
@@ -124,7 +106,13 @@ class StepLoop:
             with self.executor.attention():
                 batch, logits = self._compute()
                 interrupt = self._sample(batch, logits)
-            self._check_progress(batch)
+            self._idle_steps = 0 if batch.items or self.untold else self._idle_steps + 1
+            self._fruitless_steps = 0 if self.untold or not batch.preempted else self._fruitless_steps + 1
+            if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
+                steps = max(self._idle_steps, self._fruitless_steps)
+                raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")
+            if not self.scheduler.has_unfinished:
+                self.executor.ahead.clear()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
             if interrupt is not None:
@@ -167,7 +155,6 @@ class StepLoop:
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
             for generation in failed:
                 self._fail(generation, error)
-            self.untold.extend(failed)
             return None
         num_tokens = sum(count for _, count in batch.items)
         if num_tokens > len(batch.items) and self.cost is not None:
@@ -196,27 +183,15 @@ class StepLoop:
                 else:
                     with self.memory.lock:
                         self._apply(generation, result)
-                self.untold.append(generation)
+                    self.untold.append(generation)
         except BaseException as cause:  # out of memory, say: how far those that are not settled came is not known
             answered = [sequence for sequence, _ in batch.items if not sequence.num_to_compute]
             lost = self._generations_of(answered) if ready is None else [generation for generation, _ in ready]
             for generation in lost:
                 if generation not in self.untold:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))
-                    self.untold.append(generation)
             raise
         return interrupt
-
-    def _check_progress(self, batch: StepPlan) -> None:
-        self._idle_steps = 0 if batch.items or self.untold else self._idle_steps + 1
-        self._fruitless_steps = 0 if self.untold or not batch.preempted else self._fruitless_steps + 1
-        if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
-            steps = max(self._idle_steps, self._fruitless_steps)
-            raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")
-        if not self.scheduler.has_unfinished:
-            self.executor.ahead.clear()
-
-    # -- logits to generations ------------------------------------------------------------------------------------
 
     def _deliver(self, batch: StepPlan, logits: Tensor | None) -> list[tuple[Generation, Tensor]]:
         """The generations all of whose open rows have their logits now, with those in the order of the rows."""
@@ -253,14 +228,22 @@ class StepLoop:
                 )
         return None
 
-    # -- tokens to sequences --------------------------------------------------------------------------------------
-
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
         """Gives the sequences their new tokens."""
         finished = set(sampled.finished)
         generation.new_tokens = {}
         if sampled.parents is not None:
-            self._permute(generation, sampled.parents, sampled.tokens, finished)
+            # beams change places; those of a prompt that has ended leave
+            for request in generation.requests:
+                if request.is_finished:
+                    continue
+                first = self._rows[request][0][1]
+                rows = range(first, first + len(self._rows[request]))
+                own = [sampled.parents[row] - first for row in rows]
+                request.permute(self.blocks, own, [sampled.tokens[row] for row in rows])
+                self.num_generated_tokens += len(rows)
+                if not generation.decoding.is_done and all(row in finished for row in rows):
+                    self._finish(request)
         else:
             for row in sampled.rows:
                 request, index = generation.rows[row]
@@ -271,19 +254,6 @@ class StepLoop:
                     self._end_row(generation, row)
         if generation.decoding.is_done:
             self._close(generation)
-
-    def _permute(self, generation: Generation, parents: list[int], tokens: list[int], finished: set[int]) -> None:
-        """Beams change places; those of a prompt that has ended leave."""
-        for request in generation.requests:
-            if request.is_finished:
-                continue
-            first = self._rows[request][0][1]
-            rows = range(first, first + len(self._rows[request]))
-            own = [parents[row] - first for row in rows]
-            request.permute(self.blocks, own, [tokens[row] for row in rows])
-            self.num_generated_tokens += len(rows)
-            if not generation.decoding.is_done and all(row in finished for row in rows):
-                self._finish(request)
 
     def _loosen(self, preempted: list[Request]) -> None:
         """Once blocks are short, rows that need not wait for one another no longer do."""
@@ -298,15 +268,14 @@ class StepLoop:
                             self._rows[of][index] = (part, 0)
                     self._split += generation.parts
 
-    # -- ends -----------------------------------------------------------------------------------------------------
-
     def _generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
         requests = dict.fromkeys(sequence.request for sequence in sequences)
         return list(dict.fromkeys(generation for request in requests for generation, _ in self._rows.get(request, ())))
 
     def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
-        """Ends it with an error. Returns an interrupt, which is the caller's to raise."""
+        """Ends it with an error, which is still to be told. Returns an interrupt, which is the caller's to raise."""
         self.drop(generation)
+        self.untold.append(generation)
         if isinstance(error, Exception):
             generation.error = error
             return None

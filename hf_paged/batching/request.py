@@ -117,8 +117,6 @@ class Request:
         """Whether, being preempted, it has nothing to compute until a sequence gets a token."""
         return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)
 
-    # -- what decodings do ----------------------------------------------------------------------------------------
-
     def fork(self, blocks: BlockManager, count: int) -> None:
         """Its one sequence becomes `count` sequences that share its blocks."""
         first = self.sequences[0]

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..model.registry import Route
 
-MAX_UNREAD = 1 << 14
-"""Outputs without a result that wait for a call of `step`: some megabytes."""
-
 
 @dataclass(frozen=True)
 class Timings:
-    """
-    Seconds since the request was added.
+    """Seconds since the request was added."""
 
-    Args:
-        queued (`float`, *optional*): Until it was first in a batch.
-        first_token (`float`, *optional*): Until its first new token.
-        total (`float`, *optional*): Until it finished.
-    """
-
-    queued: float | None = None
-    first_token: float | None = None
-    total: float | None = None
+    queued: float | None = None  # until it was first in a batch
+    first_token: float | None = None  # until its first new token
+    total: float | None = None  # until it finished
 
 
 @dataclass(frozen=True)
@@ -76,22 +64,18 @@ class RequestResult:
 
     @property
     def token_ids(self) -> list[int]:
-        """New tokens of the first sequence."""
         return self.sequences[0].token_ids if self.sequences else []
 
     @property
     def text(self) -> str | None:
-        """Text of the first sequence."""
         return self.sequences[0].text if self.sequences else None
 
     @property
     def finish_reason(self) -> str:
-        """How the first sequence ended."""
         return self.sequences[0].finish_reason if self.sequences else "error"
 
     @property
     def logprobs(self) -> list[tuple[float, float]] | None:
-        """Log-probabilities of the first sequence."""
         return self.sequences[0].logprobs if self.sequences else None
 
 
@@ -117,32 +101,6 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.result is not None
-
-
-class Unread:
-    """Outputs that wait for a call of `step`."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()  # so that they come out in order
-        self._results: deque[tuple[int, RequestOutput]] = deque()
-        self._others: deque[tuple[int, RequestOutput]] = deque()
-
-    def append(self, output: RequestOutput) -> None:
-        (self._results if output.finished else self._others).append((next(self._numbers), output))
-
-    def trim(self) -> None:
-        """Drops all but the last `MAX_UNREAD` of those without a result, in which their tokens are."""
-        while len(self._others) > MAX_UNREAD:
-            self._others.popleft()
-
-    def take(self) -> list[RequestOutput]:
-        taken = [output for _, output in sorted((*self._others, *self._results))]
-        self._others.clear()
-        self._results.clear()
-        return taken
-
-    def __len__(self) -> int:
-        return len(self._others) + len(self._results)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class RequestStream:
         self.window = Window()
         self.places: dict[str, int] = {}  # among the prompts, by request id
 
-    def _add_requests(self) -> None:
+    def _run(self) -> Iterator[RequestOutput]:
         for place, (prompt, config) in enumerate(self.prompts):
             try:
                 name = self.engine.add(self.tokenizer, prompt, config, self.options, self.outbox)
@@ -62,8 +62,6 @@ class RequestStream:
                     ids = prompt_ids(prompt, None)
                 self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))
             self.places[name] = place
-
-    def _outputs(self) -> Iterator[RequestOutput]:
         unfinished = set(self.places)
         while unfinished or self.outbox:
             while self.outbox:
@@ -78,8 +76,7 @@ class RequestStream:
     def stream(self) -> Generator[RequestOutput, None, None]:
         """All outputs; closing the generator cancels what is left."""
         try:
-            self._add_requests()
-            yield from self._outputs()
+            yield from self._run()
         finally:
             self.engine.close(self.outbox, self.window)
 
@@ -91,9 +88,8 @@ class RequestStream:
         shown = tqdm(unit="request", total=len(self.prompts)) if progress else contextlib.nullcontext()
         with shown as bar, held():
             try:
-                self._add_requests()
                 with let_in():
-                    for output in self._outputs():
+                    for output in self._run():
                         if output.result is not None:
                             results[self.places[output.request_id]] = output.result
                             if bar is not None:

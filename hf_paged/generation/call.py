@@ -265,7 +265,7 @@ class BatchCall:
         finally:
             loop.executor.leave(window)
             loop.drop(generation)
-            self.call.details["num_captured_steps"] = loop.num_captured_steps
+            self.call.details["num_captured_steps"] = loop.executor.runner.num_captured_steps
             self.call.slowed_by |= loop.executor.slowed_by
 
     def _generation(self) -> Generation:

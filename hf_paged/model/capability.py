@@ -64,8 +64,9 @@ class Layout(NamedTuple):
         """What a [`Route`] says of it."""
         if self.unsupported_reason is None:
             return "packed forwards under the engine's scheduler"
-        how = "side by side" if self.side_by_side else "one by one"
-        return f"rows {how} under the engine's scheduler, not packed: {self.unsupported_reason}"
+        if not self.side_by_side:
+            return self.unsupported_reason
+        return f"rows side by side under the engine's scheduler, not packed: {self.unsupported_reason}"
 
 
 ONE_BY_ONE = Layout(mixed_lengths=False, side_by_side=False, replays=True)

@@ -35,9 +35,10 @@ def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], ta
     """Writes rows of `width` from `ints[start]` on, those whose block ids are not the `known` ones."""
     for row, block_ids in enumerate(tables):
         if known[row] != block_ids:
-            known[row] = block_ids.copy()
+            known[row] = []  # an interrupt may come before all is written
             first = start + row * width
             ints[first : first + len(block_ids)] = array("i", block_ids)
+            known[row] = block_ids.copy()
 
 
 class TableRows:
@@ -57,11 +58,12 @@ class TableRows:
         rows, width = len(tables), max(map(len, tables), default=0)
         if rows > len(self._known) or width > self._width:
             rows_held = max(rows, len(self._known))
-            self._width = max(width + width // 2, self._width)  # block tables grow by one block at a time
-            self._known = [[] for _ in range(rows_held)]
-            self._buffer = array("i", bytes(4 * rows_held * self._width))
+            width = max(width + width // 2, self._width)  # block tables grow by one block at a time
+            buffer = array("i", bytes(4 * rows_held * width))
             # shares the buffer, which is never resized
-            self._tensor = torch.frombuffer(self._buffer, dtype=torch.int32).view(rows_held, self._width)
+            tensor = torch.frombuffer(buffer, dtype=torch.int32).view(rows_held, width)
+            known: list[list[int]] = [[] for _ in range(rows_held)]
+            self._known, self._width, self._buffer, self._tensor = known, width, buffer, tensor
         _write_changed(self._buffer, 0, self._width, self._known, tables)
         return self._tensor[:rows]
 

@@ -86,6 +86,7 @@ class Preemption:
     ) -> None:
         self.blocks, self.chunks = blocks, chunks
         self._preempt, self._swapper, self._vouch = preempt, swapper, vouch
+        self.num_swaps = 0  # requests whose blocks went to host memory
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
@@ -203,6 +204,7 @@ class Preemption:
             if how == "swap":
                 self.blocks.flush_copies()
                 if self._swapper.swap_out(request):
+                    self.num_swaps += 1
                     for sequence in rows:
                         sequence.blocks.capacity = 0  # what comes back is looked at before it is written to
                     return

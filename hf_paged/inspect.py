@@ -24,10 +24,10 @@ from transformers.utils import logging
 from .cache.groups import GroupSpec
 from .cache.storage import KVBlocks, free_bytes
 from .config import PagedConfig
-from .tools.models import Road, build, find_model, find_road, kernels, measure, stores_latents
+from .model.registry import Route
+from .tools.models import build, find_model, find_route, kernels, measure, stores_latents
 from .tools.pictures import format_bytes, group_label, require
 
-DEFAULT_LENGTH = 2048  # tokens
 ROADS = {
     "engine": "the engine",
     "hf_loop": "transformers' own loop",
@@ -58,7 +58,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """A model's paged memory on this machine, as `--json` prints it."""
+    """A model's paged memory on this machine."""
 
     model: str
     model_type: str
@@ -73,7 +73,12 @@ class Report:
     device: str
     groups: list[Group]
     fits: list[dict[str, int]]  # by their length in tokens, how many sequences fit beside the weights
-    road: Road
+    route: Route
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        road = {"name": self.route.road, "reason": self.route.reason, "in_place": self.route.in_place}
+        return {name: value for name, value in asdict(self).items() if name != "route"} | {"road": road}
 
 
 def examine(
@@ -98,10 +103,10 @@ def examine(
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     built = build(config, cls, dtype, "meta")
     stored, other_layers = measure(built, block_size)
-    road = find_road(built)
-    groups = [_group(built, spec, blocks, device if road.in_place else None) for spec, blocks in stored.items()]
+    route = find_route(built)
+    groups = [_group(built, spec, blocks, device if route.in_place else None) for spec, blocks in stored.items()]
     max_positions = getattr(text, "max_position_embeddings", None)
-    length = length or min(DEFAULT_LENGTH, max_positions or DEFAULT_LENGTH)
+    length = length or min(2048, max_positions or 2048)
     weight_bytes, free = built.get_memory_footprint(), free_bytes(device)
     left_bytes = max(0, free - weight_bytes)
     fits = []
@@ -124,7 +129,7 @@ def examine(
         device=str(device),
         groups=groups,
         fits=fits,
-        road=road,
+        route=route,
     )
 
 
@@ -161,17 +166,16 @@ def print_report(report: Report) -> None:
     console.print(f"[bold]{escape(report.model)}[/] ({escape(report.model_type)}), {report.dtype}, on {report.device}")
     console.print(f"{report.num_parameters:,} parameters, {weights} of weights")
     if groups:
-        rows = []
+        title = f"Keys and values, blocks of {groups[0].block_size} tokens"
+        table = _table(title, "layers", "each stores", "a token", "a block")
         for group in groups:
             counts = group.layers
             shapes = ", ".join(shape if len(counts) == 1 else f"{count} x {shape}" for shape, count in counts.items())
-            rows.append((f"{group.num_layers} with {group.name}", shapes, group.token_bytes, group.block_bytes))
+            num_bytes = format_bytes(group.token_bytes), format_bytes(group.block_bytes)
+            table.add_row(f"{group.num_layers} with {group.name}", shapes, *num_bytes)
         if len(groups) > 1:
-            rows.append(("all", "", report.token_bytes, sum(group.block_bytes for group in groups)))
-        title = f"Keys and values, blocks of {groups[0].block_size} tokens"
-        table = _table(title, "layers", "each stores", "a token", "a block")
-        for name, shapes, token_bytes, block_bytes in rows:
-            table.add_row(name, shapes, format_bytes(token_bytes), format_bytes(block_bytes))
+            block_bytes = sum(group.block_bytes for group in groups)
+            table.add_row("all", "", format_bytes(report.token_bytes), format_bytes(block_bytes))
         console.print(table)
     else:
         console.print("It keeps no keys and values in blocks.")
@@ -189,8 +193,8 @@ def print_report(report: Report) -> None:
         console.print(table)
     if any(group.kind == "cross" for group in groups):
         console.print("The encoder's output is taken to be as long as the sequence.")
-    console.print(f"[bold]Road[/] {ROADS[report.road.name]}: {escape(report.road.reason)}")
-    for group in groups if report.road.in_place else ():
+    console.print(f"[bold]Road[/] {ROADS[report.route.road]}: {escape(report.route.reason)}")
+    for group in groups if report.route.in_place else ():
         chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
         console.print(f"[bold]Kernels[/] {escape(group.name)}: {chosen}")
 
@@ -233,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
             require("rich")
         report = examine(**options)
         if as_json:
-            print(json.dumps(asdict(report), indent=2))
+            print(json.dumps(report.to_dict(), indent=2))
         else:
             print_report(report)
     except (ImportError, ValueError) as error:

@@ -49,8 +49,8 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
     path = saved_test_model(tmp_path, name)
     report = examine(path, block_size=models.BLOCK_SIZE, dtype=torch.float32, length=13 + 7)
     stats, route = generated(name)
-    assert report.road.name == route.road
-    assert report.road.in_place == route.in_place
+    assert report.route.road == route.road
+    assert report.route.in_place == route.in_place
     if not models.is_encoder_decoder(name):  # whose encoders' outputs have lengths of their own
         blocks = sum(group.num_blocks(13 + 7) for group in report.groups)
         assert blocks == stats.peak_blocks
@@ -86,29 +86,29 @@ def test_latents(tmp_path: Path) -> None:
     [group] = report.groups
     assert group.is_latent and group.layers == {"latent of 24, rotary key of 8": 3}
     assert group.token_bytes == 3 * (24 + 8) * 4
-    assert report.road.name == "engine" and report.road.in_place and "side by side" in report.road.reason
+    assert report.route.road == "engine" and report.route.in_place and "side by side" in report.route.reason
     assert group.name == "full attention" and list(group.kernels) == ["decode", "prefill chunk"]
 
 
 def test_encoder_decoders_have_cross_attention(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "t5"), dtype=torch.float32)
     assert [group.kind for group in report.groups] == ["self", "cross"]
-    assert report.road.name == "hf_loop" and "encoder" in report.road.reason
+    assert report.route.road == "hf_loop" and "encoder" in report.route.reason
 
 
 def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=128, hidden_size=32, state_size=8, num_hidden_layers=2)
     report = examine(saved(tmp_path, config), length=100)
     assert not report.groups and report.other_layers == {"LinearAttentionLayer": 2}
-    assert report.fits[0]["sequences"] == 0 and report.road.name == "engine"
+    assert report.fits[0]["sequences"] == 0 and report.route.road == "engine"
 
 
 @pytest.mark.parametrize("name", models.HYBRID)
 def test_rows_side_by_side(name: str, tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, name), block_size=models.BLOCK_SIZE, dtype=torch.float32)
     _, route = generated(name)
-    assert (report.road.name, report.road.in_place) == (route.road, route.in_place)
-    assert route.reason in report.road.reason
+    assert (report.route.road, report.route.in_place) == (route.road, route.in_place)
+    assert route.reason in report.route.reason
 
 
 def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_large_model_takes_no_memory_and_its_road_is_not_guessed(monkeypatch: 
     report = examine("LlamaConfig", dtype=torch.float16)
     assert report.num_parameters > 6e9 and report.weight_bytes >= 2 * report.num_parameters
     assert report.token_bytes == 32 * 2 * 32 * 128 * 2
-    assert report.road.name == "undecided" and "large" in report.road.reason
+    assert report.route.road == "undecided" and "large" in report.route.reason
 
 
 def test_a_model_with_fewer_layers_is_checked_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_model_with_fewer_layers_is_checked_instead(tmp_path: Path, monkeypatc
     size = examine(name, dtype=torch.float32).weight_bytes
     monkeypatch.setattr("hf_paged.tools.models.MAX_CHECK_BYTES", size // 2)
     report = examine(name, dtype=torch.float32)
-    assert report.road.name == "engine" and "fewer layers" in report.road.reason
+    assert report.route.road == "engine" and "fewer layers" in report.route.reason
 
 
 def test_dtype_is_the_configurations_unless_given(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""
-What is known of a model without its weights, from what a user names: its class, its layer groups, the road that
-`generate` takes with it and the kernels, each asked of the code that decides it in a call.
-"""
+"""What is known of a model without its weights: its class, its layer groups, the route of a call, the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import copy
 import difflib
 import os
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +33,7 @@ from ..cache.storage import KVBlocks
 from ..config import PagedConfig
 from ..generation.call import prepared
 from ..model.capability import Layout, first_line
+from ..model.registry import Route
 from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # of a model that is run on the CPU for its shapes
@@ -176,8 +173,7 @@ def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
         width = getattr(model.config, "d_model", None) or model.config.hidden_size
         encoded = torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device)
         inputs = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # which needs no count of the tokens of an expert
+    model.set_experts_implementation("batched_mm")  # which needs no count of the tokens of an expert
     with torch.no_grad():
         model(**inputs, past_key_values=cache, use_cache=True)
     return cache
@@ -200,31 +196,26 @@ def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.
     return found
 
 
-@dataclass(frozen=True)
-class Road:
-    """How a `generate` call with `cache_implementation="paged"` would go."""
-
-    name: str  # as in `Route`: "engine", "hf_loop" or "plain"; "undecided" between the first two
-    reason: str
-    in_place: bool  # whether attention can read the blocks where they are
-
-
-def find_road(model: PreTrainedModel) -> Road:
-    """The road of a model, which is on the meta device."""
+def find_route(model: PreTrainedModel) -> Route:
+    """
+    How a `generate` call with `cache_implementation="paged"` would go, asked of the code that decides it in a call, for
+    a model on the meta device: its road, or `"undecided"` between the engine and transformers' own loop; `in_place`:
+    attention can read the blocks where they are.
+    """
     built, reason = _built_caches(model)
     if not built:
-        return Road("plain", reason, False)
+        return Route("plain", reason)
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
     unsupported = "the model has an encoder"
     if len(built) == 1:
         checked = _check_forwards(model, built[0])
         if checked is None:
             reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
-            return Road("undecided", reason, in_place)
+            return Route("undecided", reason, in_place)
         layout, what = checked
         if layout.unsupported_reason is None or layout.side_by_side:
             padded = "" if layout.mixed_lengths else "; padded prompts under transformers' own loop"
-            return Road("engine", f"{layout.reason} ({what}){padded}", in_place)
+            return Route("engine", f"{layout.reason} ({what}){padded}", in_place)
         unsupported = layout.unsupported_reason
     if not any(cache.groups for cache in built):
         how = "nothing of its cache is in blocks"
@@ -233,7 +224,7 @@ def find_road(model: PreTrainedModel) -> Road:
     else:
         own = model_attention(model.config.get_text_config(decoder=True))
         how = f"its own {own} attention gets gathered keys and values"
-    return Road("hf_loop", f"{how}; not on the engine: {unsupported}", in_place)
+    return Route("hf_loop", f"{how}; not on the engine: {unsupported}", in_place)
 
 
 def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:

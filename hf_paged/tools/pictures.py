@@ -122,7 +122,7 @@ def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
     ax.legend(handles=handles, ncols=columns, fontsize=8.5, handlelength=1.1, columnspacing=1.0, **place)
 
 
-def plot_block_map(block_map: Mapping[Any, list[int]], title: str | None = None, ax: Any = None) -> Any:
+def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
     """
     Draws a square for each block, in the order of the block ids, layer group under layer group, and says how many hold
     a shared block, where there is room for that. A new figure does not belong to pyplot: a notebook shows it, a script
@@ -144,8 +144,7 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str | None = None,
     ticks: dict[float, int] = {}  # by their height in cells, the first block id of rows
     for key, states, cells in panels:
         if heading:
-            text = f"{group_label(key)}: {len(states):,} blocks"
-            ax.text(0, top + 0.85 * heading, text, fontsize=9, va="bottom")
+            ax.text(0, top + 0.85 * heading, f"{group_label(key)}: {len(states):,} blocks", fontsize=9, va="bottom")
             top += heading
         places = [divmod(place, columns) for place in range(len(cells))]
         squares = [[(x, top + y), (x + 1, top + y), (x + 1, top + y + 1), (x, top + y + 1)] for y, x in places]
@@ -170,8 +169,7 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str | None = None,
         ax.set_xlabel(f"block id: number at the row + number below the column{each}", fontsize=9)
     else:
         ax.text(columns / 2, 0.5, "no blocks yet", ha="center", va="center")
-    if title is not None:
-        ax.set_title(title, loc="left", fontsize=10, pad=44, parse_math=False)
+    ax.set_title(title, loc="left", fontsize=10, pad=44, parse_math=False)
     counts = count_kinds(state for states in groups.values() for state in states)
     patch = require("matplotlib.patches").Patch
     handles = [patch(color=kind.colour, label=f"{kind.label}: {count:,}") for kind, count in zip(KINDS, counts)]
@@ -219,9 +217,11 @@ def plot_intervals(
     ax.plot([span(each)[1] for each in ends], [rows[each.number] for each in ends], **mark)
     if ends:
         handles.append(lines.Line2D([], [], label="ended", **mark))
-    names = {rows[interval.number]: _shortened(str(interval.request_id)) for interval in intervals}
+    names = {rows[interval.number]: str(interval.request_id) for interval in intervals}
     ticks = sorted(names)[:: max(1, -(-len(rows) // 60))]
-    ax.set_yticks(ticks, [names[row] for row in ticks], fontsize=8, parse_math=False)
+    full = [names[row] for row in ticks]
+    short = [name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}" for name in full]
+    ax.set_yticks(ticks, short, fontsize=8, parse_math=False)
     ax.set_ylim(max(1, len(rows)) - 0.4, -0.6)
     ax.set_xlim(left=min((span(interval)[0] for interval in intervals), default=0))
     ax.set_xlabel("step" if unit == "steps" else "seconds", fontsize=9)
@@ -236,10 +236,6 @@ def plot_intervals(
         ax.set_ylabel(f"the last {len(rows)} of {len(numbers)} requests")
     _add_legend(ax, handles, columns=7)
     return ax.figure
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:

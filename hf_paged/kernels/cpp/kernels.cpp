@@ -94,11 +94,8 @@ struct Kernel {
         }
     }
 
-    template <class T> const T* key_tile(const Span& s, int64_t block) const {
-        return (const T*)c.key + block * c.key_strides[0] + s.head * c.key_strides[1];
-    }
-    template <class T> const T* value_tile(const Span& s, int64_t block) const {
-        return (const T*)c.value + block * c.value_strides[0] + s.head * c.value_strides[1];
+    template <class T> static const T* tile(const void* blocks, const int64_t* strides, int64_t block, int64_t head) {
+        return (const T*)blocks + block * strides[0] + head * strides[1];
     }
 
     // Blocks lie anywhere, so the processor does not see the next one coming. Inlined by force: GCC takes a function
@@ -108,8 +105,8 @@ struct Kernel {
         for (int64_t t = start, end = std::min(s.high, start + kTile); t < end;) {
             const int64_t block = table[t / c.block_size], offset = t % c.block_size;
             const int64_t count = std::min(c.block_size - offset, end - t);
-            const T* k = key_tile<T>(s, block) + offset * c.key_strides[2];
-            const T* v = value_tile<T>(s, block) + offset * c.value_strides[2];
+            const T* k = tile<T>(c.key, c.key_strides, block, s.head) + offset * c.key_strides[2];
+            const T* v = tile<T>(c.value, c.value_strides, block, s.head) + offset * c.value_strides[2];
             for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i);
             for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i);
             t += count;
@@ -139,7 +136,8 @@ struct Kernel {
             const int n = (int)std::min<int64_t>(kTile, s.high - start), whole = (n + kSub - 1) / kSub * kSub;
             for (int t = 0; t < n;) {
                 int64_t block = table[(start + t) / c.block_size], offset = (start + t) % c.block_size;
-                const T *k = key_tile<T>(s, block), *v = value_tile<T>(s, block);
+                const T* k = tile<T>(c.key, c.key_strides, block, s.head);
+                const T* v = tile<T>(c.value, c.value_strides, block, s.head);
                 for (; t < n && offset < c.block_size; ++t, ++offset)
                     keys[t] = k + offset * c.key_strides[2], values[t] = v + offset * c.value_strides[2];
             }
@@ -200,10 +198,7 @@ struct Kernel {
         std::fill(x, x + from, -kInf);
         std::fill(x + to, x + whole, -kInf);
         vf lanes = splat(top);
-        for (int t = 0; t < whole; t += kLanes) {
-            vf y = load<vf>(x + t);
-            lanes = larger(y, lanes);
-        }
+        for (int t = 0; t < whole; t += kLanes) lanes = larger(load<vf>(x + t), lanes);
         const float next = reduce(lanes, larger);
         alpha = 1.f;
         // Nothing but -inf so far would make -inf - -inf; a NaN score must go on to poison its own query.

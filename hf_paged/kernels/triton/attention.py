@@ -187,7 +187,7 @@ def cascade_attention(
     parts, parts_lse = prefill_attention(
         *tensors, cascade.prefixes, query_index=index, num_splits=num_splits, is_merged=False, **features
     )
-    merge(parts, parts_lse, out, tail=out, tail_lse=lse, index=index)
+    merge(parts, parts_lse, out, tail_lse=lse, index=index)
     return out
 
 

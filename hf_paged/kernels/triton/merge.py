@@ -12,9 +12,8 @@ from .attention_kernel import LN_2, LOG2_E
 
 @triton.jit(do_not_specialize=["parts"])
 def merge_kernel(
-    partials, partials_lse, row_items, tail, tail_lse, index, out, out_lse, parts,
+    partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts,
     partials_part, partials_token, partials_head, lse_part, lse_token,
-    tail_token, tail_head, tail_lse_token, out_token, out_head, out_lse_token,
     QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +30,9 @@ def merge_kernel(
         token = tl.load(index + position).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     real = head < HEADS
+    at = token * HEADS + head
     dim = tl.arange(0, VALUE_WIDTH)
+    target, inside = out + at[:, None] * VALUE_DIM + dim[None, :], real[:, None] & (dim < VALUE_DIM)[None, :]
     nothing = float("-inf")
 
     # First all logarithms, so that the loads of values do not wait for one another.
@@ -39,20 +40,19 @@ def merge_kernel(
     lse_rows = partials_lse + (first * lse_part + source * lse_token + head)[None, :]
     seen = tl.load(lse_rows + every * lse_part, mask=(every < parts) & real[None, :], other=nothing)
     top = tl.max(seen, axis=0)
-    if tail is not None:
-        own = tl.load(tail_lse + token * tail_lse_token + head, mask=real, other=nothing)
+    if tail_lse is not None:
+        own = tl.load(tail_lse + at, mask=real, other=nothing)
         top = tl.maximum(top, own)
     anchor = tl.where(top == nothing, 0.0, top)
     total = tl.sum(tl.exp2((seen - anchor[None, :]) * LOG2_E), axis=0)
 
     # A part that saw nothing has weight 0 and may hold anything.
     acc = tl.zeros([BLOCK_HEADS, VALUE_WIDTH], dtype=tl.float32)
-    if tail is not None:
+    if tail_lse is not None:
         weight = tl.exp2((own - anchor) * LOG2_E)
         total += weight
-        pointers = tail + (token * tail_token + head * tail_head)[:, None] + dim[None, :]
-        inside = (weight > 0.0)[:, None] & (dim < VALUE_DIM)[None, :]
-        acc += weight[:, None] * tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        own_values = tl.load(target, mask=inside & (weight > 0.0)[:, None], other=0.0)
+        acc += weight[:, None] * own_values.to(tl.float32)
     rows = partials + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
     for begin in range(0, parts, STEP):
         part = (begin + tl.arange(0, STEP)).to(tl.int64)[:, None]
@@ -62,15 +62,12 @@ def merge_kernel(
         values = tl.load(rows + part[:, :, None] * partials_part + dim[None, None, :], mask=mask, other=0.0)
         acc += tl.sum(weights * values.to(tl.float32), axis=0)
 
-    # `out` may be `tail`: every program reads before any writes.
-    tl.debug_barrier()
+    tl.debug_barrier()  # every thread reads `out` before any writes it
     divisor = tl.where(total > 0.0, total, 1.0)
-    target = out + token * out_token + head[:, None] * out_head + dim[None, :]
-    result = (acc / divisor[:, None]).to(out.dtype.element_ty)
-    tl.store(target, result, mask=real[:, None] & (dim < VALUE_DIM)[None, :])
+    tl.store(target, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
     if out_lse is not None:
         logarithm = tl.where(total > 0.0, anchor + tl.log2(divisor) * LN_2, nothing)
-        tl.store(out_lse + token * out_lse_token + head, logarithm, mask=real)
+        tl.store(out_lse + at, logarithm, mask=real)
 
 
 def merge(
@@ -78,7 +75,6 @@ def merge(
     partials_lse: Tensor,
     out: Tensor,
     *,
-    tail: Tensor | None = None,
     tail_lse: Tensor | None = None,
     index: Tensor | None = None,
     out_lse: Tensor | None = None,
@@ -93,10 +89,10 @@ def merge(
     Args:
         partials (`torch.Tensor` of shape `(parts, n, heads, value_dim)`): Attention of `n` queries over each part.
         partials_lse (`torch.Tensor` of shape `(parts, n, heads)`, float32): Log-sum-exp of the scores of each part.
-        out (`torch.Tensor` of shape `(num_tokens, heads, value_dim)`): Written; may be `tail`.
-        tail, tail_lse (`torch.Tensor`, *optional*): One more part, shaped as `out` and `out_lse`.
-        index (`torch.Tensor` of shape `(n,)`, integer, *optional*): Which token of `out` and `tail` each query is, each
-            at most once; `0 .. n - 1` without it. Other tokens stay as they are.
+        out (`torch.Tensor` of shape `(num_tokens, heads, value_dim)`, contiguous): Written.
+        tail_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32, *optional*): What `out` held is one more part.
+        index (`torch.Tensor` of shape `(n,)`, integer, *optional*): Which token of `out` each query is, each at most
+            once; `0 .. n - 1` without it. Other tokens stay as they are.
         out_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32, *optional*): Written too; may be `tail_lse`.
         row_items (`torch.Tensor` of shape `(rows, 2)`, int32, *optional*): For rows of `n` queries with parts of their
             own: the first part of each row, and how many, at most `most_parts`; rows with one part stay as they are.
@@ -111,10 +107,8 @@ def merge(
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
     with torch.accelerator.device_index(out.device.index):
         merge_kernel[(positions, triton.cdiv(heads, block_heads))](
-            partials, partials_lse, row_items, tail, tail_lse, index, out, out_lse, parts,
+            partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts,
             *partials.stride()[:3], *partials_lse.stride()[:2],
-            *((0, 0) if tail is None else tail.stride()[:2]), 0 if tail_lse is None else tail_lse.stride(0),
-            *out.stride()[:2], 0 if out_lse is None else out_lse.stride(0),
             QUERY_LEN=queries if row_items is not None else 1, HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
             BLOCK_HEADS=block_heads, BLOCK_PARTS=most, STEP=step,
         )  # fmt: skip

@@ -131,7 +131,7 @@ def test_merging_gives_the_weighted_mean_and_skips_what_saw_nothing(with_tail: b
         *device[:3],
         out_lse=device[3],
         index=device[4],
-        **(dict(tail=device[2], tail_lse=device[5]) if with_tail else {}),
+        tail_lse=device[5] if with_tail else None,
     )
     where = index.long() if index is not None else torch.arange(tokens)
     all_lse = torch.cat([lse, tail_lse[where][None]]) if with_tail else lse

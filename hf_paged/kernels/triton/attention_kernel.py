@@ -157,9 +157,7 @@ def _attend_tile(
         if VALUE_REST > 0:
             acc_rest = dot(weights, k_rest, acc_rest * shrink[:, None])
     else:
-        value_rows = key_rows
-        if not SAME_STRIDES:
-            value_rows = (block * value_block + offset * value_token)[:, None]
+        value_rows = key_rows if SAME_STRIDES else (block * value_block + offset * value_token)[:, None]
         d = tl.arange(0, VALUE_MAIN)[None, :]
         v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM)
         acc = dot(weights, v.to(q.dtype), acc * shrink[:, None])
@@ -236,9 +234,7 @@ def attention_kernel(
     is_row = m < query_len * GROUP
     head = (kv_head * GROUP + m % GROUP).to(tl.int64)  # a head may be as far from the next as all tokens are long
     packed = (first_query + m // GROUP).to(tl.int64)
-    token = packed
-    if query_index is not None:
-        token = tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
+    token = packed if query_index is None else tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
     q_rows = query + (token * query_token + head * query_head)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
     q = _load(q_rows + d, is_row[:, None], d < KEY_DIM, True, True).to(DOT_DTYPE)  # [BLOCK_M, KEY_MAIN]
@@ -249,9 +245,7 @@ def attention_kernel(
 
     # Some query of the tile sees keys in [low, high), all of them see those in [full_low, full_high).
     seq_len = tl.load(seq_lens + row)
-    low = 0
-    if starts is not None:
-        low = tl.load(starts + row)
+    low = 0 if starts is None else tl.load(starts + row)
     high, full_low, full_high = seq_len, low, seq_len
     context_len = seq_len - query_len
     position = context_len + m // GROUP
@@ -281,18 +275,14 @@ def attention_kernel(
         full_high = tl.minimum(full_high, high)
 
     # Scores count in units of `factor` powers of two; where nothing is added to them, the scale is part of it.
-    factor = LOG2_E
-    if FOLDED:
-        factor = scale * LOG2_E
+    factor = scale * LOG2_E if FOLDED else LOG2_E
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
         if part == 0:
             top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * (LOG2_E / factor)
             total = tl.where(top == float("-inf"), 0.0, 1.0)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
+    slopes = None if alibi_slopes is None else tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
     bias_rows = None
     if bias is not None:
         bias_at = row.to(tl.int64) * bias_row + packed * bias_token + head * bias_head

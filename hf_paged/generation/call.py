@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils import ModelOutput
@@ -25,7 +24,7 @@ from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.executor import Window
 from ..batching.factory import choose_layout, make_loop
-from ..batching.generation import Generation, KeptBlocks
+from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
 from ..cache.block_manager import UNCACHED
@@ -251,9 +250,13 @@ class BatchCall:
         `interrupts.held`.
         """
         loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.paddings))
-        generation, window = self._generation(), Window(is_call=True)
+        model, inputs, window = self.call.model, self.inputs, Window(is_call=True)
+        decoding: Decoding = BeamDecoding(model, inputs) if self.uses_beams else SampleDecoding(inputs, self.streamer)
+        # whether the prefix cache could save more time than it takes to see that the weights are what they were
+        keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
+        generation = self._generation(decoding, keeps_prefixes)
         try:
-            loop.executor.begin(check_weights=self._keeps_prefixes(generation.decoding), switch_attention=False)
+            loop.executor.begin(check_weights=keeps_prefixes, switch_attention=False)
             loop.add(generation)
             while not generation.is_done:
                 loop.step(window)
@@ -268,16 +271,11 @@ class BatchCall:
             self.call.details["num_captured_steps"] = loop.executor.runner.num_captured_steps
             self.call.slowed_by |= loop.executor.slowed_by
 
-    def _generation(self) -> Generation:
+    def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats = self.inputs, self.call.repeats
-        decoding: Decoding
-        if self.uses_beams:
-            decoding = BeamDecoding(self.call.model, inputs)
-        else:
-            decoding = SampleDecoding(inputs, self.streamer)
         # not the memory's config, which calls of other threads may replace meanwhile
         salt = PagedConfig.coerce(inputs.generation_config.cache_config).cache_salt
-        namespace = (None, salt) if self._keeps_prefixes(decoding) else UNCACHED
+        namespace = (None, salt) if keeps_prefixes else UNCACHED
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
             request = Request(
@@ -290,28 +288,16 @@ class BatchCall:
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 
-    def _keeps_prefixes(self, decoding: Decoding) -> bool:
-        """Whether the prefix cache could save more time than it takes to see that the weights are what they were."""
-        return len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
-
     def _result(self, loop: StepLoop, generation: Generation) -> Any:
         decoding, parts = generation.decoding, generation.parts
         if parts:
             decoding = decoding.join([part.decoding for part in parts])
         if not generation.keep_blocks:
             return decoding.result()
+        # the cache that is returned is as plain `generate` leaves it: rows that ended early get the keys and values of
+        # the padding that follows
         kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(len(self.paddings))]
-        self._fill_cache(loop, kept, decoding.input_ids)
-        return decoding.result(past_key_values=self.cache)
-
-    def _fill_cache(self, loop: StepLoop, kept: list[KeptBlocks], ids: Tensor) -> None:
-        """
-        The cache that is returned, as plain `generate` would leave it: rows that ended early get the keys and values
-        of the padding that follows, and the blocks go over to it. Raises `OutOfBlocksError`.
-
-        Args:
-            ids (`torch.Tensor` of shape `(rows, cached tokens + 1)`): All tokens.
-        """
+        ids = decoding.input_ids  # (rows, cached tokens + 1)
         length, late = ids.shape[1] - 1, []
         for row, (blocks, num_tokens) in enumerate(kept):
             sequence = Sequence(ids[row, self.paddings[row] :].tolist())
@@ -322,10 +308,14 @@ class BatchCall:
                 loop.executor.run_with(None, _step_towards(loop, late))
         with loop.memory.lock:
             self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), length)
+        return decoding.result(past_key_values=self.cache)
 
 
 def _step_towards(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-    """One step's part of what sequences have to compute up to their targets, in tokens; decodes come first."""
+    """
+    One step's part of what sequences have to compute up to their targets, in tokens; decodes come first. Raises
+    `OutOfBlocksError`.
+    """
     items, left = [], loop.scheduler.max_num_batched_tokens
     with loop.memory.lock:
         for sequence, target in targets:

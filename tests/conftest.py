@@ -57,6 +57,15 @@ def sigint() -> Iterator[None]:
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "the handler was not put back"
 
 
+@pytest.fixture
+def full_precision() -> Iterator[None]:
+    """Products of float32 matrices on a GPU are those of float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Every test starts from the same random state and leaves grad mode and default dtype as they were."""

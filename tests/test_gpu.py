@@ -10,7 +10,7 @@ import torch
 import hf_paged
 from tests.support import models
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -18,14 +18,6 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 4, "num_return_sequences": 2},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def full_precision() -> Any:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))

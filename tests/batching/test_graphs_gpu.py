@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,8 @@ JOBS: list[Any] = [
 
 
 @pytest.fixture(autouse=True)
-def full_precision() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+def logs_again(full_precision: None) -> None:
     decodes._log_once.cache_clear()
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def texts(model: Any, later: int = 0, **config: Any) -> tuple[list[list[int]], hf_paged.EngineStats]:

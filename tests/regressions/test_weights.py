@@ -19,6 +19,7 @@ import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.model import weights as weights_module
 from tests.support import models
+from tests.test_weights import data_add, layer_replaced, value_projection
 
 PROMPT = models.token_ids(1, 34)[0].tolist()
 OTHER = models.token_ids(1, 21, seed=9)[0].tolist()
@@ -62,14 +63,6 @@ def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------- kinds of changes
 
 
-def value_projection(model: PreTrainedModel) -> torch.Tensor:
-    return model.get_decoder().layers[0].self_attn.v_proj.weight
-
-
-def add_to_data(model: PreTrainedModel) -> None:
-    value_projection(model).data.add_(0.5)
-
-
 def one_element(model: PreTrainedModel) -> None:
     model.get_decoder().embed_tokens.weight.data[PROMPT[3], 7] = 9.0
 
@@ -90,16 +83,12 @@ def other_weights(model: PreTrainedModel) -> None:
     model.load_state_dict(models.build("llama", seed=5).state_dict(), assign=True)
 
 
-def other_layer(model: PreTrainedModel) -> None:
-    model.get_decoder().layers[1].mlp = models.build("llama", seed=5).get_decoder().layers[1].mlp
-
-
 def attention_of_another_model(model: PreTrainedModel) -> None:
     """Its config is another object, which names the attention that this layer uses."""
     model.get_decoder().layers[1] = models.build("llama", seed=5).get_decoder().layers[1]
 
 
-CHANGES = [add_to_data, one_element, fused_adamw, by_numpy, other_weights, other_layer, attention_of_another_model]
+CHANGES = [data_add, one_element, fused_adamw, by_numpy, other_weights, layer_replaced, attention_of_another_model]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -117,7 +106,7 @@ def test_item_06_a_change_while_a_request_is_unfinished(change: Callable[[PreTra
         finish(engine)
 
 
-@pytest.mark.parametrize("change", [add_to_data, one_element])
+@pytest.mark.parametrize("change", [data_add, one_element])
 def test_item_06_a_change_between_two_calls_of_generate(change: Callable[[PreTrainedModel], None]) -> None:
     """Fill, change, the same prompt, with nothing between; then with a call between that hits nothing."""
     model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
@@ -155,7 +144,7 @@ def test_item_06_what_was_filled_before_and_after_a_change_is_not_served() -> No
         engine.add_request(long, greedy(30))
         for _ in range(3):
             engine.step()
-        add_to_data(model)
+        data_add(model)
         finish(engine)
         expected = plain(model, long)
         (result,) = engine.generate([long], greedy())
@@ -282,7 +271,7 @@ def test_item_06_no_thread_takes_a_step_in_a_pause() -> None:
         thread = threading.Thread(target=lambda: found.extend(engine.generate([PROMPT], greedy())))
         thread.start()
         with engine.weights_update():
-            add_to_data(model)
+            data_add(model)
         thread.join(0.3)
         assert thread.is_alive() and engine.stats().num_steps == 0, "a pause goes on after one inside it"
         engine.resume()
@@ -297,7 +286,7 @@ def test_item_06_an_error_within_an_update_ends_the_pause() -> None:
         engine.add_request(PROMPT, greedy(20))
         engine.step()
         with pytest.raises(KeyError), engine.weights_update():
-            add_to_data(model)
+            data_add(model)
             raise KeyError("half done")
         finish(engine)
         expect(engine, model, HITS)

@@ -83,8 +83,7 @@ def decode_attention(
         (programs, items), query, key_blocks, value_blocks, step, out, lse, config, value_tiles,
         **features, **_bias_arguments(bias, heads, query_len, step), **parts, starts=step.on_device.starts,
         target=target, SPLIT=is_split, QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m,
-        M_TILES=programs // kv_heads,
-        VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, split_dim(key_dim), value_tiles),
+        M_TILES=programs // kv_heads, VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, value_tiles),
     )  # fmt: skip
     if is_split:
         most = triton.cdiv(target, programs)
@@ -223,14 +222,12 @@ def _launch(
         )  # fmt: skip
 
 
-def _is_prefix(
-    key_blocks: Tensor, value_blocks: Tensor, key_tiles: tuple[int, int], value_tiles: tuple[int, int]
-) -> bool:
+def _is_prefix(key_blocks: Tensor, value_blocks: Tensor, value_tiles: tuple[int, int]) -> bool:
     """Whether the values are the first elements of the keys, as latents are, so that one load serves both."""
     keys, values = ((x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks))
-    if keys != values or key_blocks.shape[3] < value_blocks.shape[3]:
-        return False
-    return value_tiles[0] == key_tiles[0] and value_tiles[1] in (0, key_tiles[1])
+    key_main, key_rest = split_dim(key_blocks.shape[3])
+    fits = value_tiles[0] == key_main and value_tiles[1] in (0, key_rest)
+    return keys == values and key_blocks.shape[3] >= value_blocks.shape[3] and fits
 
 
 def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:

@@ -195,8 +195,8 @@ def sdpa_on_handles(
     enable_gqa: bool = False,
 ) -> Tensor:
     """For handles: what a model calls whose config was not switched, as in a user's own decoding loop."""
-    plain = not (is_causal or dropout_p or (query.requires_grad and torch.is_grad_enabled())) and query.dim() == 4
-    if plain and isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
+    is_plain = not (is_causal or dropout_p or (query.requires_grad and torch.is_grad_enabled())) and query.dim() == 4
+    if is_plain and isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         output = _in_place(query, key.step, _pair(key, value), attn_mask, False, (factor, None, None, None))
         if output is not None:

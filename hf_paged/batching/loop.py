@@ -110,7 +110,8 @@ class StepLoop:
             self._fruitless_steps = 0 if self.untold or not batch.preempted else self._fruitless_steps + 1
             if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
                 steps = max(self._idle_steps, self._fruitless_steps)
-                raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {self.blocks!r}")
+                blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks can be had"
+                raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {blocks}")
             if not self.scheduler.has_unfinished:
                 self.executor.ahead.clear()
             self.num_steps += 1

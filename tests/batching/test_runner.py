@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_paged.attention.switch import switchable_configs, use_paged_attention
+from hf_paged.batching.execution import inputs
 from hf_paged.batching.execution.inputs import TableRows
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache.block_pool import BlockPool
@@ -193,6 +194,21 @@ def test_a_table_too_short_for_its_tokens_is_an_error() -> None:
     for first, end in ((0, 2 * SIZE + 1), (-1, 2)):
         with pytest.raises(ValueError, match="2 blocks of 8 tokens"):
             table.slots(first, end)
+
+
+def test_a_table_whose_write_was_interrupted_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    rows = TableRows()
+    rows.tensor([[1, 2], [5]])
+    for tables in ([[3, 4], [5]], [[1, 2], [6]], [list(range(99)), [5]]):
+        with monkeypatch.context() as patch:
+            patch.setattr(inputs, "array", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                rows.tensor(tables)
+        found = rows.tensor(tables)
+        assert [row[: len(table)].tolist() for row, table in zip(found, tables)] == tables
 
 
 def test_table_rows_follow_every_change() -> None:

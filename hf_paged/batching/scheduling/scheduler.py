@@ -147,8 +147,8 @@ class Scheduler:
                 manager = self.blocks
                 raise OutOfBlocksError(
                     f"nothing can be scheduled: {self._waiting[0]!r} is the first of {self.num_waiting} waiting "
-                    f"requests, {self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had; "
-                    f"{manager!r}. Others hold blocks: free their caches, or raise `num_blocks`"
+                    f"requests, {self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had. "
+                    "Others hold blocks: free their caches, or raise `num_blocks`"
                 )
             self._preempt(victim)
         return plan

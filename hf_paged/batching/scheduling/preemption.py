@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, BlockManager
@@ -67,26 +68,17 @@ class CostModel:
         return "swap" if 2 * num_bytes / self.bytes_per_second < num_tokens * per_token else "recompute"
 
 
+@dataclass(eq=False)
 class Preemption:
-    """
-    Takes and gives back blocks for all sequences of a request together, so that what they share stays shared.
+    """Takes and gives back blocks for all sequences of a request together, so that what they share stays shared."""
 
-    `preempt` is `"recompute"`, `"swap"` or what chooses between them; without a swapper everything is recomputed.
-    `vouch` tells whether blocks of before this window may be served (`BlockManager.needs_vouching`), else has dropped
-    them. With `chunks` a sequence may be computed in chunks, else as a whole, then token by token.
-    """
-
-    def __init__(
-        self,
-        blocks: BlockManager,
-        preempt: str | Callable[[Request], str] = "recompute",
-        swapper: BlockSwapper | None = None,
-        vouch: Callable[[], bool] | None = None,
-        chunks: bool = True,
-    ) -> None:
-        self.blocks, self.chunks = blocks, chunks
-        self._preempt, self._swapper, self._vouch = preempt, swapper, vouch
-        self.num_swaps = 0  # requests whose blocks went to host memory
+    blocks: BlockManager
+    preempt: str | Callable[[Request], str] = "recompute"  # or "swap", or what chooses between them
+    swapper: BlockSwapper | None = None  # without one, everything is recomputed
+    # whether blocks of before this window may be served (`BlockManager.needs_vouching`); if not, it has dropped them
+    vouch: Callable[[], bool] | None = None
+    chunks: bool = True  # whether a sequence may be computed in chunks; else as a whole, then token by token
+    num_swaps: int = 0  # requests whose blocks went to host memory
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
@@ -130,7 +122,7 @@ class Preemption:
         has_room = manager.has_room(needs, reserve)
         try:
             may_be_old = has_room and any(manager.needs_vouching(sequence.blocks) for sequence in request.sequences)
-            is_served = has_room and (not may_be_old or self._vouch is None or self._vouch())
+            is_served = has_room and (not may_be_old or self.vouch is None or self.vouch())
         except BaseException:
             self.forget(request)
             raise
@@ -142,15 +134,15 @@ class Preemption:
         return True
 
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
-        assert self._swapper is not None
+        assert self.swapper is not None
         manager = self.blocks
         # beside others, every row must be able to go on
         growth = [0 if is_alone else request.num_open_rows] * len(manager.groups)
-        if self._swapper.num_blocks(request) + sum(growth) + reserve > manager.num_free:
+        if self.swapper.num_blocks(request) + sum(growth) + reserve > manager.num_free:
             return False
         manager.flush_copies()  # the targets of queued copies may be handed out again
         try:
-            self._swapper.swap_in(request)
+            self.swapper.swap_in(request)
         except OutOfBlocksError:
             return False
         if manager.has_room(growth):
@@ -199,11 +191,11 @@ class Preemption:
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        if self._swapper is not None and all(sequence.blocks is not NO_BLOCKS for sequence in rows):
-            how = self._preempt if isinstance(self._preempt, str) else self._preempt(request)
+        if self.swapper is not None and all(sequence.blocks is not NO_BLOCKS for sequence in rows):
+            how = self.preempt if isinstance(self.preempt, str) else self.preempt(request)
             if how == "swap":
                 self.blocks.flush_copies()
-                if self._swapper.swap_out(request):
+                if self.swapper.swap_out(request):
                     self.num_swaps += 1
                     for sequence in rows:
                         sequence.blocks.capacity = 0  # what comes back is looked at before it is written to
@@ -212,8 +204,8 @@ class Preemption:
 
     def forget(self, request: Request) -> None:
         """Gives up what is held of a request, here and on the host: nothing counts as computed any more."""
-        if self._swapper is not None:
-            self._swapper.discard(request)
+        if self.swapper is not None:
+            self.swapper.discard(request)
         for sequence in request.sequences:
             self._free(sequence)
         request.num_shared_tokens = 0

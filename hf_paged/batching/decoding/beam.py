@@ -120,10 +120,7 @@ class BeamDecoding(Decoding):
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
-        """
-        The best `beams_to_keep` continuations of every prompt, or as many drawn. As `_get_top_k_continuations` of
-        transformers, which draws from the global random numbers alone.
-        """
+        """As transformers' `_get_top_k_continuations`, which draws from the global random numbers alone."""
         logits = self._of_all_rows(logits)
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
         log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)

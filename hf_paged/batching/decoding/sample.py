@@ -113,10 +113,7 @@ class SampleDecoding(Decoding):
 
     @property
     def batch_key(self) -> Hashable | None:
-        """
-        Single rows of equal keys are sampled as one batch in the next step: their processors can run as one, and are
-        all that acts on the next token. `None`: this one is a batch of its own.
-        """
+        """Single rows of equal keys are sampled as one batch in the next step; `None`: this one is its own batch."""
         own = self.batchable
         if own is None or (own.bound and any(acts(processor, self.length) for acts, processor in own.bound)):
             return None
@@ -144,10 +141,7 @@ class SampleDecoding(Decoding):
         return pick(raw, rows), pick(scores, rows)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """
-        A token for each row of `(open rows, vocab)` probabilities, drawn over all rows as transformers does; rows that
-        ended take part with any probabilities at all.
-        """
+        """A token for each row of `(open rows, vocab)` probabilities, drawn over all rows as transformers does."""
         device, rows = probs.device, self.open_rows
         if len(rows) < self.num_rows:
             every = torch.ones((self.num_rows, probs.shape[-1]), device=device)

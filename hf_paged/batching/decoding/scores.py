@@ -167,10 +167,7 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def invert(probs: Tensor) -> Tensor:
-    """
-    Draws an index of each row of `(rows, vocab)` probabilities by inverting the distribution function: a chunk of the
-    vocabulary, then an index in it. Takes two of torch's global random numbers a row.
-    """
+    """Draws an index of each row of `(rows, vocab)` probabilities: a chunk of the vocabulary, then an index in it."""
     probs = torch.nn.functional.pad(probs, (0, -probs.shape[1] % CHUNK))
     chunks = probs.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
     first = _invert_cumulated(chunks.sum(dim=-1).double().cumsum(dim=-1))  # [rows]

@@ -310,6 +310,13 @@ class BlockManager:
         for name in self.index.namespaces if namespace is ALL_NAMESPACES else [namespace]:
             self.index.clear(name)
 
+    def __repr__(self) -> str:
+        counts = ", ".join(
+            f"{pool.num_free} free + {pool.num_cached} cached + {pool.num_used} used"
+            for pool in (group.pool for group in self.groups)
+        )
+        return f"BlockManager({len(self._alive)} sequences; blocks: {counts})"
+
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:

@@ -102,7 +102,7 @@ def merge(
     if positions * heads == 0:
         return
     most, width = triton.next_power_of_2(most_parts or parts), triton.next_power_of_2(value_dim)
-    step = min(most, 8)
+    step = min(most, 8, max(2, 2048 // width))  # of parts; more would spill registers
     # Two at least: Triton vectorises no loads of a tile with a dimension of one.
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
     with torch.accelerator.device_index(out.device.index):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import SHAPES, Shape
-from hf_paged.attention.call import AttentionCall
+from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.step import StepMetadata
 

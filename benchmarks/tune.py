@@ -21,7 +21,7 @@ import torch
 from benchmarks.machine import facts
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
-from hf_paged.attention.call import AttentionCall
+from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig

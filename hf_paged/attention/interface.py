@@ -14,7 +14,7 @@ from ..cache.handles import LazyTensor, PagedTensor, implements
 from ..cache.storage import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
-from .call import AttentionCall
+from .backends.reference import AttentionCall
 from .latent import LatentTensor
 from .masks import PagedMask, in_table_coordinates, mask_observer, packed_step, rectangle_step
 
@@ -51,19 +51,11 @@ def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """
-    The attention interface for `"hf_paged"`.
-
-    Args:
-        module (`nn.Module`): The attention layer.
-        query (`torch.Tensor` of shape `(batch, heads, query_len, key_dim)`): Any float dtype.
-        key, value (`torch.Tensor` of shape `(batch, kv_heads, kv_len, dim)`): Handles of a [`PagedCache`], which are
-            read in place where that gives what the model's own implementation would; that takes ordinary tensors.
-        attention_mask (`torch.Tensor`, *optional*): A [`PagedMask`] or what the own implementation takes.
-        kwargs: What the own implementation takes (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
-
-    Returns:
-        `(batch, query_len, heads, value_dim)` in the query's dtype, under autocast in autocast's, and attention weights
-        where the own implementation gives them.
+    The attention interface for `"hf_paged"`: `(batch, heads, query_len, key_dim)` queries to `(batch, query_len, heads,
+    value_dim)`, under autocast in its dtype, and attention weights where the model's own implementation gives them.
+    Keys and values that are handles of a [`PagedCache`] are read in place where that gives what the own one would; else
+    it is called, with ordinary tensors. `attention_mask`: a [`PagedMask`] or what the own one takes, as `kwargs` are
+    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
     """
     if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer its time
         return _untraced(module, query, key, value, attention_mask, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -85,31 +86,24 @@ class PagedMask(LazyTensor):
 
     def dense(self) -> Tensor:
         """The numbers, in the dense format of the model's own implementation."""
-        if "dense" not in self._made:
-            arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if self.model_attention == "eager" else "sdpa"]
-            self._made["dense"] = make(**arguments).expand(self.shape)
-        found: Tensor = self._made["dense"]
-        return found
+        return self._dense
 
+    @functools.cached_property
+    def _dense(self) -> Tensor:
+        arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if self.model_attention == "eager" else "sdpa"]
+        return make(**arguments).expand(self.shape)
+
+    @functools.cached_property
     def visible_columns(self) -> Columns | None:
         """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it leaves holes."""
-        if "columns" not in self._made:
-            arguments = self.arguments
-            end = arguments["kv_length"] + arguments.get("kv_offset", 0)
-            self._made["columns"] = padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
-        found: Columns | None = self._made["columns"]
-        return found
+        end = self.arguments["kv_length"] + self.arguments.get("kv_offset", 0)
+        return padding_columns(self.arguments.get("attention_mask"), self.arguments["batch_size"], end)
 
 
 def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int) -> Columns | None:
-    """
-    The range of ones in each row of a 2D mask, or `None` if a row is not zeros, ones, zeros.
-
-    Args:
-        attention_mask (`torch.Tensor` of shape `(batch, mask_length)`, *optional*): Nonzero where a key may be seen.
-        length (`int`): Key positions; the mask counts as zero past its end and is cut there.
-    """
+    """The range of ones among the first `length` columns of each row of a `(batch, any)` mask, which counts as zero
+    past its end; `None` if a row is not zeros, ones, zeros."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].to(torch.uint8).bool().cpu()
@@ -137,7 +131,7 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
         raise NotPackable("the attention mask is more than causal with a window")
     if sizes != [1, step.num_tokens, step.num_tokens, 0, 0]:
         raise NotPackable(f"the attention mask was made for other sizes than 1 x {step.num_tokens} tokens: {sizes}")
-    if mask.visible_columns() != ((0,), (step.num_tokens,)):
+    if mask.visible_columns != ((0,), (step.num_tokens,)):
         raise NotPackable("the attention mask hides tokens")
     if step.window is not None and (pattern.window is None or pattern.window > step.window):
         raise NotPackable(f"the mask's window is {pattern.window}, but the cache keeps {step.window} tokens")
@@ -171,7 +165,7 @@ def rectangle_step(
         return None
     if pattern.causal and arguments.get("q_offset", 0) != columns.stop - query_len:
         return None
-    visible = mask.visible_columns()
+    visible = mask.visible_columns
     if visible is None or (pattern.chunk is not None and query_len > 1):
         return None
     if pattern.causal and any(end < columns.stop for end in visible[1]):

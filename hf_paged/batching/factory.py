@@ -55,7 +55,9 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
             max_num_seqs=max_num_seqs,
             replays=layout.replays,
         )
-        return StepLoop(Executor(model, memory, runner, scheduler, guard=None), memory, blocks, scheduler)
+        return StepLoop(
+            Executor(model, memory, runner, scheduler, WeightsGuard(model, memory, blocks)), memory, blocks, scheduler
+        )
     blocks = memory.manager(cache.groups)
     blocks.prefix_caching = config.prefix_caching
     cost: CostModel | None = None

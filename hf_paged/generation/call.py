@@ -143,7 +143,7 @@ class Call:
         config = self.model.config.get_text_config(decoder=True)
         if getattr(config, "cross_attention_layers", None):  # what those hold is not the text that is padded
             return
-        columns = mask.visible_columns()
+        columns = mask.visible_columns
         if columns is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
             return
         for cache in self.built:

@@ -23,7 +23,7 @@ class WeightsGuard:
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model, self._memory, self._blocks = model, memory, blocks
-        self._is_on = False
+        self._is_on, self._can_cache = False, blocks.prefix_caching  # which is off for good if the blocks begin so
         self._autocast: torch.dtype | None = None
         self._watched: ModelState | None = None
         self.num_changes = 0  # how often the model was found to be another than before
@@ -37,7 +37,7 @@ class WeightsGuard:
         """Work begins, with nothing in flight; its forwards compute in `autocast`, if that is not the model's own."""
         self._is_on, self._autocast, self._watched = is_on, autocast, None
         if is_on:
-            self._blocks.prefix_caching = self._memory.config.prefix_caching
+            self._blocks.prefix_caching = self._can_cache
 
     def rest(self) -> None:
         """Nothing is in flight any more."""
@@ -57,9 +57,7 @@ class WeightsGuard:
         return self._blocks.is_vouched_for or self._compare()
 
     def settle(self, is_call: bool) -> None:
-        """What this window, one step or a whole call, has computed gets its fingerprint: in a call before its end."""
-        if not self.is_on:
-            return
+        """Where it is on, what this window, a step or a call before its end, has computed gets its fingerprint."""
         try:
             is_needed = is_call or self._watched is None
             if self._memory.fingerprint is None or (is_needed and not self._blocks.is_vouched_for):

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import compat
 from ..attention import backends
-from ..attention.call import AttentionCall
+from ..attention.backends.reference import AttentionCall
 from ..attention.latent import can_absorb
 from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
 from ..batching.factory import choose_layout, empty_cache

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather, reference
-from hf_paged.attention.call import AttentionCall
+from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.store import Store

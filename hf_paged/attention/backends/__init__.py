@@ -16,8 +16,8 @@ from ...cache.memory import autocast_dtype
 from ...kernels import cpp as kernels_cpp
 from ...kernels import forced, uses_triton
 from ...step import NotCapturable, StepMetadata
-from ..call import AttentionCall
 from . import cpp, gather, reference, triton
+from .reference import AttentionCall
 
 # Each has an `attend` with arguments and result of `reference.attend`.
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "gather": gather, "cpp": cpp, "triton": triton}

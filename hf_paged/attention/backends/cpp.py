@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpp.attention import DTYPES, MAX_QUERIES, Attention
-from ..call import AttentionCall
 from . import gather
+from .reference import AttentionCall
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...step import StepMetadata
-from ..call import AttentionCall
+from .reference import AttentionCall
 
 PACK_QUERIES = 64
 """Queries of a row below which the query heads of a group are packed beside the queries (M = group * query_len). From

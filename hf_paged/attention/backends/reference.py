@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
+from ...cache.storage import KVBlocks
+from ...step import StepMetadata
+
+
+class AttentionCall(NamedTuple):
+    """One layer's attention: what every backend takes. Tokens of all rows lie side by side, row after row."""
+
+    query: Tensor  # (T, heads, head_dim); head h reads K/V head h // (heads // kv_heads)
+    blocks: KVBlocks  # keys and values of the layer
+    step: StepMetadata
+    scale: float  # factor on q @ k
+    softcap: float | None = None  # scores become tanh(scores / softcap) * softcap before bias and mask
+    sinks: Tensor | None = None  # (heads,): one more logit per head that takes probability and adds no value
+    bias: Tensor | None = None
+    """Broadcasts to `(n, heads, query_len, >= max seq_len)`, for rows with equally many queries: added to the scores,
+    its last axis in table coordinates of each row; may hold `-inf`."""
+    fresh: tuple[Tensor, Tensor] | None = None
+    """Keys and values `(T, kv_heads, dim)` of the step's own tokens, where they are at hand."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is softmax(q k scale) v under the step's mask and nothing else."""
+        return self.softcap is None and self.sinks is None and self.bias is None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Queries, keys, values, and sinks and bias where there are any."""
+        optional = [tensor for tensor in (self.sinks, self.bias) if tensor is not None]
+        return self.query, self.blocks.keys, self.blocks.values, *optional
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a gradient is wanted."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
+    def of_heads(self, heads: slice, query: Tensor, bias: Tensor | None) -> AttentionCall:
+        """The call of some query heads, whose queries and bias these are."""
+        return self._replace(query=query, bias=bias, sinks=None if self.sinks is None else self.sinks[heads])
+
+    def by_groups(self) -> list[AttentionCall]:
+        """The call as one a group of rows with equally many queries, in order."""
+        groups = self.step.row_groups()
+        if len(groups) == 1:
+            return [self]
+        calls = [self._replace(query=self.query[tokens], step=step) for tokens, step in groups]
+        if self.fresh is None:
+            return calls
+        keys, values = self.fresh
+        return [call._replace(fresh=(keys[at], values[at])) for call, (at, _) in zip(calls, groups)]
 
 
 def attend(call: AttentionCall) -> Tensor:
     """
     Attention of each row's queries over the K/V that its block table names (PagedAttention, arXiv 2309.06180,
-    sec. 4.1), computed in float32 (float64 for float64 inputs).
-
-    A slot that no query of its row sees is never read into the sum, whatever it holds; a query that sees nothing
-    returns zeros.
-
-    Returns:
-        `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype.
+    sec. 4.1), summed in float32 (float64 for float64 inputs): `(T, heads, value_dim)`, contiguous, in the query's
+    dtype. A slot that no query of its row sees is never read, whatever it holds; a query that sees nothing gets zeros.
     """
     step, bias, keys, values = call.step, call.bias, call.blocks.keys, call.blocks.values
     heads, kv_heads = call.query.shape[1], keys.shape[1]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.triton.cascade import Cascade, find_cascade
+from ...kernels.triton import cascade
 from ...kernels.triton.limits import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES
 from ...step import StepMetadata
-from ..call import AttentionCall
+from .reference import AttentionCall
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -78,17 +78,9 @@ def _attend_rows(call: AttentionCall, query: Tensor, step: StepMetadata) -> Tens
     keys, values = call.blocks.keys, call.blocks.values
     features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
     if step.block_ids and _prefill_reason(call) is None:
-        known = step.plan(_no_cascades)
-        layout = (query.shape[1], *keys.shape[1:], values.shape[3], query.dtype, keys.dtype)
-        if layout not in known:
-            known[layout] = find_cascade(query, keys, values, step)
-        found = known[layout]
+        found = step.plan(cascade.find_cascade, cascade.default_costs(query, keys, values))
         if found is not None:
             shared: Tensor = attention.cascade_attention(query, keys, values, found, **features)
             return shared
     out: Tensor = attention.decode_attention(query, keys, values, step, bias=call.bias, **features)
     return out
-
-
-def _no_cascades(step: StepMetadata) -> dict[tuple[object, ...], Cascade | None]:
-    return {}

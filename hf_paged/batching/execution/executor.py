@@ -167,15 +167,10 @@ class RunAhead:
 
 
 class Executor:
-    """Runs the model under its `step_lock`. Without a `guard` no blocks are cached."""
+    """Runs the model under its `step_lock`."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        memory: PagedMemory,
-        runner: Runner,
-        scheduler: Scheduler,
-        guard: WeightsGuard | None,
+        self, model: PreTrainedModel, memory: PagedMemory, runner: Runner, scheduler: Scheduler, guard: WeightsGuard
     ) -> None:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
@@ -194,8 +189,7 @@ class Executor:
         self._autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
         self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
         self._checks_weights, self._switches_attention = check_weights, switch_attention
-        if self.guard is not None:
-            self.guard.begin(check_weights, self._autocast)
+        self.guard.begin(check_weights, self._autocast)
         self._forget_model()
 
     def open(self, window: Window) -> None:
@@ -205,34 +199,31 @@ class Executor:
         """
         if not window.is_open:
             with self.lock:
-                if self.guard is not None:
-                    self.guard.open()
+                self.guard.open()
                 self.notice_model()
             window.is_open = True
 
     def settle(self, window: Window) -> None:
         """Before other code runs, in a call after the first token: what was computed gets its weights' fingerprint."""
-        if self.guard is not None and not window.is_settled:
+        if self.guard.is_on and not window.is_settled:
             with self.lock:
                 self.guard.settle(window.is_call)
         window.is_settled = True
 
     def leave(self, window: Window) -> None:
         """The window ends, after a failure perhaps: what it computed without `settle` is not served."""
-        if self.guard is not None and window.is_open and not window.is_settled:
+        if window.is_open and not window.is_settled:
             self.guard.abandon()
 
     def rest(self) -> None:
         """Nothing is in flight any more."""
         self.ahead.clear()
         self.runner.rest()
-        if self.guard is not None:
-            self.guard.rest()
+        self.guard.rest()
 
     def change_weights(self) -> None:
         """Between steps: the weights are others from here on, and nothing that is cached is served any more."""
-        if self.guard is not None:
-            self.guard.change()
+        self.guard.change()
         self._forget_model()
 
     def _forget_model(self) -> None:
@@ -243,10 +234,9 @@ class Executor:
 
     def notice_model(self) -> None:
         """After a look at the model: if it is another, what was recorded or launched ahead of it goes."""
-        num_changes = 0 if self.guard is None else self.guard.num_changes
-        if num_changes != self._num_changes:
+        if self.guard.num_changes != self._num_changes:
             self._forget_model()
-            self._num_changes = num_changes
+            self._num_changes = self.guard.num_changes
             if self._checks_weights and self.runner.can_capture:
                 self.runner.begin(read_state(self.model))
 

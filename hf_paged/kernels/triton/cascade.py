@@ -79,16 +79,13 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
     )
 
 
-def find_cascade(
-    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, step: StepMetadata, costs: CascadeCosts | None = None
-) -> Cascade | None:
+def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
     """The cascade that pays off for a step of decodes with `block_ids`, or `None`. Rows whose window ends within them
     share nothing."""
     if not step.block_ids or any(step.starts):
         return None
     window = step.window
     seq_lens = [length if window is None or length <= window else 0 for length in step.seq_lens]
-    costs = costs or default_costs(query, key_blocks, value_blocks)
     groups = plan_cascade(step.block_ids, seq_lens, step.block_size, costs)
     return Cascade.make(groups, step) if groups else None
 

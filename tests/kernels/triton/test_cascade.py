@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_paged.attention.backends import reference
-from hf_paged.attention.call import AttentionCall
+from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels.triton.cascade import CascadeCosts, SharedPrefix
 from hf_paged.step import StepMetadata
@@ -66,7 +66,7 @@ def test_shared_prefixes_give_what_plain_decode_gives(dtype: torch.dtype, sinks:
     query, keys, values, step = build(ROWS, dtype)
     features: dict[str, Any] = dict(scale=SCALE, softcap=4.0 if sinks else None)
     features["sinks"] = torch.randn(6).to(dtype).to(DEVICE) if sinks else None
-    plan = cascade.find_cascade(query, keys, values, step, FREE)
+    plan = cascade.find_cascade(step, FREE)
     assert plan is not None
     assert plan.query_index.tolist() == [0, 2, 5, 1, 4] and plan.prefixes.seq_lens == (24, 40)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_rows_whose_window_ends_within_them_share_nothing() -> None:
 
     for window, members in ((60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)):
         query, keys, values, step = build(ROWS, torch.float32, window)
-        plan = cascade.find_cascade(query, keys, values, step, FREE)
+        plan = cascade.find_cascade(step, FREE)
         if members is None:
             assert plan is None
             continue
@@ -97,7 +97,7 @@ def test_short_prefixes_are_not_worth_two_more_launches() -> None:
     from hf_paged.kernels.triton import cascade
 
     query, keys, values, step = build(ROWS, torch.float32)
-    assert cascade.find_cascade(query, keys, values, step) is None
+    assert cascade.find_cascade(step, cascade.default_costs(query, keys, values)) is None
 
 
 def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:

@@ -107,7 +107,7 @@ def test_cascade_of_long_prompts(splits: int | None, dtype: torch.dtype) -> None
 
     rows = [("a", 60, 5), ("b", 35, 1), ("a", 60, 170), ("", 0, 30), ("b", 35, 9), *[("a", 60, 3)] * 12]
     query, keys, values, step = cascades.build(rows, dtype, heads=8, num_blocks=200)
-    plan = cascade.find_cascade(query, keys, values, step, cascades.FREE)
+    plan = cascade.find_cascade(step, cascades.FREE)
     assert plan is not None
     with torch.no_grad():
         output = attention.cascade_attention(query, keys, values, plan, scale=0.3, num_splits=splits)

@@ -15,9 +15,8 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
-from hf_paged.batching.execution.graphs import capture, decodes
-from hf_paged.batching.execution.graphs.capture import NothingUnrecorded
-from hf_paged.batching.execution.graphs.decodes import DecodeGraphs, Key, bucket
+from hf_paged.batching.execution import graphs as recording
+from hf_paged.batching.execution.graphs import DecodeGraphs, Key, NothingUnrecorded, bucket
 from hf_paged.kernels import cpp
 from hf_paged.model.state import read_state
 from hf_paged.step import NotCapturable
@@ -66,7 +65,7 @@ def test_buckets() -> None:
     assert sizes[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert sorted(set(sizes[:128])) == [1, 2, 4, *range(8, 129, 8)]
     assert all(n <= size and size - n < max(8, n / 8) for n, size in enumerate(sizes, 1))
-    assert len(set(sizes[:256])) == 27 <= decodes.MAX_GRAPHS
+    assert len(set(sizes[:256])) == 27 <= recording.MAX_GRAPHS
 
 
 # ----------------------------------------------------------------------------------------------------------- parity
@@ -196,14 +195,14 @@ def test_a_larger_graph_serves_until_there_is_one_of_the_size(
     bench.run([row.take(SIZE + 1) for row in rows])
     for _ in range(2):
         bench.decode(*rows)
-    monkeypatch.setattr(decodes, "MIN_USES", 3)
+    monkeypatch.setattr(recording, "MIN_USES", 3)
     for number in range(5):
         assert_close(bench.decode(*rows[:2]), [bench.plain(row) for row in rows[:2]])
         assert [graph.num_replays for graph in graphs.graphs] == ([1 + number + 1] if number < 3 else [4, number - 2])
 
 
 def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(recording, "MAX_GRAPHS", 2)
     bench = CapturedBench(models.get("llama"), graphs)
     rows = [Row(tokens(40, seed), bench) for seed in range(4)]
     bench.run([row.take(SIZE + 1) for row in rows])
@@ -231,7 +230,7 @@ def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
 
 
 def test_tables_start_wide_enough_for_short_texts(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "MIN_TABLE_TOKENS", 128)
+    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 128)
     bench = CapturedBench(models.get("llama"), graphs)
     row = Row(tokens(80, 0), bench)
     bench.run([row.take(2)])
@@ -384,7 +383,7 @@ def test_a_cascade_that_pays_more_than_launches_cost_is_eager(
     for _ in range(3):
         bench.decode(*rows)
     assert graphs.num_replays == 2
-    monkeypatch.setattr(decodes, "EAGER_LAYER_BYTES", 0)
+    monkeypatch.setattr(recording, "EAGER_LAYER_BYTES", 0)
     bench.memory.graphs._costs = None
     assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
     assert graphs.num_replays == 2
@@ -553,7 +552,7 @@ def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *args, name=name: done.append((name, args)), raising=False)
-    backend = object.__new__(capture.CudaGraphs)
+    backend = object.__new__(recording.CudaGraphs)
     backend._device, backend._pool = torch.device("cuda", 1), (0, 7)
 
     def run() -> None:
@@ -561,7 +560,7 @@ def test_what_a_broken_capture_left_undone_is_done(ends: bool, monkeypatch: pyte
 
     with pytest.raises(RuntimeError) as error:
         backend._record(_BrokenGraph(ends), run)  # type: ignore[arg-type]
-    assert decodes._reason(error.value) == "on purpose"
+    assert recording._reason(error.value) == "on purpose"
     repaired = ["before", ("_cuda_endAllocateToPool", (1, (0, 7))), ("_cuda_releasePool", (1, (0, 7)))]
     assert done == ([] if ends else repaired)
 
@@ -648,7 +647,7 @@ def test_capture_can_be_turned_off(graphs: FakeGraphs) -> None:
 
 def test_there_are_no_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert capture.graph_backend(torch.device("cpu")) is None
+    assert recording.graph_backend(torch.device("cpu")) is None
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
         assert engine.stats().num_captured_steps == 0 and engine.memory.graphs is None

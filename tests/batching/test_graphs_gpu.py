@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.execution import executor
-from hf_paged.batching.execution.graphs import capture, decodes
+from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
@@ -32,7 +32,7 @@ JOBS: list[Any] = [
 
 @pytest.fixture(autouse=True)
 def logs_again(full_precision: None) -> None:
-    decodes._log_once.cache_clear()
+    recording._log_once.cache_clear()
 
 
 def texts(model: Any, later: int = 0, **config: Any) -> tuple[list[list[int]], hf_paged.EngineStats]:
@@ -137,7 +137,7 @@ def test_a_replay_does_not_wait_for_the_device() -> None:
     bench.cache.reserve(64)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
     bench.run([row.take(4) for row in rows])
-    for _ in range(decodes.MIN_USES + 1):
+    for _ in range(recording.MIN_USES + 1):
         bench.run([row.take(1) for row in rows])
     count = bench.runner.num_captured_steps
     assert count
@@ -184,7 +184,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(noticed: str, monkeypa
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        monkeypatch.setattr(capture, "NothingUnrecorded", contextlib.nullcontext)
+        monkeypatch.setattr(recording, "NothingUnrecorded", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     numbers = torch.rand(3, device="cuda")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, RequestResult
-from hf_paged.batching.execution.graphs import capture, decodes
-from hf_paged.batching.execution.graphs.capture import NothingUnrecorded
+from hf_paged.batching.execution import graphs as recording
+from hf_paged.batching.execution.graphs import NothingUnrecorded
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row
 
@@ -65,10 +65,10 @@ class FakeGraphs:
 def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     """Graphs on the CPU, captured at the second use of a size, with tables no wider than needed."""
     backend = FakeGraphs()
-    monkeypatch.setattr(capture, "graph_backend", lambda device: backend)
-    monkeypatch.setattr(decodes, "MIN_USES", 1)
-    monkeypatch.setattr(decodes, "MIN_TABLE_TOKENS", SIZE)
-    decodes._log_once.cache_clear()
+    monkeypatch.setattr(recording, "graph_backend", lambda device: backend)
+    monkeypatch.setattr(recording, "MIN_USES", 1)
+    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", SIZE)
+    recording._log_once.cache_clear()
     return backend
 
 

@@ -16,7 +16,7 @@ from ...model.state import ModelState
 from ...step import StepMetadata
 from ..request import Sequence
 from .executor import Runner
-from .graphs.decodes import decode_graphs
+from .graphs import decode_graphs
 from .inputs import GroupTokens, PackedTokens, TableRows
 
 

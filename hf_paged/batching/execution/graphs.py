@@ -1,36 +1,34 @@
-"""
-Steps of nothing but decodes as graphs: recorded once for a number of rows, replayed with other inputs. A graph reads
-and writes the addresses it was recorded with; what changes from step to step is in buffers at fixed addresses.
-"""
+"""Steps of nothing but decodes as graphs: recorded once for a number of rows, replayed with other inputs. A graph reads
+and writes the addresses it was recorded with; what changes from step to step is in buffers at fixed addresses."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from ....attention.switch import model_attention
-from ....cache.memory import GroupMemory, autocast_dtype
-from ....cache.paged_cache import PagedCache
-from ....cache.storage import KVBlocks
-from ....kernels import VARIABLE
-from ....kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
-from ....model.capability import first_line
-from ....model.state import ModelState
-from ....step import StepMetadata
-from ..inputs import GroupTokens, PackedTokens, StaticInputs
-from . import capture
-from .capture import CudaGraphs, RecordedGraph
+from ...attention.switch import model_attention
+from ...cache.memory import GroupMemory, autocast_dtype
+from ...cache.paged_cache import PagedCache
+from ...cache.storage import KVBlocks
+from ...kernels import VARIABLE, uses_triton
+from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
+from ...model.capability import first_line
+from ...model.state import ModelState
+from ...step import NotCapturable, StepMetadata
+from .inputs import GroupTokens, PackedTokens, StaticInputs
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,12 @@ MAX_GRAPHS = 48  # that are kept: up to 256 rows there are 27 sizes; the rest is
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
 # what a GPU reads while the host launches one layer, about 0.2 ms at 4 TB/s: an estimate, not a measurement
 EAGER_LAYER_BYTES = 800 << 20
+
+_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+_READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
+_WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
+
+capture_stream = functools.cache(torch.cuda.Stream)  # by device
 
 
 class Key(NamedTuple):
@@ -86,7 +90,7 @@ def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | N
     groups = [group.blocks for group in cache.groups.values()]
     found: DecodeGraphs | None = memory.graphs
     if found is None or found.made_for != (weakref.ref(model), model.device, groups):
-        backend = capture.graph_backend(model.device)
+        backend = graph_backend(model.device)
         found = memory.graphs = None if backend is None else DecodeGraphs(model, groups, backend)
     return found
 
@@ -126,10 +130,8 @@ class DecodeGraphs:
     def run(
         self, tokens: PackedTokens, adapter: str | None, forward: Forward, token_ids: Tensor | None = None
     ) -> Tensor | None:
-        """
-        A step of decodes as a replay: logits `(n, vocab_size)`, the caller's, or `None` if there is no graph for it.
-        With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, nothing is recorded.
-        """
+        """A step of decodes as a replay: logits `(n, vocab_size)`, the caller's, or `None` if there is no graph for it.
+        With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, nothing is recorded."""
         if self.obstacle is not None:
             return None
         # No thread may move the blocks between the look at their addresses and the launch.
@@ -221,11 +223,7 @@ class DecodeGraphs:
         """Whether in some group a cascade, which no graph has, saves more than the eager launch of all layers costs."""
         if all(len({table[0] for table in group.tables}) == len(group.tables) for group in groups):
             return False  # no two decodes begin with the same block, as in most steps
-        if self._costs is None:
-            model = self._model()
-            assert model is not None
-            config = model.config.get_text_config(decoder=True)
-            self._costs = eager_costs(self._groups, getattr(config, "num_attention_heads", 1))
+        self._costs = self._costs or self._eager_costs()
         for group, window, costs in zip(groups, self._windows, self._costs):
             # as `find_cascade` does: rows whose window ends within them share nothing
             lengths = [length if window is None or length <= window else 0 for length in group.seq_lens]
@@ -233,29 +231,29 @@ class DecodeGraphs:
                 return True
         return False
 
+    def _eager_costs(self) -> list[CascadeCosts]:
+        """For each layer group what its layers move together, and what launching all layers of the model takes."""
+        model: Any = self._model()
+        config = model.config.get_text_config(decoder=True)
+        query = torch.empty(1, getattr(config, "num_attention_heads", 1), 1, 1, device="meta")
+        layers, found = [list(group.storage.layers.values()) for group in self._groups], []
+        for group in layers:
+            sums = zip(*(default_costs(query, blocks.keys, blocks.values) for blocks in group))
+            token_bytes, state_bytes, rows_per_read, splits, _ = sums
+            launches = EAGER_LAYER_BYTES * sum(map(len, layers))
+            found.append(CascadeCosts(sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), launches))
+        return found
+
 
 def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: list[Tensor]) -> None:
-    """
-    The forward that is recorded: from `inputs` to the one tensor in `outputs`, which its first run adds. A graph that
-    is run again by calling it keeps nothing else alive.
-    """
+    """The forward that is recorded, which keeps nothing else alive: from `inputs` to the one tensor in `outputs`, which
+    its first run adds."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps())[0]
     if not outputs:
         outputs.append(graphs._output(logits))
     outputs[0].copy_(logits)
-
-
-def eager_costs(groups: list[GroupMemory], num_heads: int) -> list[CascadeCosts]:
-    """For each layer group what its layers move together, and what launching all layers of the model takes."""
-    query = torch.empty(1, num_heads, 1, 1, device="meta")
-    launches, found = EAGER_LAYER_BYTES * sum(len(group.storage.layers) for group in groups), []
-    for group in groups:
-        costs = [default_costs(query, blocks.keys, blocks.values) for blocks in group.storage.layers.values()]
-        token_bytes, state_bytes, rows_per_read, splits, _ = zip(*costs)
-        found.append(CascadeCosts(sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), launches))
-    return found
 
 
 def _numerics(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -281,3 +279,118 @@ def _reason(error: BaseException) -> str:
 @functools.cache
 def _log_once(obstacle: str) -> None:
     logger.warning("Decode steps are launched kernel by kernel, which is slower than replaying a graph: %s", obstacle)
+
+
+# -- recording on a device ------------------------------------------------------------------------------------------
+
+
+class NothingUnrecorded(TorchDispatchMode):
+    """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
+    numbers: in this thread alone, unlike torch's sync debug mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tags = getattr(func, "tags", ())
+        waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        if func in _READS_AT:  # the tag is for masks: the host has to know how many elements they choose
+            waits = _has_mask(args[1])
+        elif func in _WRITES_AT:
+            waits = _has_mask(args[1]) and args[2].numel() > 1
+        if waits:
+            raise NotCapturable(f"its forward waits for the device ({func})")
+        if torch.Tag.nondeterministic_seeded in tags:
+            raise NotCapturable(f"its forward draws random numbers ({func})")
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func in _COPIES:
+            tensors = [x for x in (found, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if len({tensor.device.type for tensor in tensors}) > 1:
+                raise NotCapturable(f"its forward copies between host and device ({func})")
+        return found
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def graph_backend(device: torch.device) -> CudaGraphs | None:
+    """What records steps on `device`; `None` where there are no graphs or the Triton kernels do not serve."""
+    if device.type != "cuda" or not uses_triton(torch.empty(0, device=device)):
+        return None
+    return CudaGraphs(device)
+
+
+class CudaGraphs:
+    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after the
+    other, and nothing reads what one of them left there but the graph itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, capture_stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._done = torch.cuda.Event()
+
+    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+        """Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`]
+        if it does what cannot be recorded; streams, random state and memory are then as before."""
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
+            with torch.cuda.stream(self._stream), NothingUnrecorded():
+                run()
+            before.wait_stream(self._stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream), contextlib.ExitStack() as stack:
+                # cuBLAS takes its workspaces from the graphs' pool: those it has are not the graph's to keep, and
+                # others, such as torch.compile's own graphs, free them
+                torch._C._cuda_clearCublasWorkspaces()
+                stack.callback(torch._C._cuda_clearCublasWorkspaces)
+                self._record(graph, run)
+        return RecordedGraph(graph, self._done)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+        generator = torch.cuda.default_generators[self._device.index]
+        state = generator.clone_state()
+        try:
+            # other threads may go on allocating and waiting
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except BaseException:
+            try:
+                graph.pool()
+            except RuntimeError:  # what `capture_end` does after the stream's own end was left out
+                generator.graphsafe_set_state(state)
+                for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                    with contextlib.suppress(AttributeError, RuntimeError):
+                        getattr(torch._C, name)(self._device.index, self._pool)
+            raise
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done.record(stream)
+
+
+class RecordedGraph:
+    """A CUDA graph that is not freed while it runs: `done` comes after its last replay."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
+        self._graph, self._done = graph, done
+
+    def replay(self) -> None:
+        """Does not wait for the device."""
+        self._graph.replay()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
+            self._done.synchronize()

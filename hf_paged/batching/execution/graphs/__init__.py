@@ -1,1 +1,0 @@
-"""Steps of nothing but decodes as graphs."""

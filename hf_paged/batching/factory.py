@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +22,6 @@ from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .loop import StepLoop
-from .request import Request
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 
@@ -49,55 +46,22 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     memory, config = cache.memory, cache.memory.config
     if layout.unsupported_reason is not None:
         blocks, runner = make_rectangles(model, cache, layout)
+        preemption = Preemption(blocks, chunks=False)
         scheduler = Scheduler(
-            Preemption(blocks, chunks=False),
-            max_num_batched_tokens=UNLIMITED,
-            max_num_seqs=max_num_seqs,
-            replays=layout.replays,
+            preemption, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, replays=layout.replays
         )
         return StepLoop(
             Executor(model, memory, runner, scheduler, WeightsGuard(model, memory, blocks)), memory, blocks, scheduler
         )
     blocks = memory.manager(cache.groups)
     blocks.prefix_caching = config.prefix_caching
-    cost: CostModel | None = None
-    preempt: str | Callable[[Request], str] = config.preemption
     swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
-    if preempt == "auto":
-        cost = CostModel(_copy_bandwidth(model.device))
-        swapper = measured = MeasuredSwapper(swapper.groups, blocks.flush_copies)
-        measured.cost, preempt = cost, measured.choose
+    cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
     guard = WeightsGuard(model, memory, blocks)
-    preemption = Preemption(blocks, preempt, swapper, guard.vouch)
+    preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
     scheduler = Scheduler(preemption, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=max_num_seqs)
     executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
-    return StepLoop(executor, memory, blocks, scheduler, cost)
-
-
-class MeasuredSwapper(BlockSwapper):
-    """A swapper that asks a cost model whether to swap, and tells it how long that took."""
-
-    cost: CostModel
-
-    def choose(self, request: Request) -> str:
-        """`"recompute"` or `"swap"`, as the cost model has it."""
-        num_tokens = sum(sequence.num_computed_tokens for sequence in request.open_sequences)
-        return self.cost.choose(num_tokens, self.num_held_bytes(request))
-
-    def num_held_bytes(self, request: Request) -> int:
-        """Bytes of the request's distinct blocks, over all layers."""
-        rows = [sequence.blocks.tables for sequence in request.open_sequences]
-        return sum(
-            len({block_id for tables in rows for block_id in tables[i].block_ids}) * group.storage.block_bytes
-            for i, group in enumerate(self.groups)
-        )
-
-    def swap_out(self, request: Any) -> bool:
-        num_bytes, start = self.num_held_bytes(request), time.perf_counter()
-        is_done = super().swap_out(request)
-        if is_done and num_bytes:
-            self.cost.observe_swap(num_bytes, time.perf_counter() - start)
-        return is_done
+    return StepLoop(executor, memory, blocks, scheduler)
 
 
 def make_rectangles(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tuple[BlockManager, RectangleRunner]:

@@ -18,7 +18,6 @@ from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
 from .generation import Generation, KeptBlocks
 from .request import Request, Sequence
-from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler, StepPlan
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
@@ -41,7 +40,6 @@ class StepLoop:
     memory: PagedMemory  # its lock guards the tables
     blocks: BlockManager  # whose tables the runner reads
     scheduler: Scheduler
-    cost: CostModel | None = None  # is told how long prefills take
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -65,17 +63,10 @@ class StepLoop:
         for part in generation.parts:
             self.drop(part)
         with self.memory.lock:
-            for request, index in generation.rows:
-                if request not in self._rows or generation.parts:
-                    continue
-                if self._is_alone(generation, request):
-                    self._finish(request)
-                elif index < len(request.sequences):
-                    self.scheduler.finish_sequence(request.sequences[index])
+            self._close(generation)
             for kept in generation.kept.values():
                 self.blocks.free(kept.blocks)
         generation.kept.clear()
-        generation.close()
 
     def change_weights(self, recompute: bool) -> None:
         """Between steps: the weights are others now; `recompute` forgets the K and V of unfinished requests."""
@@ -87,10 +78,6 @@ class StepLoop:
     def _recompute(self) -> None:
         with self.memory.lock:
             self._loosen(self.scheduler.recompute())
-
-    def _is_alone(self, generation: Generation, request: Request) -> bool:
-        """Whether no other open generation has rows of the request."""
-        return all(other is generation or other.is_closed for other, _ in self._rows.get(request, ()))
 
     def step(self, window: Window) -> None:
         """
@@ -158,8 +145,9 @@ class StepLoop:
                 self._fail(generation, error)
             return None
         num_tokens = sum(count for _, count in batch.items)
-        if num_tokens > len(batch.items) and self.cost is not None:
-            self.cost.observe_prefill(num_tokens, time.perf_counter() - start)
+        cost = self.scheduler.preemption.cost
+        if num_tokens > len(batch.items) and cost is not None:
+            cost.observe_prefill(num_tokens, time.perf_counter() - start)
         return logits
 
     def _fail_step(self) -> None:
@@ -254,6 +242,9 @@ class StepLoop:
                 if row in finished:
                     self._end_row(generation, row)
         if generation.decoding.is_done:
+            for row in range(len(generation.rows)) if generation.keep_blocks else ():
+                if row not in generation.kept:
+                    self._end_row(generation, row)
             self._close(generation)
 
     def _loosen(self, preempted: list[Request]) -> None:
@@ -293,13 +284,14 @@ class StepLoop:
         self.scheduler.finish_sequence(sequence)
 
     def _close(self, generation: Generation) -> None:
-        for row, (request, _) in enumerate(generation.rows):
-            if generation.keep_blocks and row not in generation.kept:
-                self._end_row(generation, row)
-            if self._is_alone(generation, request):
+        for request, index in () if generation.parts else generation.rows:
+            # other parts may have rows of the request that go on
+            if all(other is generation or other.is_closed for other, _ in self._rows.get(request, ())):
                 self._finish(request)
+            elif index < len(request.sequences):
+                self.scheduler.finish_sequence(request.sequences[index])
         generation.close()
 
     def _finish(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        self._rows.pop(request, None)
+        if self._rows.pop(request, None) is not None:
+            self.scheduler.finish(request)

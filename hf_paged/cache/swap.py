@@ -97,6 +97,12 @@ class BlockSwapper:
         """Blocks that `swap_in` takes, over all groups."""
         return sum(len(rows) for rows in self._rows(_swapped(request)))
 
+    def num_held_bytes(self, request: Any) -> int:
+        """Bytes of the distinct blocks of sequences that are not finished, over all layers."""
+        rows = [sequence.blocks.tables for sequence in request.open_sequences]
+        ids = [_numbered(tables[g].block_ids for tables in rows) for g in range(len(self.groups))]
+        return sum(len(held) * group.storage.block_bytes for held, group in zip(ids, self.groups))
+
     def swap_out(self, request: Any) -> bool:
         """
         Copies every block of `request` to host memory and gives it back to the pool. Blocks that others hold too stay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,11 +17,9 @@ if TYPE_CHECKING:  # it has tensors
 
 class CostModel:
     """
-    Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3, compares the two).
-
-    A prefill step takes `a + b * num_tokens` seconds. Recomputed tokens join steps that run anyway, so each costs `b`:
-    the slope of a least-squares line through the steps seen, in which a step counts half as much `HALF_LIFE` steps
-    later, or the mean time per token where sizes are all equal or noise hides the slope.
+    Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Recomputed tokens join steps
+    that run anyway, so each costs the slope of a least-squares line through the times of prefill steps, in which a step
+    counts half as much `HALF_LIFE` steps later; or the mean time per token where no slope can be seen.
     """
 
     HALF_LIFE = 32
@@ -73,11 +72,12 @@ class Preemption:
     """Takes and gives back blocks for all sequences of a request together, so that what they share stays shared."""
 
     blocks: BlockManager
-    preempt: str | Callable[[Request], str] = "recompute"  # or "swap", or what chooses between them
+    preempt: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
     # whether blocks of before this window may be served (`BlockManager.needs_vouching`); if not, it has dropped them
     vouch: Callable[[], bool] | None = None
     chunks: bool = True  # whether a sequence may be computed in chunks; else as a whole, then token by token
+    cost: CostModel | None = None  # is told how long prefills and swaps take
     num_swaps: int = 0  # requests whose blocks went to host memory
 
     def check_fits(self, request: Request) -> None:
@@ -192,11 +192,17 @@ class Preemption:
             self._register(sequence)
         rows = request.open_sequences
         if self.swapper is not None and all(sequence.blocks is not NO_BLOCKS for sequence in rows):
-            how = self.preempt if isinstance(self.preempt, str) else self.preempt(request)
+            how, num_bytes = self.preempt, 0
+            if self.cost is not None:
+                num_bytes = self.swapper.num_held_bytes(request)
+                how = self.cost.choose(sum(sequence.num_computed_tokens for sequence in rows), num_bytes)
             if how == "swap":
                 self.blocks.flush_copies()
+                start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1
+                    if self.cost is not None and num_bytes:
+                        self.cost.observe_swap(num_bytes, time.perf_counter() - start)
                     for sequence in rows:
                         sequence.blocks.capacity = 0  # what comes back is looked at before it is written to
                     return

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduling.preemption import Preemption
+from hf_paged.batching.scheduling.preemption import CostModel, Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
@@ -68,6 +68,17 @@ class Group(BlockGroup):
         self.copy_blocks = memory.copy_blocks  # type: ignore[method-assign]
 
 
+class AnyCost(CostModel):
+    """Chooses by chance."""
+
+    def __init__(self, generator: random.Random) -> None:
+        super().__init__(1.0)
+        self.random = generator
+
+    def choose(self, num_tokens: int, num_bytes: int) -> str:
+        return self.random.choice(["swap", "recompute"])
+
+
 class FakeSwapper:
     """Keeps contents, each distinct block once; now and then it refuses."""
 
@@ -75,6 +86,9 @@ class FakeSwapper:
         self.groups, self.memories, self.random = groups, memories, generator
         self.hosts: weakref.WeakSet[Host] = weakref.WeakSet()
         self.restored: list[Request] = []
+
+    def num_held_bytes(self, request: Request) -> int:
+        return 1
 
     def swap_out(self, request: Request) -> bool:
         if self.random.random() < 0.2:
@@ -146,7 +160,7 @@ class Engine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         max_tokens=st.sampled_from([1, 3, 7, 16, 64]),
         max_seqs=st.integers(1, 8),
-        preempt=st.sampled_from(["recompute", "swap", "mixed"]),
+        preempt=st.sampled_from(["recompute", "swap", "auto"]),
         watermark=st.sampled_from([0.0, 0.1]),
         seed=st.integers(0, 2**16),
     )
@@ -167,11 +181,7 @@ class Engine(RuleBasedStateMachine):
         self.manager = BlockManager(self.groups, SIZE, num_free, prefix_caching)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
         self.scheduler = Scheduler(
-            Preemption(
-                self.manager,
-                preempt if preempt != "mixed" else lambda request: self.random.choice(["swap", "recompute"]),
-                self.swapper,
-            ),
+            Preemption(self.manager, preempt, self.swapper, cost=AnyCost(self.random) if preempt == "auto" else None),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             watermark=watermark,

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,6 @@ _MAX_PRIORITY = 2**31 - 1  # so that a priority times `AGING`, plus a count of a
 _SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
 
 
-class KeptBlocks(NamedTuple):
-    """The blocks of a row that has ended."""
-
-    blocks: SequenceBlocks
-    num_tokens: int
-
-
 @dataclass(eq=False, repr=False)
 class Generation:
     """
@@ -44,7 +37,8 @@ class Generation:
     decoding: Any  # a `Decoding`
     rows: list[tuple[Request, int]]  # for each row of the decoding, its request and which sequence of it
     keep_blocks: bool = False  # of rows that have ended, for a cache that is returned
-    kept: dict[int, KeptBlocks] = field(default_factory=dict, init=False)  # by row, with `keep_blocks`
+    # with `keep_blocks`: of a row that has ended, its blocks and how many tokens they hold
+    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict, init=False)
     parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
     new_tokens: dict[int, int] = field(default_factory=dict, init=False)  # of the last step, by row; empty for beams
     error: Exception | None = field(default=None, init=False)  # what ended it early
@@ -79,10 +73,7 @@ class Generation:
         self.kept, self._logits = {}, {}
 
     def add_logits(self, logits: Tensor, places: dict[int, int]) -> Tensor | None:
-        """
-        Takes the logits `(n, vocab)` of some rows, of row `r` at `places[r]`. Returns those of all open rows, in
-        order, once it has them; until then it keeps copies.
-        """
+        """Takes logits `(n, vocab)`, of row `r` at `places[r]`; returns as `take_logits`, with copies of what waits."""
         rows = self.decoding.open_rows
         if self._logits or len(places) != len(rows):
             for row, place in places.items():
@@ -225,8 +216,7 @@ class RequestState(Generation):
                 nothing = RuntimeError("no beam could end: the scores contain nan, or too few tokens have a finite one")
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], nothing
             reason = "error"  # of beams that could not end, beside some that did
-            scores = decoding.sequences_scores
-            ids = decoding.sequences[:, : decoding.config.num_return_sequences].flatten(0, 1)
+            scores, ids = decoding.returned(decoding.beam_scores).tolist(), decoding.returned(decoding.sequences)
         results: list[SequenceResult] = []
         failure: Exception | None = None
         for i, (length, ended) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):

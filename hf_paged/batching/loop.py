@@ -16,7 +16,7 @@ from .decoding.base import SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
-from .generation import Generation, KeptBlocks
+from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.scheduler import Scheduler, StepPlan
 
@@ -31,10 +31,7 @@ class EngineStalledError(RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """
-    Runs generations on one model and one paged memory. Its methods are called within `interrupts.held`: the bookkeeping
-    of a step happens, or none of it does.
-    """
+    """Runs generations on one model, within `interrupts.held`: the bookkeeping of a step happens as a whole."""
 
     executor: Executor
     memory: PagedMemory  # its lock guards the tables
@@ -64,8 +61,8 @@ class StepLoop:
             self.drop(part)
         with self.memory.lock:
             self._close(generation)
-            for kept in generation.kept.values():
-                self.blocks.free(kept.blocks)
+            for blocks, _ in generation.kept.values():
+                self.blocks.free(blocks)
         generation.kept.clear()
 
     def change_weights(self, recompute: bool) -> None:
@@ -81,9 +78,8 @@ class StepLoop:
 
     def step(self, window: Window) -> None:
         """
-        Schedules, computes and samples once, if what came of the last step has been told: `untold` is empty. Interrupts
-        reach the forward and callers' own code: the step then never happened, or the request whose code it is ends.
-        Raises `OutOfBlocksError` if others hold the blocks that every request needs, and `EngineStalledError`.
+        Schedules, computes and samples once, unless something is `untold`. An interrupt of the forward undoes the step,
+        one of a caller's own code ends its request. Raises `OutOfBlocksError` (`Scheduler`) and `EngineStalledError`.
         """
         if self.untold:
             return
@@ -280,7 +276,7 @@ class StepLoop:
         if generation.keep_blocks:
             if request.is_swapped:
                 self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
-            generation.kept[row] = KeptBlocks(self.blocks.fork(sequence.blocks), sequence.num_computed_tokens)
+            generation.kept[row] = self.blocks.fork(sequence.blocks), sequence.num_computed_tokens
         self.scheduler.finish_sequence(sequence)
 
     def _close(self, generation: Generation) -> None:

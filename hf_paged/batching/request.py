@@ -22,18 +22,15 @@ class Status(Enum):
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """
-    One row's tokens.
-
-    There is no prefill or decode phase: a sequence has `num_computed_tokens`, and the scheduler lets it catch up. One
-    with `num_computed_tokens == num_tokens` has its logits and waits for a token.
+    One row's tokens. The scheduler lets `num_computed_tokens` catch up with `num_tokens`; a sequence where they are
+    equal has its logits and waits for a token.
     """
 
     token_ids: list[int]  # prompt and generated tokens; the list becomes the sequence's own
     request: Request = field(init=False)
     index: int = field(default=0, init=False)  # its place in `request.sequences`
-    num_computed_tokens: int = field(
-        default=0, init=False
-    )  # whose K and V are in its blocks, or will be after the step
+    # whose K and V are in its blocks, or will be after the step
+    num_computed_tokens: int = field(default=0, init=False)
     # while preempted: how many tokens it had when it last had its logits; with no more than that it needs no forward
     num_answered_tokens: int = field(default=0, init=False)
     blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # also while recomputation is due, and in the end
@@ -120,10 +117,9 @@ class Request:
     def fork(self, blocks: BlockManager, count: int) -> None:
         """Its one sequence becomes `count` sequences that share its blocks."""
         first = self.sequences[0]
-        twins = [Sequence([]) for _ in range(count - len(self.sequences))]
-        for twin in twins:
+        self.adopt(Sequence([]) for _ in range(count - len(self.sequences)))
+        for twin in self.sequences[1:]:
             twin.become(first, _forked(blocks, first))
-        self.adopt(twins)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
         """

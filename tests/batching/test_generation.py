@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_paged.batching.generation import Generation, KeptBlocks
+from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.cache.block_manager import SequenceBlocks
 
@@ -56,7 +56,7 @@ def test_logits_wait_for_those_of_the_other_rows_in_copies() -> None:
 
 def test_after_a_split_each_row_has_what_was_its_own() -> None:
     generation = make([0, 2])
-    kept = KeptBlocks(SequenceBlocks(), 7)
+    kept = (SequenceBlocks(), 7)
     generation.kept[1] = kept
     assert generation.add_logits(LOGITS, {2: 4}) is None
     assert generation.can_split and not generation.is_done

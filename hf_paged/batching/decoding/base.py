@@ -98,10 +98,7 @@ def stop_string_hits(criterion: known.StopStringCriteria, rows: list[list[int]])
 
 
 class Decoding:
-    """
-    transformers' decoding loop, stopped between two forwards: what `SampleDecoding` and `BeamDecoding` have in common.
-    `sampler.sample_step` takes it from one forward to the next; after an exception there it is of no more use.
-    """
+    """transformers' decoding loop, stopped between two forwards. After an exception in a step it is of no more use."""
 
     max_length: int  # tokens, prompt included
     can_split = False  # whether the rows may go on one by one

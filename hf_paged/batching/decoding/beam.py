@@ -19,12 +19,10 @@ _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not b
 
 class BeamDecoding(Decoding):
     """
-    Beam search over a batch of prompts, with the model's own helper methods: early stopping, length penalty and several
-    EOS ids mean what they mean in `generate`; no forward is run. Row `prompt * num_beams + beam` is a running beam;
-    which row each one continues is in `SampledTokens.parents`. Log-probabilities are those that beam search adds up.
-
-    Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`), unless a dict is
-    returned or a processor or criterion of the caller's own sees the batch.
+    Beam search over a batch of prompts, with the model's own helper methods. Row `prompt * num_beams + beam` is a
+    running beam; which row each one continues is in `SampledTokens.parents`. Log-probabilities are those that beam
+    search adds up. Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`),
+    unless a dict is returned or a processor or criterion of the caller's own sees the batch.
     """
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
@@ -63,29 +61,27 @@ class BeamDecoding(Decoding):
     @property
     def lengths(self) -> list[int]:
         """Tokens of every returned sequence, prompt and padding included."""
-        kept = self.beam_indices[:, : self.config.num_return_sequences].flatten(0, 1)
-        return [self.prompt_length + count for count in (kept + 1).bool().sum(dim=1).tolist()]
+        counts = (self.returned(self.beam_indices) >= 0).sum(dim=1).tolist()
+        return [self.prompt_length + count for count in counts]
+
+    def returned(self, of_beams: Tensor) -> Tensor:
+        """`(prompts, beams, ...)` to what is returned of it, `(prompts * num_return_sequences, ...)`."""
+        return of_beams[:, : self.config.num_return_sequences].flatten(0, 1)
 
     def result(self, past_key_values: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """What `_beam_search` returns."""
-        count = self.config.num_return_sequences
         longest = max(self.lengths)
-        sequences = self.sequences[:, :count].flatten(0, 1)[:, :longest]
+        sequences = self.returned(self.sequences)[:, :longest]
         if not self.config.return_dict_in_generate:
             return sequences
         return GenerateBeamDecoderOnlyOutput(
             sequences=sequences,
-            sequences_scores=self.beam_scores[:, :count].flatten() if self.config.output_scores else None,
+            sequences_scores=self.returned(self.beam_scores) if self.config.output_scores else None,
             scores=self.scores,
             logits=self.raw_logits,
-            beam_indices=self.beam_indices[:, :count].flatten(0, 1)[:, : longest - self.prompt_length],
+            beam_indices=self.returned(self.beam_indices)[:, : longest - self.prompt_length],
             past_key_values=past_key_values,
         )
-
-    @property
-    def sequences_scores(self) -> list[float]:
-        """The score of every returned sequence, length penalty included."""
-        return self.beam_scores[:, : self.config.num_return_sequences].flatten().tolist()
 
     def step(self, logits: Tensor) -> SampledTokens:
         """Takes `(len(open_rows), vocab)` logits of any float dtype to the next running beams."""
@@ -187,18 +183,16 @@ class BeamDecoding(Decoding):
 
     def _finish(self) -> list[int]:
         finished, self.open_rows = self.open_rows, []
-        count = self.config.num_return_sequences
-        kept = self.sequences[:, :count].flatten(0, 1)
-        is_finished = self.is_finished[:, :count].flatten().tolist()
+        sequences: list[list[int]] = self.returned(self.sequences).tolist()
+        is_finished = self.returned(self.is_finished).tolist()
         for i, length in enumerate(self.lengths):
             if is_finished[i]:
-                tail: list[int] = kept[i, :length].tolist()
+                tail = sequences[i][:length]
                 hit = any(stop_string_hits(criterion, [tail])[0] for criterion in self.stop_checker.stop_strings)
                 self.finish_reasons[i] = self.stop_checker.reason(tail[-1], length, hit) or "criteria"
         if self.record_logprobs:
-            indices = self.beam_indices[:, :count].flatten(0, 1).tolist()
-            for i, sequence in enumerate(kept.tolist()):
-                new = zip(self._history, indices[i], sequence[self.prompt_length :])
+            for i, rows in enumerate(self.returned(self.beam_indices).tolist()):
+                new = zip(self._history, rows, sequences[i][self.prompt_length :])
                 self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
         return finished
 

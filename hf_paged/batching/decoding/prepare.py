@@ -51,12 +51,9 @@ def request_decoding(
     record_logprobs: bool = False,
 ) -> SampleDecoding | BeamDecoding:
     """
-    The decoding of one prompt, which has no padding: what `generate` prepares before its loop, with the model's own
-    methods. `generation_config` goes over the model's own, which stays as it is; processors and criteria are added to
-    those that it asks for. The streamer gets the new tokens; the prompt is the caller's to put.
-
-    Raises `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves (modes,
-    outputs, caches, models whose loop ends in a way of its own), and all that `generate` refuses.
+    The decoding of one prompt, prepared by the model's own methods. Processors and criteria are added to those of the
+    config. The streamer gets new tokens alone. Raises `ValueError` for an empty prompt, ids outside the vocabulary, all
+    that only `generate` serves, and all that `generate` refuses.
     """
     host: Any = model
     if not is_stock(model, compat.LOOP_CONDITION):

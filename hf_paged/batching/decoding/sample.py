@@ -64,14 +64,10 @@ class ObservedCriteria(StoppingCriteriaList):
 
 class SampleDecoding(Decoding):
     """
-    Greedy search or sampling of rows that advance together.
-
-    Processors and criteria see the whole `(rows, cur_len)` batch in fixed order and draws are taken over all rows, so
-    one seed gives the tokens of `generate`. Rows that ended leave `open_rows` when the criteria include EOS; without,
-    transformers keeps appending tokens to them until all rows have ended, and so does this. Where scores or logits are
-    kept they stay as well, followed by padding, since transformers returns what it computes of that.
-
-    Raises `ValueError` if rows may end early and there is no token to pad them with.
+    Greedy search or sampling of rows that advance together: processors and criteria see the whole `(rows, cur_len)`
+    batch and draws are taken over all rows, so that one seed gives the tokens of `generate`. As in transformers, rows
+    that ended get tokens until all have ended, unless the criteria include EOS: they then leave `open_rows`, or get
+    padding where scores or logits are kept. Raises `ValueError` if rows may end early and no token can pad them.
     """
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
@@ -160,10 +156,7 @@ class SampleDecoding(Decoding):
     def accept(
         self, chosen: list[int], logprobs: Sequence[tuple[float, float]] = (), stopped: Sequence[bool] = ()
     ) -> SampledTokens:
-        """
-        Appends a token to every open row, asks the criteria and feeds the streamer. `logprobs` are of these tokens, if
-        they are recorded; `stopped` tells which rows complete a stop string, if any does.
-        """
+        """Appends a token to every open row. `stopped`: which of them complete a stop string, if any does."""
         rows, tokens, checker = self.open_rows, chosen, self.stop_checker
         going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
         for at, row in going if logprobs else ():

@@ -20,12 +20,9 @@ Result = SampledTokens | BaseException
 def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
     """
     One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. Decodings of one row that
-    have a `batch_key` in common run as one batch, each other one as its own. An exception, or an interrupt of its
-    caller's own code, becomes the entry of its decoding; the others are what they would be without it.
-
-    A decoding with its own generator, or alone in its batch, draws as `torch.multinomial` does; the others invert the
-    distribution function with torch's global random numbers. `fetch` brings the tokens of all open rows `(n,)`, in
-    order, to the host, if they are chosen together on one device; it is called at most once.
+    have a `batch_key` in common run as one batch; without a generator of their own they do not draw as
+    `torch.multinomial` does, but by `invert`. An exception, or an interrupt of its caller's own code, becomes the entry
+    of its decoding alone. `fetch` brings the tokens `(n,)` to the host, at most once, if all are chosen together.
     """
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
@@ -87,10 +84,7 @@ def _stack(parts: list[Tensor]) -> Tensor:
 def _choose(
     batch: list[SampleDecoding], rows: list[tuple[SampleDecoding, int]], logits: Tensor, fetch: Fetch
 ) -> tuple[list[int], dict[int, tuple[float, float]], list[int]]:
-    """
-    The next tokens of all members' open rows by their `(n, vocab)` logits, the log-probabilities of those that are
-    recorded, and which rows have no token. Nothing is noted yet.
-    """
+    """The next tokens of all rows by `(n, vocab)` logits, log-probabilities by row, and which rows have no token."""
     if all(decoding.takes_maximum for decoding in batch):
         return fetch(argmax(logits)), {}, []
     if len(batch) == 1:

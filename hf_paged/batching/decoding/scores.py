@@ -90,9 +90,8 @@ def _constants(processor: Any) -> tuple[Any, ...]:
 
 class BatchableProcessors:
     """
-    The processors of a one-row decoding that can run together with those of others: they read the scores and at most
-    which tokens were `seen`. Decodings with equal `key` differ at most in that and in the numbers that `together` takes
-    one a row. `bound` have nothing to do, unless their function in `_LENGTH_BOUND` tells otherwise.
+    Processors of a one-row decoding that can run together with those of others of equal `key`: these differ at most in
+    which tokens were `seen` and in numbers that `together` takes one a row. `bound` act where `_LENGTH_BOUND` says so.
     """
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
@@ -152,10 +151,7 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """
-    `scores.argmax(dim=-1)` of `(rows, vocab)`, first of equals. On CPU torch finds a maximum ten times faster than its
-    index: it is that of every chunk, then of the chunks, and the index within the first chunk that has it.
-    """
+    """`argmax(dim=-1)`, first of equals: on CPU torch finds a maximum ten times faster than its index."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu" or vocab < 8 * CHUNK:
         return scores.argmax(dim=-1)

@@ -102,9 +102,9 @@ class Preemption:
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
         """
-        Swaps a waiting request in, or lets its rows begin with what the prefix cache has of them, if there is room for
-        all that it has to compute, at most `chunk` tokens at a time, and `reserve` blocks are left then. While no other
-        request runs (`is_alone`), one that cannot be swapped in is recomputed, since there will never be more room.
+        Swaps a waiting request in, or lets its rows begin with cached blocks, if there is room for all that it has to
+        compute, at most `chunk` tokens at a time, and `reserve` blocks are left then. While no other request runs
+        (`is_alone`), one that cannot be swapped in is recomputed, since there will never be more room.
         """
         manager = self.blocks
         if request.is_swapped:

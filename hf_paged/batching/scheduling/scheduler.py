@@ -106,8 +106,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """
-        The next step; blocks are taken for it and its tokens count as computed. Empty if every request waits for a
-        token. Raises `OutOfBlocksError` if others hold the blocks that the first request needs.
+        The next step, empty if every request waits for a token. Raises `OutOfBlocksError` if others hold the blocks
+        that the first request needs.
         """
         try:
             plan = self._schedule()
@@ -283,10 +283,7 @@ class Scheduler:
         self._send_back(request, keeps)
 
     def recompute(self) -> list[Request]:
-        """
-        Between two steps: what was computed for unfinished requests is forgotten, and computed again in their turn.
-        Returns those that ran, which count as preempted.
-        """
+        """Between steps: forgets what was computed of unfinished requests. Returns those that ran, now preempted."""
         self._plan = StepPlan()
         for request in list(self._running):
             self._preempt(request, keeps=False)
@@ -312,10 +309,7 @@ class Scheduler:
         self._num_rows -= request.num_open_rows
 
     def fail_step(self) -> None:
-        """
-        The forward of the step just scheduled raised: it never happened. Requests admitted in it wait again, tokens
-        counted as computed are not, and nothing is served from blocks that were to be written.
-        """
+        """The step just scheduled never happened: its forward raised."""
         self.blocks.index.undo_step()
         plan, self._plan = self._plan, StepPlan()
         for request in plan.admitted:  # these may hold blocks that others were to write in this step
@@ -339,10 +333,7 @@ class Scheduler:
             self.finish(request)
 
     def finish(self, request: Request) -> None:
-        """
-        The request needs nothing any more, wherever it is: its blocks go back. Not to be called between `schedule` and
-        the end of the forward.
-        """
+        """The request needs nothing any more, wherever it is. Not between `schedule` and the end of the forward."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.RUNNING:

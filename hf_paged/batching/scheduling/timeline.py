@@ -39,14 +39,12 @@ class Interval(NamedTuple):
 
 class Timeline:
     """
-    What the requests of a scheduler did in which steps. Only changes are noted: an interval takes as much memory
-    whether it covers one step or a million. The latest `max_intervals` are kept, about 250 bytes each, with one for
-    every unfinished request.
+    What the requests of a scheduler did in which steps. Only changes are noted. The latest `max_intervals` are kept,
+    about 250 bytes each, with one for every unfinished request.
     """
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far
-        self.num_dropped = 0  # intervals that are no longer kept
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
         self._prefilling: set[Request] = set()  # in the last step
@@ -107,6 +105,5 @@ class Timeline:
 
     def _close(self, request: Request, is_last: bool = False) -> Interval:
         interval = self._open.pop(request)._replace(end_step=self.num_steps, end=self._now(), is_last=is_last)
-        self.num_dropped += len(self._closed) == self._closed.maxlen
         self._closed.append(interval)
         return interval

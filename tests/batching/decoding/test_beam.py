@@ -77,7 +77,10 @@ def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
                 check=lambda decoding, advance, rows=rows: rows.append(len(advance.rows)),
                 **options,
             )
-            kept[keep_all, early_stopping] = (ours.sequences if keep_all else ours, decoding.sequences_scores)
+            kept[keep_all, early_stopping] = (
+                ours.sequences if keep_all else ours,
+                decoding.returned(decoding.beam_scores).tolist(),
+            )
         needed[keep_all] = sum(rows)
     assert needed[False] < needed[True]
     for early_stopping in (False, True):
@@ -105,7 +108,7 @@ def test_dicts(do_sample: bool) -> None:
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         for a, b in zip(theirs, mine, strict=True):
             torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
-    assert decoding.sequences_scores == ours.sequences_scores.tolist()
+    assert decoding.returned(decoding.beam_scores).tolist() == ours.sequences_scores.tolist()
 
 
 def test_a_dict_without_scores() -> None:

@@ -184,7 +184,6 @@ def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert len(timeline.intervals()) == 300
-    assert timeline.num_dropped == 3 * 1000 - 300
     assert num_bytes < 300 * 400
     assert timeline.intervals()[-1].request_id == "request 999"
 

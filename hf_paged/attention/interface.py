@@ -32,10 +32,8 @@ def register() -> None:
 
 @torch.compiler.disable
 def paged_mask(**arguments: Any) -> Tensor | None:
-    """
-    The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name: a
-    [`PagedMask`], or what the model's own implementation gets where that is not a mask of transformers.
-    """
+    """The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name: a
+    [`PagedMask`], or what the model's own implementation gets where that is not a mask of transformers."""
     implementation = switch.model_attention(arguments.get("config"))
     make = switch.model_mask_function(implementation)
     if make not in switch.STOCK_MASKS:
@@ -50,13 +48,11 @@ def paged_mask(**arguments: Any) -> Tensor | None:
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """
-    The attention interface for `"hf_paged"`: `(batch, heads, query_len, key_dim)` queries to `(batch, query_len, heads,
-    value_dim)`, under autocast in its dtype, and attention weights where the model's own implementation gives them.
-    Keys and values that are handles of a [`PagedCache`] are read in place where that gives what the own one would; else
-    it is called, with ordinary tensors. `attention_mask`: a [`PagedMask`] or what the own one takes, as `kwargs` are
-    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
-    """
+    """The attention interface for `"hf_paged"`: `(batch, heads, query_len, key_dim)` queries to `(batch, query_len,
+    heads, value_dim)`, under autocast in its dtype, and attention weights where the model's own implementation gives
+    them. Keys and values that are handles of a [`PagedCache`] are read in place where that gives what the own one
+    would; else it is called, with ordinary tensors. `attention_mask`: a [`PagedMask`] or what the own one takes, as
+    `kwargs` are (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...)."""
     if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer its time
         return _untraced(module, query, key, value, attention_mask, **kwargs)
     return _paged_attention(module, query, key, value, attention_mask, **kwargs)

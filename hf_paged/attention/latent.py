@@ -15,11 +15,9 @@ from ..step import StepMetadata
 
 
 class LatentTensor(LazyTensor):
-    """
-    Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents. Our attention
-    function multiplies the expansion into the queries and the outputs instead ("absorption", DeepSeek-V2, arXiv
-    2405.04434, section 2.1.2) and reads the latent blocks in place; any other operation expands.
-    """
+    """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents. Our
+    attention function multiplies the expansion into the queries and the outputs instead ("absorption", DeepSeek-V2,
+    arXiv 2405.04434, section 2.1.2) and reads the latent blocks in place; any other operation expands."""
 
     latent: PagedTensor
     rotary: PagedTensor
@@ -46,11 +44,9 @@ class LatentTensor(LazyTensor):
     def absorb(
         self, module: nn.Module, query: Tensor
     ) -> tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """
-        Instead of the expanded keys and values: the step, queries of width `rank + rope_dim`, the blocks of that width
-        that serve as both, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to
-        `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side.
-        """
+        """Instead of the expanded keys and values: the step, queries of width `rank + rope_dim`, the blocks of that
+        width that serve as both, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to
+        `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side."""
         layer, rank = self.latent.layer, self.latent.shape[3]
         if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
             return None

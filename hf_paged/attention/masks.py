@@ -58,10 +58,8 @@ def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
 
 
 class PagedMask(LazyTensor):
-    """
-    The mask `(batch, 1, query_length, kv_length)` that a mask function describes. Our attention function reads the
-    description; any other operation gets what the model's own implementation (`model_attention`) would be given.
-    """
+    """The mask `(batch, 1, query_length, kv_length)` that a mask function describes. Our attention function reads the
+    description; any other operation gets what the model's own implementation (`model_attention`) would be given."""
 
     arguments: dict[str, Any]
     model_attention: str
@@ -145,30 +143,27 @@ def rectangle_step(
     `None` if nothing short of a dense mask does."""
     columns = step.columns
     assert columns is not None
-    if mask is None:
-        # without a mask, implementations attend to everything unless several queries are causal among themselves
-        if (is_causal and query_len > 1) or step.has_padding:
-            return None
-        seen = (columns.start,) * step.num_rows, (columns.stop,) * step.num_rows
-        return _build(step, query_len, MaskPattern(causal=False), seen, device), None
     if not isinstance(mask, PagedMask):
-        if mask.dim() != 4 or mask.shape[3] != len(columns) or (mask.shape[2] > 1 and step.has_padding):
-            return None
-        if mask.dtype == torch.bool:
-            mask = torch.where(mask, 0.0, float("-inf"))
         seen = tuple(max(columns.start, origin) for origin in step.origins), (columns.stop,) * step.num_rows
+        if mask is None:
+            # without a mask, implementations attend to everything unless several queries are causal among themselves
+            if (is_causal and query_len > 1) or step.has_padding:
+                return None
+        elif mask.dim() != 4 or mask.shape[3] != len(columns) or (mask.shape[2] > 1 and step.has_padding):
+            return None
+        elif mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf"))
         metadata = _build(step, query_len, MaskPattern(causal=False), seen, device)
-        return metadata, in_table_coordinates(mask.float(), step)
+        return metadata, None if mask is None else in_table_coordinates(mask.float(), step)
     arguments, pattern = mask.arguments, mask.pattern
     sizes = (arguments["q_length"], arguments["kv_length"], arguments.get("kv_offset", 0))
     if pattern is None or sizes != (query_len, len(columns), columns.start):
         return None
-    if pattern.causal and arguments.get("q_offset", 0) != columns.stop - query_len:
-        return None
     visible = mask.visible_columns
     if visible is None or (pattern.chunk is not None and query_len > 1):
         return None
-    if pattern.causal and any(end < columns.stop for end in visible[1]):
+    is_last = arguments.get("q_offset", 0) == columns.stop - query_len
+    if pattern.causal and not (is_last and all(end >= columns.stop for end in visible[1])):
         return None
     return _build(step, query_len, pattern, visible, device), None
 
@@ -182,10 +177,8 @@ def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
         return F.pad(bias, (shift, 0), value=float("-inf")) if shift else bias
     width = bias.shape[-1] + max(shifts)
     rows = bias.expand(len(shifts), *bias.shape[1:])
-    moved = [
-        F.pad(row, (shift, width - row.shape[-1] - shift), value=float("-inf")) for row, shift in zip(rows, shifts)
-    ]
-    return torch.stack(moved)
+    room = width - bias.shape[-1]
+    return torch.stack([F.pad(row, (at, room - at), value=float("-inf")) for row, at in zip(rows, shifts)])
 
 
 def _build(
@@ -204,8 +197,7 @@ def _build(
                 f"the attention mask shows position {first}, but the first {origin} positions of that row were "
                 "padding when they were cached and are not stored: pass a mask that hides them, as before"
             )
-        if pattern.chunk is not None:
-            # chunks count from the row's first real token
+        if pattern.chunk is not None:  # chunks count from the row's first real token
             first += max(0, columns.stop - 1 - first) // pattern.chunk * pattern.chunk
         seq_lens.append(max(0, end - origin))
         starts.append(max(0, first - origin, columns.start - origin))

@@ -221,17 +221,15 @@ def _calls_interface(cls: type) -> bool:
 def _branches(cls: type, named: str) -> bool:
     """Whether code of the class compares the implementation's name in a way that ours would answer differently."""
     for node in ast.walk(_tree(cls) or ast.Module([], [])):
-        if not isinstance(node, ast.Compare) or len(node.ops) > 1:
-            continue
-        left, operator, right = node.left, node.ops[0], node.comparators[0]
-        if isinstance(left, ast.Attribute) and left.attr == "_attn_implementation":
-            try:
-                known = ast.literal_eval(right)
-            except ValueError:  # compared with something we cannot read: not safe
-                return True
-            known = known if isinstance(operator, (ast.In, ast.NotIn)) else (known,)
-            if (named in known) != (NAME in known):
-                return True
+        match node:
+            case ast.Compare(left=ast.Attribute(attr="_attn_implementation"), ops=[operator], comparators=[right]):
+                try:
+                    known = ast.literal_eval(right)
+                except ValueError:  # compared with something we cannot read: not safe
+                    return True
+                known = known if isinstance(operator, (ast.In, ast.NotIn)) else (known,)
+                if (named in known) != (NAME in known):
+                    return True
     return False
 
 

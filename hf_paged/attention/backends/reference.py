@@ -23,7 +23,7 @@ class AttentionCall(NamedTuple):
     bias: Tensor | None = None
     """Broadcasts to `(n, heads, query_len, >= max seq_len)`, for rows with equally many queries: added to the scores,
     its last axis in table coordinates of each row; may hold `-inf`."""
-    fresh: tuple[Tensor, Tensor] | None = None
+    fresh: tuple[Tensor, ...] | None = None
     """Keys and values `(T, kv_heads, dim)` of the step's own tokens, where they are at hand."""
 
     @property
@@ -34,8 +34,8 @@ class AttentionCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Queries, keys, values, and sinks and bias where there are any."""
-        optional = [tensor for tensor in (self.sinks, self.bias) if tensor is not None]
-        return self.query, self.blocks.keys, self.blocks.values, *optional
+        found = (self.query, self.blocks.keys, self.blocks.values, self.sinks, self.bias)
+        return tuple(tensor for tensor in found if tensor is not None)
 
     @property
     def needs_grad(self) -> bool:
@@ -48,22 +48,18 @@ class AttentionCall(NamedTuple):
 
     def by_groups(self) -> list[AttentionCall]:
         """The call as one a group of rows with equally many queries, in order."""
-        groups = self.step.row_groups()
-        if len(groups) == 1:
+        if self.step.query_len is not None:
             return [self]
-        calls = [self._replace(query=self.query[tokens], step=step) for tokens, step in groups]
-        if self.fresh is None:
-            return calls
-        keys, values = self.fresh
-        return [call._replace(fresh=(keys[at], values[at])) for call, (at, _) in zip(calls, groups)]
+        return [
+            self._replace(query=self.query[at], step=step, fresh=self.fresh and tuple(x[at] for x in self.fresh))
+            for at, step in self.step.row_groups()
+        ]
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """
-    Attention of each row's queries over the K/V that its block table names (PagedAttention, arXiv 2309.06180,
-    sec. 4.1), summed in float32 (float64 for float64 inputs): `(T, heads, value_dim)`, contiguous, in the query's
-    dtype. A slot that no query of its row sees is never read, whatever it holds; a query that sees nothing gets zeros.
-    """
+    """Attention of each row's queries over the K/V that its block table names (PagedAttention, arXiv 2309.06180, sec.
+    4.1), summed in float32 (float64 for float64 inputs): `(T, heads, value_dim)`, contiguous, in the query's dtype. A
+    slot that no query of its row sees is never read, whatever it holds; a query that sees nothing gets zeros."""
     step, bias, keys, values = call.step, call.bias, call.blocks.keys, call.blocks.values
     heads, kv_heads = call.query.shape[1], keys.shape[1]
     device, compute = call.query.device, torch.promote_types(call.query.dtype, torch.float32)

@@ -50,10 +50,8 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """
-    Forwards of `model` run with the adapter `name` (`"__base__"`: with none; `None`: as the model is), or raise
-    [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone.
-    """
+    """Forwards of `model` run with the adapter `name` (`"__base__"`: with none; `None`: as the model is), or raise
+    [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone."""
     if name is None:
         yield
         return

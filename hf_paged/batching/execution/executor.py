@@ -55,17 +55,13 @@ class Runner(Protocol):
         return None
 
     def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        """
-        Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence, for which its tables
-        have room; the model runs with `adapter` now. Returns logits `(n, vocab_size)` in the model's dtype: after the
-        last token of each of the `n` sequences that are then computed as far as they go, in order.
-        """
+        """Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence, for which its
+        tables have room; the model runs with `adapter` now. Returns logits `(n, vocab_size)` in the model's dtype:
+        after the last token of each of the `n` sequences that are then computed as far as they go, in order."""
 
     def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
-        """
-        Logits `(n, vocab_size)` after one more token of each sequence, `(n,)` int64 on the device; `None` if that
-        cannot be done before the host has it.
-        """
+        """Logits `(n, vocab_size)` after one more token of each sequence, `(n,)` int64 on the device; `None` if that
+        cannot be done before the host has it."""
         return None
 
     def rest(self) -> None:
@@ -91,11 +87,9 @@ class Launched(NamedTuple):
 
 
 class RunAhead:
-    """
-    Launches the next step of decodes while its tokens are still on their way to the host, so that what the host does
+    """Launches the next step of decodes while its tokens are still on their way to the host, so that what the host does
     between two forwards takes place while the device computes. It is a guess, that every row goes on and none joins:
-    what turns out otherwise is computed as always, and what was launched in vain wrote past the end of sequences only.
-    """
+    what turns out otherwise is computed as always, and what was launched in vain wrote past the end of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory, self._scheduler = memory, scheduler
@@ -106,10 +100,8 @@ class RunAhead:
         self._launched = None
 
     def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
-        """
-        What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the next
-        step meanwhile; `None` where there are beams.
-        """
+        """What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the
+        next step meanwhile; `None` where there are beams."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             if not isinstance(generation.decoding, SampleDecoding):
@@ -179,13 +171,9 @@ class Executor:
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
         self._num_changes = -1  # of the model, when the runner was last told of it
 
-    # -- what the model is ----------------------------------------------------------------------------------------
-
     def begin(self, check_weights: bool = True, switch_attention: bool = True) -> None:
-        """
-        Called first, and while nothing is in flight. Without `check_weights` neither the prefix cache nor graphs are
-        used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`.
-        """
+        """Called first, and while nothing is in flight. Without `check_weights` neither the prefix cache nor graphs are
+        used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`."""
         self._autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
         self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
         self._checks_weights, self._switches_attention = check_weights, switch_attention
@@ -193,10 +181,8 @@ class Executor:
         self._forget_model()
 
     def open(self, window: Window) -> None:
-        """
-        Before the first step of a window: if other code changed the model, as far as a quick look tells, forgets the
-        prefix cache and graphs.
-        """
+        """Before the first step of a window: if other code changed the model, as far as a quick look tells, forgets the
+        prefix cache and graphs."""
         if not window.is_open:
             with self.lock:
                 self.guard.open()
@@ -239,8 +225,6 @@ class Executor:
             self._num_changes = self.guard.num_changes
             if self._checks_weights and self.runner.can_capture:
                 self.runner.begin(read_state(self.model))
-
-    # -- forwards -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:

@@ -42,10 +42,8 @@ def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], ta
 
 
 class TableRows:
-    """
-    Block tables of a step's rows as one tensor. From step to step only the rows that changed are written, in place: by
-    then no code may read through the step before.
-    """
+    """Block tables of a step's rows as one tensor. From step to step only the rows that changed are written, in place:
+    by then no code may read through the step before."""
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
@@ -69,11 +67,9 @@ class TableRows:
 
 
 class StaticInputs:
-    """
-    Buffers at fixed addresses for steps of up to `num_rows` decodes with block tables of `widths` columns a layer
+    """Buffers at fixed addresses for steps of up to `num_rows` decodes with block tables of `widths` columns a layer
     group, filled for every step with one copy. Rows that a step does not use hold token 0 at position 0, stored nowhere
-    (slot -1), which attends to nothing (length 0). `token_ids` and `positions` are `(1, num_rows)` int64.
-    """
+    (slot -1), which attends to nothing (length 0). `token_ids` and `positions` are `(1, num_rows)` int64."""
 
     def __init__(
         self, num_rows: int, widths: tuple[int, ...], windows: list[int | None], block_size: int, device: torch.device

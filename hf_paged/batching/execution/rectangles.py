@@ -49,11 +49,9 @@ class Rectangle:
 
 
 class RectangleRunner(Runner):
-    """
-    Runs rows of a decoder-only model through its own preparation of inputs, with its attention switched by the caller:
-    prompts as a padded batch, then the next tokens of all rows, side by side. Padding is not stored, so rows of any
-    length join at no cost. A sequence begins with its prompt, or all of its tokens, and goes on by one token.
-    """
+    """Runs rows of a decoder-only model through its own preparation of inputs, with its attention switched by the
+    caller: prompts as a padded batch, then the next tokens of all rows, side by side. Padding is not stored, so rows of
+    any length join at no cost. A sequence begins with its prompt, or all of its tokens, and goes on by one token."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage | None, layout: Layout) -> None:
         self.model, self.memory, self.counters = model, cache.memory, cache.counters
@@ -93,8 +91,6 @@ class RectangleRunner(Runner):
                 parts.append(([place], True))
                 width = items[place][1]
         return [*parts, (going, False)] if going else parts
-
-    # -- one forward ------------------------------------------------------------------------------------------------
 
     def _forward(self, sequences: list[Sequence], begins: bool) -> Tensor:
         """`(rows, vocab)`: after the last token of each row."""
@@ -154,13 +150,9 @@ class RectangleRunner(Runner):
         rectangle.borrow(0 if num_new is None else width - num_new)
         return rectangle
 
-    # -- states -----------------------------------------------------------------------------------------------------
-
     def _is_shared(self, rectangle: Rectangle, blocks: list[SequenceBlocks]) -> bool:
         """Whether the states of another sequence than these are in the rectangle."""
-        if self.states is None:
-            return False
-        return bool(self.states.holders().get(rectangle, set()) - set(map(_slot, blocks)))
+        return self.states is not None and not self.states.holders().get(rectangle, set()) <= set(map(_slot, blocks))
 
     def _of_row(self, blocks: SequenceBlocks) -> Rectangle:
         """The rectangle of one row by itself; a copy where another sequence goes on from it, too."""

@@ -104,7 +104,7 @@ def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int)
     past its end; `None` if a row is not zeros, ones, zeros."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
-    mask = attention_mask[:, :length].to(torch.uint8).bool().cpu()
+    mask = attention_mask[:, :length].bool().cpu()
     if not mask.shape[1]:
         return None
     rows = [row.tobytes() for row in mask.numpy()]  # a byte a column: a search of bytes takes less than one operation

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..kernels import cpp
+from ..kernels.cpp.gather import gather as cpp_gather
 from ..step import NotPackable, StepMetadata
 from .storage import KVBlocks
 
@@ -149,6 +151,8 @@ def gather(step: StepMetadata, blocks: torch.Tensor, dtype: torch.dtype) -> torc
     heads, size, dim = blocks.shape[1:]
     if not (heads and step.num_rows):
         return blocks.new_empty(step.num_rows, heads, len(step.columns), dim, dtype=dtype)
+    if blocks.is_cpu and cpp.is_available():
+        return cpp_gather(step, blocks).to(dtype)
     stride = blocks.stride(2)  # blocks and heads lie whole rows of one token and head apart
     step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
     rows, hidden = step.plan(_rows, step_block, step_head, heads, blocks.device)

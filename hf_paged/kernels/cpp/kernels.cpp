@@ -341,3 +341,48 @@ extern "C" int hf_paged_store(const StoreCall* call) {
             }
     return 0;
 }
+
+// Strides in bytes; column `first + i` of a row is its token `first + i - origins[row]`, zeros where that is negative.
+struct GatherCall {
+    const char* blocks;
+    char* out;  // [rows][heads][length], `bytes` each
+    int64_t heads, num_blocks, strides[3], bytes;
+    const int32_t *tables, *origins;
+    int64_t rows, first, length, table_stride, max_blocks, block_size, threads;
+};
+
+extern "C" int hf_paged_gather(const GatherCall* call) {
+    const GatherCall& c = *call;
+    if (!(c.rows && c.heads && c.length && c.bytes)) return 0;
+    if (!c.blocks || !c.out || !c.origins || (c.max_blocks && !c.tables)) return 4;
+    for (int64_t row = 0; row < c.rows; ++row) {
+        const int64_t end = c.first + c.length - c.origins[row];
+        const int64_t used = end > 0 ? (end + c.block_size - 1) / c.block_size : 0;
+        if (used > c.max_blocks) return 1;
+        for (int64_t i = 0; i < used; ++i) {
+            const int64_t block = c.tables[row * c.table_stride + i];
+            if (block < 0 || block >= c.num_blocks) return 2;
+        }
+    }
+    // Waking threads takes as long as copying so many bytes.
+    [[maybe_unused]] const bool shared = c.threads > 1 && c.rows * c.heads * c.length * c.bytes > (1 << 18);
+#pragma omp parallel for collapse(2) num_threads((int)c.threads) if (shared)
+    for (int64_t row = 0; row < c.rows; ++row)
+        for (int64_t head = 0; head < c.heads; ++head) {
+            char* out = c.out + (row * c.heads + head) * c.length * c.bytes;
+            const int64_t begin = c.first - c.origins[row], end = begin + c.length;
+            const int64_t hidden = std::min(std::max<int64_t>(0, -begin), c.length);
+            std::memset(out, 0, hidden * c.bytes);
+            out += hidden * c.bytes;
+            for (int64_t t = begin + hidden, count; t < end; t += count, out += count * c.bytes) {
+                const int64_t offset = t % c.block_size, block = c.tables[row * c.table_stride + t / c.block_size];
+                const char* from = c.blocks + block * c.strides[0] + head * c.strides[1] + offset * c.strides[2];
+                count = std::min(c.block_size - offset, end - t);
+                if (c.strides[2] == c.bytes)
+                    std::memcpy(out, from, count * c.bytes);
+                else
+                    for (int64_t i = 0; i < count; ++i) std::memcpy(out + i * c.bytes, from + i * c.strides[2], c.bytes);
+            }
+        }
+    return 0;
+}

@@ -1,0 +1,55 @@
+"""Gathering by the C++ kernel: the portable path's numbers, and nothing read outside of what a step names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_paged.cache import handles
+from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.gather import gather
+from hf_paged.step import StepMetadata
+
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+
+
+def step_of(tables: list[list[int]], columns: range, origins: tuple[int, ...], size: int) -> StepMetadata:
+    ids = torch.tensor(tables, dtype=torch.int32).view(len(tables), -1)
+    lengths = [max(0, columns.stop - origin) for origin in origins]
+    return StepMetadata.rectangle(ids, lengths, size, columns=columns, origins=origins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("columns", [range(0, 21), range(5, 21), range(0, 1)], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_it_gathers_what_the_portable_path_gathers(dtype, columns, interleaved, monkeypatch):
+    size, heads, dim = 8, 3, 5
+    data = torch.full((9, 2 * heads, size, 2 * dim if interleaved else dim), float("nan"), dtype=dtype)
+    origins = (0, 4, columns.stop, -3)  # whole, padded, nothing but padding, blocks given back
+    tables = [[3, 1, 7], [5, 8, 2], [0, 0, 0], [4, 6, 2]]
+    blocks = data[:, heads:, :, :dim]
+    for row, origin in enumerate(origins):
+        for token in range(columns.stop - origin):
+            blocks[tables[row][token // size], :, token % size] = torch.randn(heads, dim).to(dtype)
+    step = step_of(tables, columns, origins, size)
+    found = gather(step, blocks)
+    monkeypatch.setattr(cpp, "is_available", lambda: False)
+    assert torch.equal(found, handles.gather(step, blocks, dtype)) and found.is_contiguous()
+    assert not found.isnan().any() and not found[2].any()
+
+
+def test_many_bytes_are_shared_among_threads(monkeypatch):
+    blocks = torch.randn(40, 4, 16, 64)
+    tables = torch.randperm(40).view(2, 20).tolist()
+    step = step_of(tables, range(0, 300), (0, 17), 16)
+    found = gather(step, blocks)
+    monkeypatch.setattr(cpp, "is_available", lambda: False)
+    assert torch.equal(found, handles.gather(step, blocks, blocks.dtype))
+
+
+def test_tables_that_do_not_fit_are_refused():
+    blocks = torch.zeros(4, 1, 8, 2)
+    for tables in ([[0, 4]], [[0, -1]], [[0]]):
+        with pytest.raises(IndexError, match="do not fit columns range"):
+            gather(step_of(tables, range(0, 10), (0,), 8), blocks)
+    assert gather(step_of([[0, 9]], range(0, 8), (0,), 8), blocks).shape == (1, 1, 8, 2)  # the second is not read

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -84,19 +83,22 @@ class PagedMask(LazyTensor):
 
     def dense(self) -> Tensor:
         """The numbers, in the dense format of the model's own implementation."""
-        return self._dense
+        if "dense" not in self._made:
+            arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if self.model_attention == "eager" else "sdpa"]
+            self._made["dense"] = make(**arguments).expand(self.shape)
+        dense: Tensor = self._made["dense"]
+        return dense
 
-    @functools.cached_property
-    def _dense(self) -> Tensor:
-        arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if self.model_attention == "eager" else "sdpa"]
-        return make(**arguments).expand(self.shape)
-
-    @functools.cached_property
+    @property
     def visible_columns(self) -> Columns | None:
         """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it leaves holes."""
-        end = self.arguments["kv_length"] + self.arguments.get("kv_offset", 0)
-        return padding_columns(self.arguments.get("attention_mask"), self.arguments["batch_size"], end)
+        if "columns" not in self._made:
+            arguments = self.arguments
+            end = arguments["kv_length"] + arguments.get("kv_offset", 0)
+            self._made["columns"] = padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
+        columns: Columns | None = self._made["columns"]
+        return columns
 
 
 def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int) -> Columns | None:

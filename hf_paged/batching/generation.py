@@ -29,10 +29,7 @@ _SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
 
 @dataclass(eq=False, repr=False)
 class Generation:
-    """
-    A decoding with the sequences that its rows are: all prompts of a `generate` call, whose rows advance together so
-    that processors see the whole batch, or one request of an engine ([`RequestState`]).
-    """
+    """A decoding with the sequences that its rows are: of a `generate` call, or of one request ([`RequestState`])."""
 
     decoding: Any  # a `Decoding`
     rows: list[tuple[Request, int]]  # for each row of the decoding, its request and which sequence of it
@@ -162,7 +159,7 @@ class RequestState(Generation):
         self.request_id, self.outbox = options.request_id, outbox
         # of `max_time`, whose clock starts with the step that first runs the request
         self.limits = [c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in criteria]
-        self._streamer, self._records_logprobs, self._tokenizer = options.streamer, options.return_logprobs, tokenizer
+        self._streamer, self._tokenizer = options.streamer, tokenizer
         self._text = None if tokenizer is None else TextTracker(tokenizer)
         self._added = time.perf_counter()
         self._first_token: float | None = None  # seconds, as in `Timings`
@@ -226,7 +223,7 @@ class RequestState(Generation):
                     text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
                 except Exception as caught:
                     failure = caught
-            logprobs = decoding.logprobs[i] if self._records_logprobs else None
+            logprobs = decoding.logprobs[i] if decoding.record_logprobs else None
             score = None if scores is None else scores[i]
             results.append(SequenceResult(token_ids, ended or reason or "cancelled", text, logprobs, score))
         return results, failure

@@ -20,42 +20,38 @@ from .generation import RequestOptions
 from .results import RequestOutput, RequestResult
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RequestStream:
-    """
-    One caller of `PagedEngine.generate` or `stream`, whose arguments and errors these are. It takes the steps that its
-    requests need, unless another thread does, and gives the outputs of these requests alone.
-    """
+    """One caller of `PagedEngine.generate` or `stream`, who takes the steps that its requests need."""
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        tokenizer: Any,
-        prompts: Iterable[Prompt],
-        generation_config: Any,
-        attention_mask: Any,
-        options: dict[str, Any],
-    ) -> None:
-        unknown = sorted(set(options) - {field.name for field in dataclasses.fields(RequestOptions)})
+    engine: EngineCore
+    tokenizer: Any
+    prompts: Iterable[Prompt]
+    generation_config: Any
+    attention_mask: Any
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.options) - {field.name for field in dataclasses.fields(RequestOptions)})
         if unknown:
             raise TypeError(
                 f"unknown arguments {unknown}: generation options go into `generation_config`, a dict for instance"
                 + meant(unknown)
             )
-        self.engine, self.tokenizer, self.options = engine, tokenizer, RequestOptions(**options)
-        self.prompts = split_prompts(prompts, generation_config, attention_mask)
+        self._queue = split_prompts(self.prompts, self.generation_config, self.attention_mask)
+        count = len(self._queue)
         for name in ("request_id", "streamer"):
-            if len(self.prompts) > 1 and options.get(name) is not None:
-                raise ValueError(
-                    f"`{name}` is one request's, and there are {len(self.prompts)} prompts: use `add_request`"
-                )
+            if count > 1 and self.options.get(name) is not None:
+                raise ValueError(f"`{name}` is one request's, and there are {count} prompts: use `add_request`")
         self.outbox: deque[RequestOutput] = deque()  # where the engine puts what the requests' steps brought
         self.window = Window()
         self.places: dict[str, int] = {}  # among the prompts, by request id
 
     def _run(self) -> Iterator[RequestOutput]:
-        for place, (prompt, config) in enumerate(self.prompts):
+        options = RequestOptions(**self.options)
+        for place, (prompt, config) in enumerate(self._queue):
             try:
-                name = self.engine.add(self.tokenizer, prompt, config, self.options, self.outbox)
+                name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
             except Exception as error:
                 name, ids = self.engine.make_id(), list[int]()
                 with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
@@ -85,7 +81,7 @@ class RequestStream:
         self.window.is_call = True
         results: dict[int, RequestResult] = {}
         # none where it is not shown: a bar takes a lock, which a child process may find held
-        shown = tqdm(unit="request", total=len(self.prompts)) if progress else contextlib.nullcontext()
+        shown = tqdm(unit="request", total=len(self._queue)) if progress else contextlib.nullcontext()
         with shown as bar, held():
             try:
                 with let_in():

@@ -18,6 +18,8 @@ from ...interrupts import let_in
 Logprobs = list[tuple[float, float]]  # per generated token: of the model's own distribution, of the processed one
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
 
+_OWN = (known.EosTokenCriteria, known.MaxLengthCriteria, known.MaxTimeCriteria, known.StopStringCriteria)
+
 
 @dataclass(frozen=True)
 class SampledTokens:
@@ -46,26 +48,15 @@ class StopChecker:
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.max_length: int | None = None  # tokens, prompt included
-        self.stop_strings: list[known.StopStringCriteria] = []
+        found: dict[type, list[Any]] = {kind: [] for kind in _OWN}
         self.others: list[Any] = []  # a caller's own, which see the ids of the whole batch
-        self._eos_ids: set[int] = set()
-        self._times: list[known.MaxTimeCriteria] = []
-        self._positions: known.MaxLengthCriteria | None = None  # logs once that there are too many for the model
         for criterion in criteria if type(criteria) is StoppingCriteriaList else [criteria]:
-            if type(criterion) is known.EosTokenCriteria:
-                self._eos_ids.update(criterion.eos_token_id.tolist())
-            elif type(criterion) is known.MaxLengthCriteria:
-                limit = criterion.max_length
-                self.max_length = limit if self.max_length is None else min(limit, self.max_length)
-                if criterion.max_position_embeddings is not None:
-                    self._positions = criterion
-            elif type(criterion) is known.MaxTimeCriteria:
-                self._times.append(criterion)
-            elif type(criterion) is known.StopStringCriteria:
-                self.stop_strings.append(criterion)
-            else:
-                self.others.append(criterion)
+            found.get(type(criterion), self.others).append(criterion)
+        eos, limits, self._times, self.stop_strings = found.values()
+        self._eos_ids = {token for criterion in eos for token in criterion.eos_token_id.tolist()}
+        self.max_length: int | None = min((limit.max_length for limit in limits), default=None)  # prompt included
+        # logs once that there are too many tokens for the model
+        self._positions = next((each for each in reversed(limits) if each.max_position_embeddings is not None), None)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
         """Why a row of `length` tokens that ends in `token` is over, but for `others`."""

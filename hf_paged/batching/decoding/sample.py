@@ -217,11 +217,10 @@ class SampleDecoding(Decoding):
     def join(self, parts: Sequence[SampleDecoding]) -> SampleDecoding:
         """Takes the rows back from the decodings that `split` returned, and returns itself."""
         self.length = max(part.length for part in parts)
-        rows = []
-        for part in parts:
-            missing = self.length - part.length
-            rows.append(torch.nn.functional.pad(part.input_ids, (0, missing), value=self._pad_token_id))
-        self._ids, self._new = torch.cat(rows), []
+        missing = [(0, self.length - part.length) for part in parts]
+        pad, value = torch.nn.functional.pad, self._pad_token_id
+        self._ids = torch.cat([pad(part.input_ids, sides, value=value) for part, sides in zip(parts, missing)])
+        self._new = []
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
         self._ends = [part._ends[0] for part in parts]
         self.logprobs = [part.logprobs[0] for part in parts]

@@ -152,9 +152,8 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """
-        Gives rows what the prefix cache has of them. Returns for each open row the tokens that it starts with. Rows
-        that are recomputed must share again what they shared: if the cache does not have all of that, the first row
-        computes it and the others fork from there (`num_shared_tokens`).
+        Gives open rows what the prefix cache has of them; returns with each the tokens that it starts with. What all
+        rows begin with is shared again: if it is not cached, the first row computes it (`num_until_shared`).
         """
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
         for sequence in rows:

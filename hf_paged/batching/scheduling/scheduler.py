@@ -46,38 +46,33 @@ class StepPlan:
         return str(self.rows)
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """
-    Iteration-level scheduling (Orca, OSDI 2022) over paged blocks, with chunked prefills (SARATHI, arXiv 2308.16369)
-    and preemption of whole requests, latest first (PagedAttention, arXiv 2309.06180, section 4.5).
-
-    Requests are ordered by `arrival + priority * aging`, which never changes, so that nothing starves. In that order
-    running requests get their tokens, and preempt later ones when blocks run out; then the waiting ones are admitted
-    while the first of them fits. A preempted request keeps its place.
+    Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369) and preemption of
+    whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are ordered by `arrival + priority *
+    aging`, which never changes, so that nothing starves. In that order running requests get their tokens, and preempt
+    later ones when blocks run out; then the waiting ones are admitted while the first of them fits.
     """
 
-    def __init__(
-        self,
-        preemption: Preemption,
-        *,
-        max_num_batched_tokens: int,  # in a step
-        max_num_seqs: int,  # that run at a time, unless a single request has more, or requests wait for each other
-        watermark: float = 0.01,  # share of all blocks that admission leaves to those already running
-        aging: float = AGING,
-        replays: bool = False,  # without chunks: the prompt alone is computed as a whole, also when computed again
-    ) -> None:
-        self.preemption, self.blocks, self._chunks = preemption, preemption.blocks, preemption.chunks
-        self.max_num_batched_tokens = max_num_batched_tokens
+    preemption: Preemption
+    max_num_batched_tokens: int  # in a step
+    max_num_seqs: int  # that run at a time, unless a single request has more, or requests wait for each other
+    watermark: float = 0.01  # share of all blocks that admission leaves to those already running
+    aging: float = AGING
+    replays: bool = False  # without chunks: the prompt alone is computed as a whole, also when computed again
+    timeline: Timeline = field(default_factory=Timeline)  # is told which requests come and go
+
+    def __post_init__(self) -> None:
+        self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self._watermark, self._aging, self._replays = watermark, aging, replays
+        self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._running: list[Request] = []  # by key
         self._waiting: list[Request] = []  # by key
         self._parked: list[Request] = []  # preempted, with nothing to compute until they get a token
         self._num_rows = 0  # open rows of running requests
         self._arrivals = 0
         self._plan = StepPlan()
-        self.timeline = Timeline()  # is told which requests come and go
 
     @property
     def num_running(self) -> int:
@@ -101,7 +96,7 @@ class Scheduler:
         for request in requests:
             request.arrival = self._arrivals
             self._arrivals += 1
-            request.key = (request.arrival + request.priority * self._aging, request.arrival)
+            request.key = (request.arrival + request.priority * self.aging, request.arrival)
             self._wait(request)
 
     def schedule(self) -> StepPlan:
@@ -190,12 +185,12 @@ class Scheduler:
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """
-        Schedules up to `limit` of the tokens that `sequence` lacks; returns how many. Where blocks are short, requests
-        behind this one go first, then the chunk gets smaller, then `request` goes itself.
+        Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this one
+        go first, then the chunk gets smaller, then `request` goes itself.
         """
         if request.num_shared_tokens:
             limit = min(limit, self.preemption.num_until_shared(request, sequence))
-        if self._replays:
+        if self.replays:
             limit = min(limit, max(1, request.num_prompt_tokens - sequence.num_computed_tokens))
         query_len = min(limit, sequence.num_to_compute)
         if query_len <= 0:
@@ -248,7 +243,7 @@ class Scheduler:
             request, is_alone = self._waiting[0], not self._running
             if not (is_alone or any_rows) and self._num_rows + request.num_open_rows > self.max_num_seqs:
                 return
-            reserve = 0 if is_alone else int(self._watermark * self.blocks.num_total)
+            reserve = 0 if is_alone else int(self.watermark * self.blocks.num_total)
             # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             if not self.preemption.bring_in(request, chunk, reserve, is_alone):

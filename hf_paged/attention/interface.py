@@ -80,7 +80,7 @@ def _paged_attention(
             step.counters.latent += expand is not None
             return output if expand is None else expand(output), None
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
-    implementation = _implementation(module)
+    implementation = switch.model_attention(getattr(module, "config", None), type(module))
     if isinstance(mask, PagedMask):
         mask = mask.resolve(implementation)
     function = switch.model_attention_function(type(module), implementation)
@@ -136,18 +136,15 @@ def _in_place(
     return output
 
 
-def _implementation(module: nn.Module) -> str:
-    return switch.model_attention(getattr(module, "config", None), type(module))
-
-
 def _features(module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict[str, Any]) -> Features | None:
     """As the model's own implementation would apply them; `None` if it does something else, or a gradient is wanted."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     # asked once a step for all layers of a class with one config: reading the config takes a microsecond
-    known, kind = step.plan(_no_functions), (type(module), id(getattr(module, "config", None)))
+    config = getattr(module, "config", None)
+    known, kind = step.plan(_no_functions), (type(module), id(config))
     if kind not in known:
-        known[kind] = switch.stock_function(type(module), _implementation(module))
+        known[kind] = switch.stock_function(type(module), switch.model_attention(config, type(module)))
     function = known[kind]
     if function is None:
         return None

@@ -10,11 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    bidirectional_mask_function,
-    causal_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
 from ..cache.handles import LazyTensor
 from ..step import NotPackable, StepMetadata
@@ -203,12 +199,5 @@ def _build(
             first += max(0, columns.stop - 1 - first) // pattern.chunk * pattern.chunk
         seq_lens.append(max(0, end - origin))
         starts.append(max(0, first - origin, columns.start - origin))
-    return StepMetadata.rectangle(
-        step.block_tables.to(device),
-        seq_lens,
-        step.block_size,
-        query_len=query_len,
-        starts=starts,
-        causal=pattern.causal,
-        window=pattern.window,
-    )
+    tables, sees = step.block_tables.to(device), {"causal": pattern.causal, "window": pattern.window}
+    return StepMetadata.rectangle(tables, seq_lens, step.block_size, query_len=query_len, starts=starts, **sees)

@@ -223,17 +223,7 @@ def _step_mask(step: StepMetadata, queries: int, keys: int, dtype: torch.dtype, 
 
 # -- which tiles are gathered together ------------------------------------------------------------------------------
 
-_scratch = threading.local()
-
-
-def _scratch_bytes(size: int, device: torch.device) -> Tensor:
-    """This thread's scratch on `device`, grown to `size` bytes: fresh memory would cost its page faults every time."""
-    held: Tensor | None = getattr(_scratch, str(device), None)
-    if held is None or held.numel() < size:
-        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-            held = torch.empty(size, dtype=torch.uint8, device=device)
-        setattr(_scratch, str(device), held)
-    return held
+_scratch = threading.local()  # by device; fresh memory would cost its page faults every time
 
 
 def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
@@ -241,7 +231,13 @@ def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tens
     its next call; where a gradient is wanted, in memory of their own."""
     sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
     second = -(-sizes[0] // 64) * 64
-    scratch = None if call.needs_grad else _scratch_bytes(second + sizes[1], call.query.device)
+    scratch, device = None, call.query.device
+    if not call.needs_grad:
+        scratch = getattr(_scratch, str(device), None)
+        if scratch is None or scratch.numel() < second + sizes[1]:
+            with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+                scratch = torch.empty(second + sizes[1], dtype=torch.uint8, device=device)
+            setattr(_scratch, str(device), scratch)
     gathered = []
     for blocks, layout, tiles, start, size in zip(
         (call.blocks.keys, call.blocks.values), layouts, part.tiles, (0, second), sizes
@@ -278,7 +274,8 @@ def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[
     parts = []
     for (length, offset, first_query), found in sorted(geometries.items(), reverse=True):
         num_blocks, queries = -(-(offset + length) // size), query_len - first_query
-        window = (mask_keys and step.window) or length
+        window, hidden = (mask_keys and step.window) or length, mask_keys if queries > 1 else 0
+        is_causal = hidden > 0 and length == queries and window >= length
         head_bytes = num_blocks * size * sum(layout.itemsize * layout.shape[3] for layout in (keys, values))
         num_rows = max(1, SCRATCH_BYTES // (head_bytes * kv_heads))
         num_heads = max(1, min(kv_heads, SCRATCH_BYTES // head_bytes))
@@ -289,23 +286,14 @@ def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[
             members = tuple(found[at : at + num_rows])
             rows = [row for row, _ in members]
             is_range = rows == list(range(rows[0], rows[-1] + 1))  # a slice costs no copy
+            chosen = slice(rows[0], rows[-1] + 1) if is_range else torch.tensor(rows, device=step.block_tables.device)
             firsts = [(row, low // size) for row, low in members]
             tables = torch.stack([step.block_tables[row, first : first + num_blocks] for row, first in firsts]).long()
             for head in range(0, kv_heads, num_heads):
                 heads = slice(head, min(kv_heads, head + num_heads))
+                tiles = keys.tiles(tables, heads), values.tiles(tables, heads)
+                shape = len(rows), heads.stop - head, num_blocks * size
                 parts.append(
-                    Part(
-                        rows=slice(rows[0], rows[-1] + 1) if is_range else torch.tensor(rows, device=tables.device),
-                        members=members,
-                        heads=heads,
-                        offset=offset,
-                        length=length,
-                        first_query=first_query,
-                        tiles=(keys.tiles(tables, heads), values.tiles(tables, heads)),
-                        shape=(len(rows), heads.stop - head, num_blocks * size),
-                        slices=slices,
-                        mask_keys=mask_keys if queries > 1 else 0,
-                        causal=mask_keys > 0 and length == queries > 1 and window >= length,
-                    )
+                    Part(chosen, members, heads, offset, length, first_query, tiles, shape, slices, hidden, is_causal)
                 )
     return tuple(parts), is_complete

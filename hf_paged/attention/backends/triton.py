@@ -53,15 +53,14 @@ def attend(call: AttentionCall) -> Tensor:
     """`reference.attend`; float32 sums."""
     from ...kernels.triton import attention  # needs Triton
 
-    step, blocks = call.step, call.blocks
+    step, keys, values = call.step, call.blocks.keys, call.blocks.values
     if step.query_len is not None and step.query_len <= MAX_QUERIES:
         return _attend_rows(call, call.query, step)
     num_decodes, decodes, chunks = step.plan(_split)
-    parts = [] if decodes is None else [_attend_rows(call, call.query[:num_decodes], decodes)]
+    first = None if decodes is None else _attend_rows(call, call.query[:num_decodes], decodes)
     features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
-    query = call.query[num_decodes:]
-    parts.append(attention.prefill_attention(query, blocks.keys, blocks.values, chunks or step, **features))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    rest: Tensor = attention.prefill_attention(call.query[num_decodes:], keys, values, chunks or step, **features)
+    return rest if first is None else torch.cat([first, rest])
 
 
 def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:

@@ -125,8 +125,6 @@ class DecodeGraphs:
         self._graphs.clear()
         self._outputs.clear()
 
-    # -- a step -----------------------------------------------------------------------------------------------------
-
     def run(
         self, tokens: PackedTokens, adapter: str | None, forward: Forward, token_ids: Tensor | None = None
     ) -> Tensor | None:
@@ -171,8 +169,6 @@ class DecodeGraphs:
             step.graph.replay()
             return step.logits[:count].clone()  # the next replay overwrites them
 
-    # -- recording --------------------------------------------------------------------------------------------------
-
     def _capture(self, key: Key, tokens: PackedTokens) -> Key | None:
         """Records a graph; if that fails, says why, and records no more of this model."""
         start = time.perf_counter()
@@ -208,8 +204,6 @@ class DecodeGraphs:
             with torch.inference_mode(False):
                 found = self._outputs[kind] = torch.empty(rows, vocab_size, dtype=logits.dtype, device=self._device)
         return found[:num_rows]
-
-    # -- what graphs depend on --------------------------------------------------------------------------------------
 
     def _follow_blocks(self) -> None:
         """Drops all graphs if any layer's blocks are others than they were: the pool grew, or was made again."""

@@ -112,15 +112,6 @@ class StaticInputs:
     def steps(self) -> list[StepMetadata]:
         """Each group's share of the step, as the buffers say when it is computed."""
         return [
-            StepMetadata(
-                tables,
-                query_start=tuple(range(self.num_rows + 1)),
-                seq_lens=(),
-                starts=(),
-                block_size=self.block_size,
-                window=window,
-                slots=slots,
-                lengths=Lengths(*lengths),
-            )
+            StepMetadata.rectangle(tables, (), self.block_size, window=window, slots=slots, lengths=Lengths(*lengths))
             for slots, window, tables, lengths in zip(self._slots, self.windows, self._tables, self._lengths)
         ]

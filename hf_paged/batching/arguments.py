@@ -6,6 +6,7 @@ import difflib
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -21,6 +22,21 @@ Prompt = Any
 
 _COUNTS = ("num_beams", "num_return_sequences")
 _LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What `PagedEngine.add_request` takes beside the prompt and its generation config, as callers pass it."""
+
+    request_id: Any = None
+    priority: Any = 0
+    logits_processor: Any = None
+    stopping_criteria: Any = None
+    streamer: Any = None
+    adapter: Any = None
+    seed: Any = None
+    return_logprobs: bool = False
+    cache_salt: Any = None
 
 
 def shown(value: Any) -> str:

@@ -13,11 +13,10 @@ from ..cache.memory import PagedMemory
 from ..config import PagedConfig
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
-from .arguments import Prompt, check_generates
+from .arguments import Prompt, RequestOptions, check_generates
 from .engine_core import EngineCore
 from .execution.adapters import base_model
 from .execution.executor import Window
-from .generation import RequestOptions
 from .results import EngineStats, RequestOutput, RequestResult
 from .streams import RequestStream, read_in_thread
 

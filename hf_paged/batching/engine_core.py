@@ -19,10 +19,10 @@ from ..config import PagedConfig
 from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.registry import Route, note_route, route_of
-from .arguments import Prompt, check_names
+from .arguments import Prompt, RequestOptions, check_names
 from .execution.executor import Window
 from .factory import choose_layout, empty_cache, make_loop
-from .generation import RequestOptions, RequestState
+from .generation import RequestState
 from .loop import StepLoop
 from .results import RequestOutput
 from .scheduling.timeline import Timeline

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from ..cache.block_manager import SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import let_in
-from .arguments import Prompt, as_config, as_list, as_whole, check_streamed_rows, check_streamer, prompt_ids
+from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import request_decoding
 from .execution.adapters import check_adapter
@@ -24,7 +24,6 @@ from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
 
 _MAX_PRIORITY = 2**31 - 1  # so that a priority times `AGING`, plus a count of arrivals, is exact as a float
-_SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
 
 
 @dataclass(eq=False, repr=False)
@@ -96,21 +95,6 @@ class Generation:
         self._logits, self.is_closed = {}, True
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """What `PagedEngine.add_request` takes beside the prompt and its generation config, as callers pass it."""
-
-    request_id: Any = None
-    priority: Any = 0
-    logits_processor: Any = None
-    stopping_criteria: Any = None
-    streamer: Any = None
-    adapter: Any = None
-    seed: Any = None
-    return_logprobs: bool = False
-    cache_salt: Any = None
-
-
 class RequestState(Generation):
     """A request of an engine, which reports to `outbox`. Raises the errors of `PagedEngine.add_request`."""
 
@@ -127,24 +111,8 @@ class RequestState(Generation):
             check_adapter(model, options.adapter)
         check_cache_salt(options.cache_salt)
         priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
-        generator = None
-        if options.seed is not None:
-            seed = as_whole("seed", options.seed, *_SEEDS, before="None or ")
-            generator = torch.Generator(device=model.device).manual_seed(seed)
-        check_streamer(options.streamer)
         self.prompt_ids = prompt_ids(prompt, tokenizer)
-        criteria = as_list("stopping_criteria", options.stopping_criteria)
-        decoding = request_decoding(
-            model,
-            self.prompt_ids,
-            as_config(generation_config),
-            logits_processor=as_list("logits_processor", options.logits_processor),
-            stopping_criteria=criteria,
-            streamer=options.streamer,
-            generator=generator,
-            tokenizer=tokenizer,
-            record_logprobs=options.return_logprobs,
-        )
+        decoding = request_decoding(model, self.prompt_ids, as_config(generation_config), options, tokenizer)
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
         self.request = Request(
             options.request_id,
@@ -158,7 +126,8 @@ class RequestState(Generation):
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.request_id, self.outbox = options.request_id, outbox
         # of `max_time`, whose clock starts with the step that first runs the request
-        self.limits = [c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in criteria]
+        own = options.stopping_criteria or ()
+        self.limits = [c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in own]
         self._streamer, self._tokenizer = options.streamer, tokenizer
         self._text = None if tokenizer is None else TextTracker(tokenizer)
         self._added = time.perf_counter()

@@ -13,10 +13,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..interrupts import held, let_in
-from .arguments import Prompt, meant, prompt_ids, split_prompts
+from .arguments import Prompt, RequestOptions, meant, prompt_ids, split_prompts
 from .engine_core import EngineCore
 from .execution.executor import Window
-from .generation import RequestOptions
 from .results import RequestOutput, RequestResult
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import BaseStreamer, LogitsProcessor, StoppingCriteria
 
 from ... import compat
 from ...model.capability import is_stock
+from ..arguments import RequestOptions, as_list, as_whole, check_streamer
 from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 
+_SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
@@ -41,14 +42,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 def request_decoding(
     model: PreTrainedModel,
     input_ids: Sequence[int],
-    generation_config: GenerationConfig | None = None,
-    *,
-    logits_processor: Iterable[LogitsProcessor] = (),
-    stopping_criteria: Iterable[StoppingCriteria] = (),
-    streamer: BaseStreamer | None = None,
-    generator: torch.Generator | None = None,
+    generation_config: GenerationConfig | None,
+    options: RequestOptions,
     tokenizer: Any = None,
-    record_logprobs: bool = False,
 ) -> SampleDecoding | BeamDecoding:
     """
     The decoding of one prompt, prepared by the model's own methods. Processors and criteria are added to those of the
@@ -56,6 +52,13 @@ def request_decoding(
     that only `generate` serves, and all that `generate` refuses.
     """
     host: Any = model
+    generator, streamer = None, options.streamer
+    if options.seed is not None:
+        seed = as_whole("seed", options.seed, *_SEEDS, before="None or ")
+        generator = torch.Generator(device=model.device).manual_seed(seed)
+    check_streamer(streamer)
+    own = LogitsProcessorList(as_list("logits_processor", options.logits_processor))
+    criteria = StoppingCriteriaList(as_list("stopping_criteria", options.stopping_criteria))
     if not is_stock(model, compat.LOOP_CONDITION):
         raise ValueError(
             f"the model has a `{compat.LOOP_CONDITION}` of its own, which says when a whole call ends: call "
@@ -73,12 +76,11 @@ def request_decoding(
     if uses_beams and streamer is not None:
         raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
     rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
-    own = LogitsProcessorList(logits_processor)
     processors = compat.get_logits_processor(
         host, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
     )
-    criteria = compat.get_stopping_criteria(host, config, StoppingCriteriaList(stopping_criteria), tokenizer)
-    inputs = LoopInputs(rows, processors, criteria, config, generator, record_logprobs)
+    criteria = compat.get_stopping_criteria(host, config, criteria, tokenizer)
+    inputs = LoopInputs(rows, processors, criteria, config, generator, options.return_logprobs)
     return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer)
 
 

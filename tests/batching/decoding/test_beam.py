@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.sampler import sample_step
@@ -252,8 +253,7 @@ def test_a_request_is_generate_on_its_prompt(do_sample: bool) -> None:
     )
     torch.manual_seed(5)
     plain = model.generate(prompt, generation_config=config)
-    generator = torch.Generator().manual_seed(5)
-    decoding = request_decoding(model, prompt[0].tolist(), config, generator=generator)
+    decoding = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
     assert isinstance(decoding, BeamDecoding) and decoding.num_rows == 4 and decoding.max_length == 11 + NEW
     assert torch.equal(drive(decoding, model).result(), plain)
 
@@ -266,11 +266,12 @@ def test_a_failing_beam_request_fails_alone() -> None:
             raise KeyError("on purpose")
 
     config = GenerationConfig(num_beams=3, max_new_tokens=4)
-    decodings = [request_decoding(model, [5, 6], config, logits_processor=p) for p in ([], [Fail()])]
+    decodings = [request_decoding(model, [5, 6], config, RequestOptions(logits_processor=p)) for p in ([], [Fail()])]
     first, second = sample_step([(decoding, torch.randn(3, 128)) for decoding in decodings])
     assert not isinstance(first, Exception) and first.parents is not None and isinstance(second, KeyError)
 
 
 def test_low_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="low_memory"):
-        request_decoding(models.get("llama"), [5], GenerationConfig(num_beams=2, low_memory=True, max_new_tokens=2))
+        config = GenerationConfig(num_beams=2, low_memory=True, max_new_tokens=2)
+        request_decoding(models.get("llama"), [5], config, RequestOptions())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, WatermarkingConfig
 from transformers.generation import logits_process as known
 
+from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding import sampler
 from hf_paged.batching.decoding.base import SampledTokens
 from hf_paged.batching.decoding.prepare import request_decoding
@@ -321,10 +323,10 @@ def test_rows_that_may_end_need_padding() -> None:
 
 
 def request(prompt: list[int], model_name: str = "llama", **options: Any) -> Any:
-    beside = ("logits_processor", "stopping_criteria", "streamer", "generator", "tokenizer", "record_logprobs")
-    ours = {name: options.pop(name) for name in beside if name in options}
-    options.setdefault("max_new_tokens", NEW)
-    return request_decoding(models.get(model_name), prompt, GenerationConfig(**options), **ours)
+    ours = {field.name: options.pop(field.name) for field in fields(RequestOptions) if field.name in options}
+    tokenizer = options.pop("tokenizer", None)
+    config = GenerationConfig(**{"max_new_tokens": NEW, **options})
+    return request_decoding(models.get(model_name), prompt, config, RequestOptions(**ours), tokenizer)
 
 
 @pytest.mark.parametrize("name", ROW_WISE)
@@ -334,8 +336,8 @@ def test_a_request_is_generate_on_its_prompt(name: str) -> None:
     options = dict(ROW_WISE[name], eos_token_id=[7, 60])
     torch.manual_seed(5)
     plain = model.generate(prompt, generation_config=GenerationConfig(**options, max_new_tokens=NEW))
-    generator = torch.Generator().manual_seed(5) if options.get("do_sample") else None
-    decoding = request(prompt[0].tolist(), generator=generator, **options)
+    seed = 5 if options.get("do_sample") else None
+    decoding = request(prompt[0].tolist(), seed=seed, **options)
     assert decoding.max_length == 11 + NEW
     assert torch.equal(drive(decoding, model).result(), plain)
     assert model.generation_config.to_dict() == before
@@ -347,7 +349,7 @@ def test_a_request_takes_the_models_defaults() -> None:
     prompt = models.token_ids(1, 11)
     torch.manual_seed(5)
     plain = model.generate(prompt)
-    decoding = request_decoding(model, prompt[0].tolist(), generator=torch.Generator().manual_seed(5))
+    decoding = request_decoding(model, prompt[0].tolist(), None, RequestOptions(seed=5))
     assert decoding.num_rows == 2 and torch.equal(drive(decoding, model).result(), plain)
 
 
@@ -434,7 +436,7 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(name: str, monkeypa
 
     def made() -> list[Any]:
         return [
-            request(prompt, generator=torch.Generator().manual_seed(i), record_logprobs=True, **options)
+            request(prompt, seed=i, return_logprobs=True, **options)
             for i, (prompt, options) in enumerate(zip(prompts(), MIXED[name]))
         ]
 
@@ -507,7 +509,7 @@ def test_an_exception_stays_with_its_decoding(do_sample: bool) -> None:
     ]
 
     def made(i: int, **options: Any) -> Any:
-        return request(prompts()[i], generator=torch.Generator().manual_seed(i), do_sample=do_sample, **options)
+        return request(prompts()[i], seed=i, do_sample=do_sample, **options)
 
     decodings = [made(i, **options) for i, options in enumerate(faults)]
     failed: dict[int, int] = {}
@@ -524,7 +526,7 @@ def test_an_exception_stays_with_its_decoding(do_sample: bool) -> None:
 
 def test_logits_that_are_not_numbers_fail_alone() -> None:
     decodings = [request(prompt, do_sample=True) for prompt in prompts()]
-    seeded = [request(prompt, do_sample=True, generator=torch.Generator()) for prompt in prompts()]
+    seeded = [request(prompt, do_sample=True, seed=0) for prompt in prompts()]
     logits = torch.randn(12, 128)
     logits[[3, 8]] = float("nan")
     results = sample_step(list(zip([*decodings, *seeded], logits.split(1))))
@@ -543,7 +545,7 @@ def test_draws_without_a_generator_follow_the_probabilities() -> None:
 
 def test_a_generator_draws_as_multinomial_does() -> None:
     logits = torch.randn(40, 128)
-    decodings = [request([5], generator=torch.Generator().manual_seed(i), **SAMPLE) for i in range(40)]
+    decodings = [request([5], seed=i, **SAMPLE) for i in range(40)]
     results = sample_step(list(zip(decodings, logits.split(1))))
     for i, result in enumerate(results):
         expected = torch.multinomial(logits[i : i + 1].softmax(-1), 1, generator=torch.Generator().manual_seed(i))

@@ -18,7 +18,7 @@ from ..cache.swap import BlockSwapper
 from ..model import capability
 from ..model.capability import Layout
 from ..model.weights import WeightsGuard
-from .execution.executor import Executor
+from .execution.executor import Executor, Runner
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .loop import StepLoop
@@ -35,7 +35,7 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
     """As `capability.choose_layout`."""
-    return capability.choose_layout(model, cache, PackedRunner, make_rectangles)
+    return capability.choose_layout(model, cache, make_runner)
 
 
 def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
@@ -44,28 +44,26 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     which was built for the model and is empty.
     """
     memory, config = cache.memory, cache.memory.config
+    blocks, runner = make_runner(model, cache, layout)
+    guard = WeightsGuard(model, memory, blocks)
     if layout.unsupported_reason is not None:
-        blocks, runner = make_rectangles(model, cache, layout)
         preemption = Preemption(blocks, chunks=False)
         scheduler = Scheduler(
             preemption, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, replays=layout.replays
         )
-        return StepLoop(
-            Executor(model, memory, runner, scheduler, WeightsGuard(model, memory, blocks)), memory, blocks, scheduler
-        )
-    blocks = memory.manager(cache.groups)
+        return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
     blocks.prefix_caching = config.prefix_caching
     swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
     cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
-    guard = WeightsGuard(model, memory, blocks)
     preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
     scheduler = Scheduler(preemption, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=max_num_seqs)
-    executor = Executor(model, memory, PackedRunner(model, cache), scheduler, guard)
-    return StepLoop(executor, memory, blocks, scheduler)
+    return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
 
 
-def make_rectangles(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tuple[BlockManager, RectangleRunner]:
-    """What runs rows side by side, and what gives these their blocks."""
+def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tuple[BlockManager, Runner]:
+    """What runs sequences in this layout, and what gives these their blocks."""
+    if layout.unsupported_reason is None:
+        return cache.memory.manager(cache.groups), PackedRunner(model, cache)
     specs, states = list(cache.groups), None
     if not layout.side_by_side or state_layers(cache):
         specs.append(StateSpec())

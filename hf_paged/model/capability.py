@@ -30,7 +30,6 @@ from ..interrupts import held, let_in, step_lock
 from .state import is_idle_hook
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
-_Reasons = Callable[[PreTrainedModel, PagedCache, Modules], Iterator[str]]
 
 _lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
@@ -43,21 +42,12 @@ class Runner(Protocol):
 
 
 class Layout(NamedTuple):
-    """
-    How rows go through a model's forward: packed, unless `unsupported_reason` says why not; then as rectangles.
-
-    Args:
-        mixed_lengths (`bool`): Prompts of different lengths run side by side; else only those of one length.
-        side_by_side (`bool`): Rows run side by side at all; else each by itself, in a cache of its own that keeps all
-            that the model puts into it.
-        replays (`bool`): What is computed again is computed as it was: the prompt, then token by token. The model's
-            logits after a prompt are others than after the same tokens one by one.
-    """
+    """How rows go through a model's forward: packed, unless `unsupported_reason` says why not; then as rectangles."""
 
     unsupported_reason: str | None = None
-    mixed_lengths: bool = True
-    side_by_side: bool = True
-    replays: bool = False
+    mixed_lengths: bool = True  # prompts of different lengths run side by side; else only those of one length
+    side_by_side: bool = True  # else each row by itself, in a cache of its own that keeps all that the model puts there
+    replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
 
     @property
     def reason(self) -> str:
@@ -70,8 +60,7 @@ class Layout(NamedTuple):
 
 
 ONE_BY_ONE = Layout(mixed_lengths=False, side_by_side=False, replays=True)
-MakeRunner = Callable[[PreTrainedModel, PagedCache], Runner]
-MakeRectangles = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Runner]]
+MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Runner]]
 
 
 class ForwardFailedError(Exception):
@@ -84,24 +73,22 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def choose_layout(
-    model: PreTrainedModel, cache: PagedCache, make_packed: MakeRunner, make_rectangles: MakeRectangles
-) -> Layout:
+def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """
     The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it and empty, is only
-    looked at. What runs the layouts is made by the other two, as `batching.factory` has them.
+    looked at. `make` is `batching.factory.make_runner`.
     """
-    reason = _find(self_check, _packed_reasons, model, cache, make_packed)
+    reason = _find(self_check, True, model, cache, make)
     if reason is None:
         return Layout()
-    found = _find(side_check, _side_reasons, model, cache, make_rectangles)
+    found = _find(side_check, False, model, cache, make)
     return (found if isinstance(found, Layout) else ONE_BY_ONE)._replace(unsupported_reason=reason)
 
 
-def _find(check: Callable[..., Any], reasons: _Reasons, model: PreTrainedModel, cache: PagedCache, make: Any) -> Any:
-    """The first of `reasons`; else what `check` finds by several short forwards, once for a model as it is now."""
+def _find(check: Callable[..., Any], packs: bool, model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Any:
+    """The first of `_reasons`; else what `check` finds by several short forwards, once for a model as it is now."""
     modules = list(model.named_modules())
-    if reason := next(reasons(model, cache, modules), None):
+    if reason := next(_reasons(model, cache, modules, packs), None):
         return reason
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
     key = layers, _code(model, modules)
@@ -135,49 +122,38 @@ def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
 # -- what the model is made of ------------------------------------------------------------------------------------
 
 
-def _packed_reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Iterator[str]:
-    if getattr(model.config, "is_encoder_decoder", False):
-        yield "the model has an encoder"
-    parameters = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
-    if missing:
-        yield f"its forward takes no {' and no '.join(missing)}"
-    if cache.layer_class_to_replicate is not None or not cache.layers:
-        yield "its cache does not know its layers before the first forward"
-    foreign = {type(layer) for layer in cache.layers} - {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
-    if foreign:
-        names = ", ".join(sorted(layer.__name__ for layer in foreign))
-        yield f"its cache has layers that hold more than keys and values: {names}"
-    yield from _reasons_of_methods(model)
-    is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
-    if not is_loaded_with_ours and not switchable_configs(module for _, module in modules):
-        yield "its attention does not go through the attention interface"
-    yield from _reasons_of_modules(model, modules)
-
-
-def _side_reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Iterator[str]:
-    """Rows join and leave: each layer must be one whose rows can be told apart."""
-    if cache.layer_class_to_replicate is not None or not cache.layers or not compat.supports_dynamic_cache(model):
-        yield "its cache does not know its layers before the first forward"
-    known = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer, PagedHybridLayer, LinearAttentionLayer}
-    if not known.issuperset(map(type, cache.layers)):
-        yield "its cache has layers of its own"
-    yield from _reasons_of_methods(model)
-    yield from _reasons_of_modules(model, modules)
-
-
 def is_stock(model: PreTrainedModel, name: str) -> bool:
     """Whether a method of the model is transformers' own."""
     return getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
 
 
-def _reasons_of_methods(model: PreTrainedModel) -> Iterator[str]:
-    """A forward may get inputs that the engine does not know of, or the loop end at another time."""
+def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs: bool) -> Iterator[str]:
+    """Why rows cannot be packed; or else why they cannot run side by side, where they join and leave."""
+    parameters = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    known = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
+    if packs and getattr(model.config, "is_encoder_decoder", False):
+        yield "the model has an encoder"
+    if packs and missing:
+        yield f"its forward takes no {' and no '.join(missing)}"
+    knows_layers = cache.layer_class_to_replicate is None and cache.layers
+    if not knows_layers or not (packs or compat.supports_dynamic_cache(model)):
+        yield "its cache does not know its layers before the first forward"
+    if not packs:
+        known |= {PagedHybridLayer, LinearAttentionLayer}
+    if foreign := {type(layer) for layer in cache.layers} - known:
+        names = ", ".join(sorted(layer.__name__ for layer in foreign))
+        yield f"its cache has layers that hold more than keys and values: {names}"
+    # a forward may get inputs that the engine does not know of, or the loop end at another time
     for name in (compat.UPDATE_INPUTS, compat.PREFILL, compat.LOOP_CONDITION):
         if not is_stock(model, name):
             yield f"it has a `{name}` of its own"
     if "prepare_inputs_for_generation" in vars(model):
         yield "its `prepare_inputs_for_generation` was replaced"
+    is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
+    if packs and not is_loaded_with_ours and not switchable_configs(module for _, module in modules):
+        yield "its attention does not go through the attention interface"
+    yield from _reasons_of_modules(model, modules)
 
 
 def _reasons_of_modules(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
@@ -237,7 +213,7 @@ _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0,
 _SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
 
 
-def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunner) -> str | None:
+def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
     """
     Why packed steps (prompts side by side, decodes beside a chunk, a chunk after what is cached) differ from plain
     forwards (of whole sequences without a cache, and of decode steps over a `DynamicCache`); `None` if they do not.
@@ -248,10 +224,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
         decoded = _plain_logits(model, rows[:2, : _FIRST + 2], _FIRST)
     try:
-        with _forwards(model):
-            paged = PagedCache(model.config.get_text_config(decoder=True), _CONFIG)
-            runner, manager = make_runner(model, paged), paged.memory.manager(paged.groups)
-            found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _LENGTH), _PACKED_STEPS, skips=False)
+        found = _step_logits(model, make, Layout(), rows, (_FIRST, _SECOND, _LENGTH), _PACKED_STEPS)
     except ForwardFailedError as error:
         return f"packed, {error}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
@@ -261,7 +234,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRunne
     return in_any_step or _difference(model, cache, in_steps, found[2:5], "logits of decode steps")
 
 
-def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRectangles) -> Layout:
+def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """Compares rows side by side, joining and leaving, with plain forwards. Raises what `self_check` does."""
     with _forwards(model):
         rows = _test_tokens(model)
@@ -271,12 +244,10 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make_runner: MakeRecta
     decoded = torch.stack([short[-1], middle[-1], long[-1]])
     replays = _difference(model, cache, decoded, torch.stack(at_once), "logits") is not None
     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
-    for layout in (Layout(replays=replays), Layout(mixed_lengths=False, replays=replays)):
-        with contextlib.suppress(ForwardFailedError), _forwards(model):
-            wrap_expansions(model.modules())
-            paged = PagedCache(model.config.get_text_config(decoder=True), _CONFIG)
-            manager, runner = make_runner(model, paged, layout)
-            found = _step_logits(model, manager, runner, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS, skips=True)
+    for mixed_lengths in (True, False):
+        layout = Layout("not packed", mixed_lengths, replays=replays)
+        with contextlib.suppress(ForwardFailedError):
+            found = _step_logits(model, make, layout, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS)
             if _difference(model, cache, torch.stack(order), found, "logits") is None:
                 return layout
     return ONE_BY_ONE
@@ -344,31 +315,33 @@ def next_logits(
 
 def _step_logits(
     model: PreTrainedModel,
-    manager: BlockManager,
-    runner: Runner,
+    make: MakeRunner,
+    layout: Layout,
     rows: torch.Tensor,
     prompts: tuple[int, int, int],
     steps: tuple[tuple[tuple[int, int], ...], ...],
-    skips: bool,
 ) -> torch.Tensor:
     """
     `(n, vocab_size)`: the logits of `steps`, each of rows with their `query_len`, after each row whose prompt, of so
-    many of its tokens as `prompts` says, is computed. `skips` as in `BlockManager.append`.
+    many of its tokens as `prompts` says, is computed.
     """
-    tokens = rows.tolist()
-    sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
-    logits = []
-    with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
-        for step in steps:
-            for row, query_len in step:
-                sequence = sequences[row]
-                manager.append(sequence.blocks, query_len, skips=skips)
-                sequence.num_computed_tokens += query_len
-                sequence.token_ids = tokens[row][: max(prompts[row], sequence.num_computed_tokens)]
-            logits.append(runner.run([(sequences[row], query_len) for row, query_len in step]))
-    for sequence in sequences:
-        manager.free(sequence.blocks)
-    return torch.cat(logits)
+    tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
+    with _forwards(model):
+        if not is_packed:
+            wrap_expansions(model.modules())
+        manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), layout)
+        sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
+        with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
+            for step in steps:
+                for row, query_len in step:
+                    sequence = sequences[row]
+                    manager.append(sequence.blocks, query_len, skips=not is_packed)
+                    sequence.num_computed_tokens += query_len
+                    sequence.token_ids = tokens[row][: max(prompts[row], sequence.num_computed_tokens)]
+                logits.append(runner.run([(sequences[row], query_len) for row, query_len in step]))
+        for sequence in sequences:
+            manager.free(sequence.blocks)
+        return torch.cat(logits)
 
 
 def _difference(

@@ -1,7 +1,4 @@
-"""
-The private names of transformers that this package uses, each of which is looked for on import; no other module names
-them. Functions that stand for a method take the model, whose class may override it, and the method's own arguments.
-"""
+"""transformers' private names, looked for on import. Functions that stand for a method take the model first."""
 
 from __future__ import annotations
 

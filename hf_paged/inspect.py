@@ -77,8 +77,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
-        road = {"name": self.route.road, "reason": self.route.reason, "in_place": self.route.in_place}
-        return {name: value for name, value in asdict(self).items() if name != "route"} | {"road": road}
+        found = asdict(self)
+        route = found.pop("route")
+        return found | {"road": {"name": route["road"], "reason": route["reason"], "in_place": route["in_place"]}}
 
 
 def examine(
@@ -113,8 +114,7 @@ def examine(
     for each in dict.fromkeys((length, max_positions or length)):
         sequence_bytes = sum(group.num_blocks(each) * group.block_bytes for group in groups)
         count = left_bytes // sequence_bytes if sequence_bytes else 0
-        fit = {"length": each, "sequence_bytes": sequence_bytes, "sequences": count, "tokens": count * each}
-        fits.append(fit)
+        fits.append({"length": each, "sequence_bytes": sequence_bytes, "sequences": count, "tokens": count * each})
     return Report(
         model=cls.__name__,
         model_type=config.model_type,
@@ -221,9 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     dtypes = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument(
-        "--block-size", type=int, default=PagedConfig.block_size, help="tokens in a block (%(default)s)"
-    )
+    block_size = PagedConfig.block_size
+    parser.add_argument("--block-size", type=int, default=block_size, help="tokens in a block (%(default)s)")
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="auto: what the configuration says")
     parser.add_argument("--device", type=device, default=devices[-1], help="whose memory (%(default)s)")
     parser.add_argument("--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)")

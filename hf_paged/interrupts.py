@@ -112,11 +112,8 @@ class held:
 
 class let_in:
     """
-    Within it, inside [`held`], signals are raised as if there were no `held`. Gradients are switched on or off after it
-    as they were before: torch's own contexts lose that where an interrupt ends them.
-
-    Args:
-        waiting (`bool`): Raise on entering what has waited so far; otherwise that waits on.
+    Within it, inside [`held`], signals are raised as if there were no `held`; on entering, if `waiting`, those that
+    waited. Afterwards gradients are on or off as before: torch's own contexts lose that where an interrupt ends them.
     """
 
     __slots__ = ("_grad", "_waiting", "_was_held")
@@ -146,18 +143,11 @@ class let_in:
 
 
 class PatientLock:
-    """
-    A reentrant lock within which signals wait (`held`). While another thread has it, which may take long, signals are
-    let in.
-    """
+    """A reentrant lock within which signals wait (`held`); they are let in while another thread has it."""
 
     def __init__(self) -> None:
-        self._lock = forks.rlock()
+        self.lock = forks.rlock()
         self._holds: dict[int, list[held]] = {}  # by thread; one that waits for a condition has some, too
-
-    def condition(self) -> threading.Condition:
-        """For `wait_for`."""
-        return threading.Condition(self._lock)
 
     def wait_for(self, condition: threading.Condition) -> None:
         """Waits for a moment, or until the condition is notified, and lets signals in."""
@@ -165,15 +155,11 @@ class PatientLock:
         with let_in():
             pass
 
-    def is_among(self, locks: set[Any]) -> bool:
-        """Whether it is one of those that `after_fork` is told of."""
-        return self._lock in locks
-
     def __enter__(self) -> None:
         hold = held()
         hold.__enter__()
         try:
-            while not self._lock.acquire(timeout=0.05):
+            while not self.lock.acquire(timeout=0.05):
                 with let_in():
                     pass
         except BaseException:
@@ -183,7 +169,7 @@ class PatientLock:
 
     def __exit__(self, *error: object) -> None:
         hold = self._holds[threading.get_ident()].pop()
-        self._lock.release()
+        self.lock.release()
         hold.__exit__()
 
 

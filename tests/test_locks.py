@@ -82,7 +82,7 @@ def test_a_signal_reaches_a_thread_that_waits_for_the_lock() -> None:
 
 def test_threads_that_wait_for_a_condition_each_hold_their_own_signals() -> None:
     lock, inside = PatientLock(), []
-    condition, done = lock.condition(), threading.Event()
+    condition, done = threading.Condition(lock.lock), threading.Event()
 
     def wait() -> None:
         with lock:

@@ -46,7 +46,7 @@ class EngineCore:
         self.timeline = Timeline()  # of all loops
         self.layout = Layout()  # of the loop's forwards
         self.paused_by: list[int] = []  # threads that asked that no step be taken
-        self.resumed = self.lock.condition()
+        self.resumed = threading.Condition(self.lock.lock)
         self._made_for: tuple[Any, ...] = ()  # what the loop depends on
         self._config_text = ""  # of the model's config then
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
@@ -134,9 +134,9 @@ class EngineCore:
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
-        self.resumed = self.lock.condition()
+        self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
-        if self.lock.is_among(freed):
+        if self.lock.lock in freed:
             self.requests, self._unstarted, self.unread = {}, [], []
             self.retire()
 

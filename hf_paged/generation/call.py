@@ -82,15 +82,11 @@ class Call:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """
-        The call itself: what it switched is put back at its end, and its caches are freed if it fails. To be entered
-        and left within `held`.
-        """
-        variables: list[tuple[ContextVar[Any], Any]]
-        variables = [(current, self), (mask_observer, None), (obstacles, self.slowed_by)]
+        """What the call switched is put back at its end; its caches are freed if it fails. For use within `held`."""
+        variables: dict[ContextVar[Any], Any] = {current: self, mask_observer: None, obstacles: self.slowed_by}
         try:
             with self.stack:
-                for variable, value in variables:
+                for variable, value in variables.items():
                     self.stack.callback(variable.reset, variable.set(value))
                 self.is_running = True
                 if self.reads_in_place:
@@ -108,10 +104,7 @@ class Call:
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
-        """
-        The call's keys and values go to `caches`, which attention reads in place while it runs; `is_built` says that
-        they go with the call. To be called within `held`.
-        """
+        """Keys and values go to `caches`, which attention reads in place; those built for the call go with it."""
         self.road, self.repeats = "hf_loop", rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
         self.caches += caches
@@ -160,10 +153,7 @@ prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default
 
 
 def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
-    """
-    The call of a method of `GenerationMixin`, by name, with `arguments` as the engine takes it; `None`, with the reason
-    noted in `call`, if it does not.
-    """
+    """The call of a `GenerationMixin` method, by name, as the engine takes it; `None`, noting why, if it does not."""
     given = arguments.get("model_kwargs", {})
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
@@ -172,7 +162,7 @@ def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | 
     names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
     inputs = LoopInputs(*(arguments[name] for name in names))
     batch = BatchCall(call, cache, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
-    reason = "synced_gpus" if arguments.get("synced_gpus") else batch.unsupported_reason()
+    reason = "synced_gpus" if arguments.get("synced_gpus") else next(batch.reasons_against(), None)
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
@@ -194,61 +184,48 @@ class BatchCall:
     layout: Layout = field(default_factory=Layout)
     paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
 
-    def unsupported_reason(self) -> str | None:
-        """Why the engine cannot serve the call, or `None` if it can."""
-        config = self.inputs.generation_config
+    def reasons_against(self) -> Iterator[str]:
+        """Why the engine cannot serve the call: the first counts. Without any, `paddings` and `layout` are known."""
+        config, given, repeats = self.inputs.generation_config, self.model_kwargs, self.call.repeats
         if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
-            return "attentions or hidden states are asked for"
-        if not self.model_kwargs.get("use_cache", True):  # transformers' loop then sends all tokens in every step
-            return f"use_cache is {self.model_kwargs['use_cache']!r}"
+            yield "attentions or hidden states are asked for"
+        if not given.get("use_cache", True):  # transformers' loop then sends all tokens in every step
+            yield f"use_cache is {given['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
-            return "is_assistant, prefill_chunk_size or low_memory is set"
-        other = [k for k, v in self.model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_unset(v)]
-        if other:
-            return f"model inputs other than token ids: {', '.join(sorted(other))}"
-        keep = self.model_kwargs.get("logits_to_keep")
-        if keep is not None and not (isinstance(keep, int) and keep == 1):
-            return "logits_to_keep is set"
-        if reason := self._unsupported_rows():
-            return reason
-        self.layout = choose_layout(self.call.model, self.cache)
-        reason = self.layout.unsupported_reason
-        if reason is None or not self.layout.side_by_side:
-            return reason
-        if config.return_dict_in_generate:
-            return f"the cache is returned, and {reason}"
-        if not self.layout.mixed_lengths and any(self.paddings):
-            return f"padding changes what its rows give, and {reason}"
-        return None
-
-    def _unsupported_rows(self) -> str | None:
-        ids, mask = self.inputs.input_ids, self.model_kwargs.get("attention_mask")
+            yield "is_assistant, prefill_chunk_size or low_memory is set"
+        if other := [name for name, value in given.items() if name not in _KNOWN_INPUTS and not _is_unset(value)]:
+            yield f"model inputs other than token ids: {', '.join(sorted(other))}"
+        if (keep := given.get("logits_to_keep")) is not None and not (isinstance(keep, int) and keep == 1):
+            yield "logits_to_keep is set"
+        ids, mask, positions = self.inputs.input_ids, given.get("attention_mask"), given.get("position_ids")
         if ids.dim() != 2 or not ids.shape[1]:
-            return "there are no token ids"
-        mask = torch.ones_like(ids) if mask is None else mask
+            yield "there are no token ids"
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
         if mask.shape != ids.shape:
-            return "the attention mask has another shape than the token ids"
-        mask = mask != 0
+            yield "the attention mask has another shape than the token ids"
         if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1].all()):
-            return "the attention mask hides more than padding on the left"
-        positions = self.model_kwargs.get("position_ids")
-        if positions is not None:
-            if positions.dim() != 2 or positions.shape[1] != ids.shape[1]:
-                return "the position ids are not one a token"
-            if bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):
-                return "the position ids do not count a row's tokens"
-        if self.call.repeats > 1 and any(first_rows(value, self.call.repeats) is None for value in (ids, mask)):
-            return "the rows of a prompt differ"
+            yield "the attention mask hides more than padding on the left"
+        if positions is not None and (positions.dim() != 2 or positions.shape[1] != ids.shape[1]):
+            yield "the position ids are not one a token"
+        if positions is not None and bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):
+            yield "the position ids do not count a row's tokens"
+        if repeats > 1 and any(first_rows(value, repeats) is None for value in (ids, mask)):
+            yield "the rows of a prompt differ"
         self.paddings = (~mask).sum(-1).tolist()
-        return None
+        self.layout = choose_layout(self.call.model, self.cache)
+        if (reason := self.layout.unsupported_reason) is None:
+            return
+        if not self.layout.side_by_side:
+            yield reason
+        if config.return_dict_in_generate:
+            yield f"the cache is returned, and {reason}"
+        if not self.layout.mixed_lengths and any(self.paddings):
+            yield f"padding changes what its rows give, and {reason}"
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """
-        What `_sample` or `_beam_search` would have returned. Raises what they would have raised. To be called within
-        `interrupts.held`.
-        """
+        """What `_sample` or `_beam_search` would have returned or raised. To be called within `interrupts.held`."""
         loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.paddings))
         model, inputs, window = self.call.model, self.inputs, Window(is_call=True)
         decoding: Decoding = BeamDecoding(model, inputs) if self.uses_beams else SampleDecoding(inputs, self.streamer)
@@ -312,10 +289,7 @@ class BatchCall:
 
 
 def _step_towards(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-    """
-    One step's part of what sequences have to compute up to their targets, in tokens; decodes come first. Raises
-    `OutOfBlocksError`.
-    """
+    """One step's part of what sequences compute up to their targets, in tokens. Raises `OutOfBlocksError`."""
     items, left = [], loop.scheduler.max_num_batched_tokens
     with loop.memory.lock:
         for sequence, target in targets:

@@ -191,10 +191,7 @@ def _of_first_rows(
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """
-    Whether a row's result is its own and outside the cache nothing remembers it: no dropout, no code watching the
-    forward, no expert capacity for a whole batch, no module that sets up a state of its own for a number of rows.
-    """
+    """Whether a row's result is its own, with no dropout, hooks, or state in a module for a number of rows."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
         return False
@@ -266,15 +263,12 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """
-    Undoes `install`. Raises `RuntimeError`, having changed nothing, if another library has wrapped `generate` since.
-    """
+    """Undoes `install`. Raises `RuntimeError`, having changed nothing, if another library wrapped a method since."""
     with _lock:
         for name, (_, wrapper) in _installed.items():
             if getattr(GenerationMixin, name) is not wrapper:
-                raise RuntimeError(
-                    f"`GenerationMixin.{name}` was replaced after hf_paged was installed: undo that first"
-                )
+                message = f"`GenerationMixin.{name}` was replaced after hf_paged was installed: undo that first"
+                raise RuntimeError(message)
         while _installed:
             name, (original, _) = _installed.popitem()
             setattr(GenerationMixin, name, original)

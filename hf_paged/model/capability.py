@@ -64,7 +64,7 @@ MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager,
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in the check: the message says why."""
+    """A forward failed in the check."""
 
 
 def first_line(error: BaseException) -> str:
@@ -74,10 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
-    """
-    The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it and empty, is only
-    looked at. `make` is `batching.factory.make_runner`.
-    """
+    """The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it, stays empty."""
     reason = _find(self_check, True, model, cache, make)
     if reason is None:
         return Layout()
@@ -106,11 +103,7 @@ def _find(check: Callable[..., Any], packs: bool, model: PreTrainedModel, cache:
 
 
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """
-    What a forward computes but for the numbers in it, as far as it can be told in a millisecond. Another when a module
-    is replaced or added (an adapter), a function of a module's class is replaced, a module's attribute that is a bool
-    or a string is another, or attention, dtype, autocast, device or mode is.
-    """
+    """What a forward computes but for the numbers in it, as far as it can be told in a millisecond."""
     kinds = tuple((type(module), module.training) for _, module in modules)
     switches = tuple(x for _, module in modules for x in vars(module).values() if type(x) in (bool, str))
     classes = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
@@ -255,10 +248,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
 
 @contextlib.contextmanager
 def _forwards(model: PreTrainedModel) -> Iterator[None]:
-    """
-    Within it interrupts are let in. After it, what forwards set on modules (a note of the last length, say, or a
-    buffer) and the random state are as before. Raises `ForwardFailedError` for what fails, unless memory ran out.
-    """
+    """Puts back what forwards set on modules, and the random state; `ForwardFailedError` unless memory ran out."""
     devices = [] if model.device.type in ("cpu", "meta") else [model.device]
     rng = torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda")
     with held(), rng, torch.no_grad():
@@ -321,10 +311,7 @@ def _step_logits(
     prompts: tuple[int, int, int],
     steps: tuple[tuple[tuple[int, int], ...], ...],
 ) -> torch.Tensor:
-    """
-    `(n, vocab_size)`: the logits of `steps`, each of rows with their `query_len`, after each row whose prompt, of so
-    many of its tokens as `prompts` says, is computed.
-    """
+    """`(n, vocab_size)`: what `Runner.run` gives for `steps` of rows and `query_len`, by each prompt's length."""
     tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
     with _forwards(model):
         if not is_packed:

@@ -100,9 +100,7 @@ def _owners(model: Any) -> list[Any]:
 
 
 def free(model: Any) -> None:
-    """
-    Gives every byte of the model's pool back. Caches that a caller still holds keep theirs until they are collected.
-    """
+    """Gives every byte of the model's pool back. Caches that a caller holds keep theirs until they are collected."""
     with _lock:
         for module in _owners(model):
             _memories.pop(module)[1].graphs = None  # graphs are of use to no cache

@@ -47,10 +47,6 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__", "types"} | {"accelerate", "n
 _MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read
 
 
-class UnreadableError(Exception):
-    """Something in the model has content that cannot be read."""
-
-
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that cannot be read, once that is said
 
 
@@ -80,26 +76,19 @@ class ModelState:
     What of a model decides what its forward computes, read now; it is asked within the same window, in which no code of
     the user's runs.
 
-    `fingerprint`, `addresses` and `is_same` cover names, shapes and dtypes of all parameters, buffers, tensors and
-    arrays that are plain attributes; all attributes of modules and configs that are Python scalars, nested containers
-    of them (the active, disabled and merged adapters of PEFT among them) or objects of the user's own classes; the
-    functions and scalars of modules' classes; functions that replace `forward` or hook into it, with the scalars,
-    tensors and functions they close over; train or eval mode where code of the user's own classes looks at it. Not
-    covered is what such code reads elsewhere: globals of Python modules, files, attributes of objects that libraries
-    made. Comparable within one process only.
-
-    Subclasses of `Tensor` (quantised or sharded weights) are read by `__tensor_flatten__`. Those without it, sparse
-    tensors and those without content (meta) raise `UnreadableError`; code of the user's may raise others.
-
-    Attributes:
-        structure (`bytes`): Everything but the content of tensors.
-        objects (`list`): Modules, configs and plain objects, in the order met.
-        tensors (`list[torch.Tensor]`): The distinct tensors that `structure` names by number.
+    Covered are names, shapes and dtypes of all parameters, buffers, tensors and arrays that are plain attributes; all
+    attributes of modules and configs that are Python scalars, nested containers of them (the adapters of PEFT among
+    them) or objects of the user's own classes; the functions and scalars of modules' classes; functions that replace
+    `forward` or hook into it, with what they close over; train or eval mode where code of the user's own looks at it.
+    Not covered is what such code reads elsewhere: globals of Python modules, files, attributes of objects that
+    libraries made. Comparable within one process only. Subclasses of `Tensor` (quantised or sharded weights) are read
+    by `__tensor_flatten__`; those without it, sparse tensors and those without content (meta) raise `ValueError`, and
+    code of the user's may raise others.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.tensors: list[Tensor] = []
-        self.objects: list[Any] = []
+        self.tensors: list[Tensor] = []  # the distinct ones, which `structure` names by number
+        self.objects: list[Any] = []  # modules, configs and plain objects, in the order met
         self._all_tensors: list[Tensor] = []  # those that are views of the same memory among them
         self._tensor_numbers: dict[Any, int] = {}
         self._object_numbers: dict[int, int] = {}
@@ -116,10 +105,7 @@ class ModelState:
             return self._digest(hash_tensors(self.tensors))
 
     def addresses(self) -> bytes:
-        """
-        32 bytes that are the same as long as all that is covered, the address of every tensor, and train or eval mode
-        of every module is. The content of the tensors may be another.
-        """
+        """As `fingerprint`, of the addresses of tensors in place of their content, and every module's mode."""
         return self._digest([[x.data_ptr() for x in self.tensors], [module.training for module in self._modules]])
 
     def _digest(self, content: list[Any]) -> bytes:
@@ -137,10 +123,9 @@ class ModelState:
 
     def is_same(self) -> bool:
         """
-        Whether a look of microseconds finds the model as it was at `watch`: which modules and tensors there are, their
-        versions and addresses, which adapters are active, and, on the CPU, one cache line of each tensor at a place
-        that chance has chosen. Of writes that move neither version nor address it sees those to whole tensors (an
-        optimizer's, a merge's), and may miss those to a few elements.
+        Whether a look of microseconds finds the model as it was at `watch`: its modules, the versions and addresses of
+        its tensors, on the CPU one cache line of each at a random place, and the active adapters. Of writes that move
+        neither version nor address it sees those to whole tensors, and may miss those to a few elements.
         """
         parts = self._read_parts()
         is_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
@@ -202,10 +187,8 @@ class ModelState:
             if type(value) not in _SCALARS:
                 value = self._number(value) if name == "config" and hasattr(value, "to_dict") else self._value(value)
             found.append((name, value))
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            found.append((name, None if tensor is None else self._tensor(tensor)))
-        for name, child in module._modules.items():
-            found.append((name, None if child is None else self._number(child)))
+        for held in (module._parameters, module._buffers, module._modules):
+            found += [(name, self._value(value)) for name, value in held.items()]
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         return [*found, *(("hook", self._value(hook)) for hook in hooks if not is_idle_hook(hook))]
 
@@ -229,7 +212,11 @@ class ModelState:
         if isinstance(value, (bool, int, float, str, np.generic, *_TORCH_SCALARS)):
             return kind.__qualname__, repr(value)
         if isinstance(value, (np.ndarray, bytearray, array.array)):
-            return self._array(np.asarray(value))
+            value = np.asarray(value)
+            if value.dtype.hasobject:
+                return "array", self._value(value.tolist())
+            content = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
+            return "array", str(value.dtype), value.shape, content
         if depth == _MAX_DEPTH:  # functions may hold one another
             return "object", kind.__qualname__
         if isinstance(value, functools.partial):
@@ -258,24 +245,18 @@ class ModelState:
             return self._value(value, depth)
         return type(value).__qualname__
 
-    def _array(self, value: np.ndarray) -> Any:
-        if value.dtype.hasobject:
-            return "array", self._value(value.tolist())
-        content = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
-        return "array", str(value.dtype), value.shape, content
-
     def _tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
         if kind not in (nn.Parameter, Tensor):  # a subclass, by the tensors that it says it consists of
             if not hasattr(tensor, "__tensor_flatten__"):
-                raise UnreadableError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
+                raise ValueError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
             names, context = tensor.__tensor_flatten__()
             parts = [(name, self._value(getattr(tensor, name))) for name in names]
             return kind.__qualname__, str(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise UnreadableError(f"a tensor of layout {tensor.layout} on {tensor.device}")
+            raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
         if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
-            raise UnreadableError("a lazily conjugated or negated tensor")
+            raise ValueError("a lazily conjugated or negated tensor")
         self._all_tensors.append(tensor)
         form = (str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.get_device())
         number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), len(self.tensors))

@@ -14,11 +14,10 @@ class WeightsGuard:
     """
     Lets the prefix cache serve only what the model as it is now has computed.
 
-    Code of the user's, which may change the model, runs between *windows*: a call of `generate`, a call of an engine's,
-    one step. Blocks of earlier windows are served in a window once its fingerprint of the model (`vouch`) is that of
-    `memory`, whose lock guards `blocks`. Before a window ends (`settle`), what it computed gets its fingerprint: that
-    of the memory, which is taken again or, where a window is a single step, vouched for by a [`ModelState`] that is the
-    same as when the fingerprint was taken. What has none is forgotten as soon as one is taken.
+    Code of the user's may change the model between *windows*: a call of `generate`, or of an engine's, or one step.
+    Blocks of earlier windows are served once the window's fingerprint of the model (`vouch`) is that of `memory`, whose
+    lock guards `blocks`. Before a window ends (`settle`), what it computed gets its fingerprint: taken again, or, in
+    steps, vouched for by a [`ModelState`] that is the same. What has none is forgotten when one is taken.
     """
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:

@@ -58,8 +58,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         try:
             config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         except (OSError, ValueError) as error:
-            why = first_line(error)
-            raise ValueError(f"{file} is no configuration that this transformers can read: {why}") from error
+            message = f"{file} is no configuration that this transformers can read: {first_line(error)}"
+            raise ValueError(message) from error
         return _with_class(config)
     if name in CONFIG_MAPPING:
         return _with_class(CONFIG_MAPPING[name]())
@@ -80,8 +80,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     close = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=5)]
     hint = f" Close to it: {', '.join(close)}." if close else ""
     raise ValueError(
-        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}."
-        f"{hint} "
+        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}.{hint} "
         f"Give a folder with a config.json, such a file, one of {len(types)} model types such as llama or "
         "gemma3_text, or a class such as Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
     )
@@ -103,10 +102,7 @@ def _is_a(found: Any, base: type) -> bool:
 
 
 def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """
-    The model in eval mode, with the same random weights each time; on `"meta"` it takes no memory. Raises `ValueError`
-    if the configuration does not do.
-    """
+    """In eval mode, with the same random weights each time; `ValueError` if the configuration does not do."""
     try:
         with torch.random.fork_rng([]), torch.device(device):
             torch.manual_seed(0)
@@ -118,9 +114,8 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
 
 def measure(model: PreTrainedModel, block_size: int) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
     """
-    For each layer group of a model on the meta device a block of every layer, there too, with the shapes that a forward
-    without memory hands to its cache; and the layers of the cache that hold something else, by class. Raises
-    `ValueError` if the forward fails.
+    For each layer group of a model on the meta device a block of every layer, with the shapes that a forward hands to
+    its cache; and how many layers hold something else, by class. Raises `ValueError` if the forward fails.
     """
     cache = _forward_cache(model)
     parts: dict[str, DynamicCache] = {"self": cache}
@@ -148,18 +143,16 @@ def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
 
 def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
     """The cache after a forward without memory; where that asks for numbers, with random weights on the CPU."""
-    try:
+    devices = ("meta", "cpu") if model.get_memory_footprint() <= MAX_RUN_BYTES else ("meta",)
+    for device in devices:
         try:
-            return _run(build(model.config, type(model), model.dtype, "meta"))
-        except Exception:  # something asks for numbers, or the configuration contradicts itself
-            if model.get_memory_footprint() > MAX_RUN_BYTES:
-                raise
-            return _run(build(model.config, type(model), model.dtype, "cpu"))
-    except Exception as error:
-        raise ValueError(
-            f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward fails with this "
-            f"configuration: {first_line(error)}"
-        ) from error
+            return _run(build(model.config, type(model), model.dtype, device))
+        except Exception as error:  # something asks for numbers, or the configuration contradicts itself
+            failure = error
+    raise ValueError(
+        f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward fails with this "
+        f"configuration: {first_line(failure)}"
+    ) from failure
 
 
 def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
@@ -198,9 +191,8 @@ def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.
 
 def find_route(model: PreTrainedModel) -> Route:
     """
-    How a `generate` call with `cache_implementation="paged"` would go, asked of the code that decides it in a call, for
-    a model on the meta device: its road, or `"undecided"` between the engine and transformers' own loop; `in_place`:
-    attention can read the blocks where they are.
+    How a `generate` call would go, by the code that decides it in a call, for a model on the meta device: its road, or
+    `"undecided"` between the engine and transformers' own loop; `in_place`: attention can read the blocks in place.
     """
     built, reason = _built_caches(model)
     if not built:
@@ -260,10 +252,7 @@ def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, 
 
 
 def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
-    """
-    The configuration with as many layers as have one of each kind, and narrow where that changes nothing of keys and
-    values: the same modules in a small model.
-    """
+    """With as many layers as have one of each kind, and narrow where that changes nothing of keys and values."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():

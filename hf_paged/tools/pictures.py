@@ -124,10 +124,9 @@ def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
     """
-    Draws a square for each block, in the order of the block ids, layer group under layer group, and says how many hold
-    a shared block, where there is room for that. A new figure does not belong to pyplot: a notebook shows it, a script
-    saves it. `block_map` has the holders of every block (0: free, -1: cached), by the group's window or by kind and
-    window. Returns a `matplotlib.figure.Figure`; raises `ImportError` without matplotlib.
+    A figure that does not belong to pyplot: a square for each block, by block id, group under group, with the number of
+    holders where there is room. `block_map` has these of every block (0: free, -1: cached), by the group's window or by
+    kind and window. Raises `ImportError` without matplotlib.
     """
     groups = {key: states for key, states in block_map.items() if states}
     size = max(1, -(-sum(map(len, groups.values())) // MAX_CELLS))  # blocks in a cell

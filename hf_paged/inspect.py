@@ -90,9 +90,8 @@ def examine(
     length: int | None = None,
 ) -> Report:
     """
-    Looks at a model without its weights: `model` as in `find_model`, the free memory and the kernels of `device`. A
-    `dtype` that is `"auto"` is what the configuration says, else float32; `length` is 2,048 tokens, or the model's
-    positions if these are fewer, unless given. Raises `ValueError` for what is not allowed or stands for no model.
+    Looks at a model without its weights: `model` as in `find_model`. `dtype` is the configuration's unless given, else
+    float32; `length` 2,048 tokens, or the model's positions if fewer. Raises `ValueError` for what is not allowed.
     """
     PagedConfig(block_size=block_size)
     if length is not None and length < 1:

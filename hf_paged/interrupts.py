@@ -1,11 +1,9 @@
 """
 Signals wait until the bookkeeping is done, and locks within which they wait.
 
-Python runs a signal's handler between any two bytecodes of the main thread, so a Ctrl-C can fall between two lines that
-belong together. Within [`held`] the handler is one that takes note; on leaving it the signal's own handler is called.
-[`let_in`] opens a window for what may take long or is a caller's code. (With a signal mask the system would pick
-another thread, and Python run the handler in the main one all the same.) Not held: exceptions that one thread sets in
-another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
+Python runs a signal's handler between any two bytecodes of the main thread. Within [`held`] the handler takes note, and
+the signal's own is called on leaving; [`let_in`] opens a window for what takes long or is a caller's code. Not held:
+exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ def is_free(lock: PatientLock) -> bool:
     found: list[bool] = []
 
     def ask() -> None:
-        found.append(lock._lock.acquire(blocking=False))
+        found.append(lock.lock.acquire(blocking=False))
         if found[0]:
-            lock._lock.release()
+            lock.lock.release()
 
     thread = threading.Thread(target=ask)
     thread.start()

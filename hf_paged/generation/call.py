@@ -255,13 +255,9 @@ class BatchCall:
         namespace = (None, salt) if keeps_prefixes else UNCACHED
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
-            request = Request(
-                request_id=f"row {row}",
-                sequences=[Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())],
-                max_num_tokens=decoding.max_length - self.paddings[row],
-                num_rows=repeats,
-                namespace=namespace,
-            )
+            prompt = Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())
+            max_num_tokens = decoding.max_length - self.paddings[row]
+            request = Request(f"row {row}", [prompt], max_num_tokens, num_rows=repeats, namespace=namespace)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 

@@ -45,10 +45,8 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """
-    The configuration and the generative class that `name` stands for: a folder with a `config.json`, or such a file; a
-    model on the Hub that has been downloaded before; a model type (`"llama"`) or a class of transformers
-    (`"Qwen2Config"`, `"LlamaForCausalLM"`) with its default configuration. Raises `ValueError` if it is none of these
-    or has no class that generates.
+    The configuration and the generative class that `name` stands for: a folder with a `config.json` or such a file, a
+    model on the Hub that is here already, a model type or a class of transformers. Raises `ValueError` for others.
     """
     path = Path(name)
     if path.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
 from bisect import bisect_right
@@ -106,14 +105,14 @@ def require(module: str) -> Any:
 def _new_axes(height: float) -> Any:
     """Axes in a figure of their own, 800 pixels wide and `height` inches high."""
     figure = require("matplotlib.figure").Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    figure._repr_png_ = functools.partial(_png, figure)  # notebooks by themselves show the figures of pyplot only
+
+    def png() -> bytes:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+    figure._repr_png_ = png  # notebooks by themselves show the figures of pyplot only
     return figure.add_subplot()
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
 
 
 def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
@@ -180,9 +179,8 @@ def plot_intervals(
     intervals: Sequence[Interval], unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
 ) -> Any:
     """
-    Draws a row for each of the last `max_requests` requests, in the order in which they came, and a mark where it
-    ended. The x axis has steps, or seconds since the first interval shown. Returns a figure, as `plot_block_map`;
-    raises `ImportError` without matplotlib, `ValueError` for another unit or less than one request.
+    A figure, as `plot_block_map`'s, with a row for each of the last `max_requests` requests, in the order in which they
+    came, and a mark where it ended, over steps or seconds. Raises `ValueError` for what is not allowed.
     """
     if unit not in ("steps", "seconds"):
         raise ValueError(f"`unit` is {unit!r}: it must be one of steps, seconds")
@@ -267,10 +265,7 @@ def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:
-    """
-    A table of `figures` above a strip of every layer group's blocks (`block_map` as in `plot_block_map`). Text is
-    escaped and has the page's own colour; all other colours are readable on light and on dark.
-    """
+    """A table of `figures` above a strip of each group's blocks (`block_map` as in `plot_block_map`), on any colour."""
     cells = "".join(
         f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(name)}</td>'
         f'<td style="text-align:right;padding:1px 0">{escape(value)}</td></tr>'

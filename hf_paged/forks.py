@@ -1,6 +1,6 @@
 """
-What a child process gets by `os.fork` while other threads of its parent are in the middle of something: the thread that
-forked alone goes on, so locks that others held are free again, and what they were about to change is let go.
+After `os.fork`, only the thread that forked goes on in the child: locks that others held are free again there, and
+what they were about to change is let go.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def rlock() -> threading.RLock:
 
 
 def in_child(survivor: Any) -> None:
-    """
-    From now on, as long as it lives, `survivor.after_fork(freed)` is called in child processes, where this thread is
-    the only one; what the locks in the set `freed`, which others held, guard may be half changed.
-    """
+    """Child processes call `survivor.after_fork(freed)`: what the locks `freed` guard may be half changed by others."""
     _survivors.add(survivor)
 
 

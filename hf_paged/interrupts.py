@@ -61,10 +61,7 @@ def _release(raises: bool = True) -> None:
 
 
 def _put_back(handlers: dict[int, Any]) -> None:
-    """
-    Those in whose place `_note` is. One that is back may raise where Python looks for signals, which is after a call
-    and on entering a function: so from the first to the last there is nothing but these calls.
-    """
+    # a handler that is back may raise after any call and on entering a function: nothing else runs until all are back
     put, ours = _signal.signal, [item for item in handlers.items() if _signal.getsignal(item[0]) is _note]
     ours += [(0, None)] * (len(_NAMES) - len(ours))
     (first, a), (second, b), (third, c) = ours
@@ -176,10 +173,7 @@ _locks: weakref.WeakKeyDictionary[nn.Module, PatientLock] = weakref.WeakKeyDicti
 
 
 def step_lock(model: nn.Module) -> PatientLock:
-    """
-    Held from scheduling to the end of the forward, and while the model's state is read or checked. One forward at a
-    time goes through a model, whichever memory it writes to: adapters are the model's.
-    """
+    """Held from scheduling to a forward's end, and while the model's state is read: all callers share its adapters."""
     with _guard:
         return _locks.setdefault(model, PatientLock())
 

@@ -208,9 +208,8 @@ _SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1
 
 def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
     """
-    Why packed steps (prompts side by side, decodes beside a chunk, a chunk after what is cached) differ from plain
-    forwards (of whole sequences without a cache, and of decode steps over a `DynamicCache`); `None` if they do not.
-    Raises `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out.
+    Why packed steps differ from plain forwards, of whole sequences and of decode steps, or `None`. Raises
+    `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out.
     """
     with _forwards(model):
         rows = _test_tokens(model)

@@ -323,10 +323,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def hash_portable(tensor: Tensor) -> Tensor:
     """
-    `(2,)` int64, on the tensor's device: the hash of a contiguous tensor's bytes in integer arithmetic, which is exact
-    in any order of summation. Each 8 bytes are scrambled together with their position by a bijection, and the results
-    are summed modulo 2^64: one changed word always changes the first sum, and any two different contents agree in both
-    with a chance of about 2^-128.
+    `(2,)` int64, on the tensor's device: the hash of a contiguous tensor's bytes, exact in any order of summation. Each
+    8 bytes are scrambled with their position by a bijection, and the results are summed modulo 2^64: a changed word
+    always changes the first sum, and any two different contents agree in both with a chance of about 2^-128.
     """
     content = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)

@@ -265,7 +265,7 @@ def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:
-    """A table of `figures` above a strip of each group's blocks (`block_map` as in `plot_block_map`), on any colour."""
+    """A table of `figures` above a strip of each group's blocks, in colours that are readable on light and on dark."""
     cells = "".join(
         f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(name)}</td>'
         f'<td style="text-align:right;padding:1px 0">{escape(value)}</td></tr>'

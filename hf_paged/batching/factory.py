@@ -39,10 +39,7 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
 
 
 def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
-    """
-    A loop that runs forwards in this layout, for at most `max_num_seqs` sequences at a time, on the memory of `cache`,
-    which was built for the model and is empty.
-    """
+    """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty."""
     memory, config = cache.memory, cache.memory.config
     blocks, runner = make_runner(model, cache, layout)
     guard = WeightsGuard(model, memory, blocks)

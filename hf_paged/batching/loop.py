@@ -214,7 +214,6 @@ class StepLoop:
         return None
 
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        """Gives the sequences their new tokens."""
         finished = set(sampled.finished)
         generation.new_tokens = {}
         if sampled.parents is not None:

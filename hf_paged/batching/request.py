@@ -68,8 +68,7 @@ class Request:
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
     adapter: str | None = None  # the PEFT adapter that its forwards run with
     status: Status = Status.WAITING
-    arrival: int = 0  # requests added before it
-    key: tuple[float, int] = (0, 0)  # the scheduler's order
+    key: tuple[float, int] = (0, 0)  # the scheduler's order; how many requests came before
     admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`
     num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was added
     num_open_rows: int = field(init=False)  # that are not finished, those still to be forked included
@@ -122,10 +121,7 @@ class Request:
             twin.become(first, _forked(blocks, first))
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """
-        Sequence `i` becomes what sequence `parents[i]` was, followed by `tokens[i]`: tables change hands or are forked,
-        no K or V moves. Finished sequences stay as they are.
-        """
+        """Sequence `i` becomes what `parents[i]` was, then `tokens[i]`: no K or V moves. Finished ones stay."""
         old = [copy.copy(sequence) for sequence in self.sequences]
         moved = [row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished]
         taken = set(range(len(old))) - set(moved)  # whose tables are taken already

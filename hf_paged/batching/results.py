@@ -158,15 +158,12 @@ class TextTracker:
     def add(self, token_ids: list[int], last: bool = False) -> str:
         """What `token_ids` add to the text so far. If the tokenizer raises, they have not been added."""
         token_ids = self.token_ids + token_ids
-        before = self._decode(token_ids[self._start : self._shown])
-        now = self._decode(token_ids[self._start :])
+        ends = self._shown, len(token_ids)
+        before, now = (self.tokenizer.decode(token_ids[self._start : end], skip_special_tokens=True) for end in ends)
         self.token_ids = token_ids
         # half a character decodes to the replacement character until its other bytes come
         if not last and (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")):
             return ""
         self._start, self._shown = self._shown, len(self.token_ids)
-        return now[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        added: str = now[len(before) :]
+        return added

@@ -147,7 +147,6 @@ class BeamDecoding(Decoding):
         return dict(topk_log_probs=best_scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
 
     def _finished_beams(self) -> dict[str, Any]:
-        """What transformers' methods are told of the finished beams."""
         return dict(
             is_early_stop_heuristic_unsatisfied=self.may_improve,
             beam_scores=self.beam_scores,

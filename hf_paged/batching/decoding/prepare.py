@@ -47,9 +47,8 @@ def request_decoding(
     tokenizer: Any = None,
 ) -> SampleDecoding | BeamDecoding:
     """
-    The decoding of one prompt, prepared by the model's own methods. Processors and criteria are added to those of the
-    config. The streamer gets new tokens alone. Raises `ValueError` for an empty prompt, ids outside the vocabulary, all
-    that only `generate` serves, and all that `generate` refuses.
+    The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Raises
+    `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves or that it refuses.
     """
     host: Any = model
     generator, streamer = None, options.streamer

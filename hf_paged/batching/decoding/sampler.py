@@ -37,7 +37,6 @@ def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = 
 
 
 def _step(ready: list[tuple[Any, Tensor]], fetch: Fetch) -> list[Result]:
-    """Of one batch."""
     batch = [decoding for decoding, _ in ready]
     try:
         if isinstance(batch[0], BeamDecoding):

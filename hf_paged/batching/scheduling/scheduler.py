@@ -94,16 +94,12 @@ class Scheduler:
         for request in requests:
             self.preemption.check_fits(request)
         for request in requests:
-            request.arrival = self._arrivals
+            request.key = (self._arrivals + request.priority * self.aging, self._arrivals)
             self._arrivals += 1
-            request.key = (request.arrival + request.priority * self.aging, request.arrival)
             self._wait(request)
 
     def schedule(self) -> StepPlan:
-        """
-        The next step, empty if every request waits for a token. Raises `OutOfBlocksError` if others hold the blocks
-        that the first request needs.
-        """
+        """The next step. Raises `OutOfBlocksError` if others hold the blocks that the first request needs."""
         try:
             plan = self._schedule()
         except OutOfBlocksError:  # nothing was scheduled
@@ -221,8 +217,8 @@ class Scheduler:
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """
-        Takes the blocks for one more token of each of these sequences, which have their logits, if the next step will
-        be that and nothing else, as far as can be told: none waits, and the others that run, `num_ending`, end before.
+        Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will be
+        that and nothing else: none waits, and the others that run, `num_ending`, end before.
         """
         if self._waiting or self._parked or self._num_rows != len(sequences) + num_ending:
             return False

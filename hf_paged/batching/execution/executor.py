@@ -115,27 +115,23 @@ class RunAhead:
         arrived = _send(tokens)
         # without the rows that these tokens bring to their greatest length
         going = [row for row, each in enumerate(sequences) if each.num_tokens + 1 < each.request.max_num_tokens]
-        logits = self._launch(sequences, going, tokens, launch)
+        chosen, logits = [sequences[row] for row in going], None
+        if going and len(tokens) == len(sequences) and self._reserve(chosen, len(sequences) - len(going)):
+            if len(going) < len(sequences):
+                tokens = tokens[torch.tensor(going, device=tokens.device)]
+            try:
+                logits = launch(chosen, tokens)
+            except Exception:  # the step is computed later then, and raises what is wrong
+                logger.debug("a step could not be launched ahead", exc_info=True)
         found = arrived()
         if logits is not None:
-            states = ((sequences[row].num_tokens + 1, found[row], _tails(sequences[row])) for row in going)
-            self._launched = Launched(logits, dict(zip([sequences[row] for row in going], enumerate(states))))
+            states = ((each.num_tokens + 1, found[row], _tails(each)) for row, each in zip(going, chosen))
+            self._launched = Launched(logits, dict(zip(chosen, enumerate(states))))
         return found
 
-    def _launch(self, sequences: list[Sequence], going: list[int], tokens: Tensor, launch: Launch) -> Tensor | None:
-        if not going or len(tokens) != len(sequences):
-            return None
-        chosen = [sequences[row] for row in going]
+    def _reserve(self, chosen: list[Sequence], num_leaving: int) -> bool:
         with self._memory.lock:
-            if not self._scheduler.reserve_next(chosen, len(sequences) - len(going)):
-                return None
-        if len(going) < len(sequences):
-            tokens = tokens[torch.tensor(going, device=tokens.device)]
-        try:
-            return launch(chosen, tokens)
-        except Exception:  # the step is computed later then, and raises what is wrong
-            logger.debug("a step could not be launched ahead", exc_info=True)
-            return None
+            return self._scheduler.reserve_next(chosen, num_leaving)
 
     def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
         """Logits `(n, vocab)` of the first `n` of the scheduled items, which were launched ahead, and `n`."""

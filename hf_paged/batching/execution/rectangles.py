@@ -34,9 +34,9 @@ class Rectangle:
     inputs: dict[str, Any]  # what `generate` carries to the next forward: attention mask, position ids, the cache
     row_bytes: int = 0  # of the states of a row
 
-    def append(self, sequences: Items[Sequence]) -> None:
-        """The next token of each row."""
-        self.blocks = [sequence.blocks for sequence in sequences]
+    def append(self, sequences: Items[Sequence], blocks: list[SequenceBlocks]) -> None:
+        """The next token of each row, which has these blocks."""
+        self.blocks = blocks
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
         tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]
         self.token_ids = torch.cat([self.token_ids, self.token_ids.new_tensor(tokens)], dim=1)
@@ -109,7 +109,7 @@ class RectangleRunner(Runner):
         blocks, last = [sequence.blocks for sequence in sequences], self._last
         if not self.layout.side_by_side:
             rectangle = self._of_row(blocks[0])
-            rectangle.append(sequences)
+            rectangle.append(sequences, blocks)
             rectangle.borrow(None)
             return rectangle
         if (
@@ -118,7 +118,7 @@ class RectangleRunner(Runner):
             and all(before + 1 == each.num_computed_tokens for before, each in zip(last.lengths, sequences))
             and not self._is_shared(last, blocks)
         ):
-            last.append(sequences)
+            last.append(sequences, blocks)
             return last
         rectangle = self._lay_out(sequences, num_new=1)
         if self.states is not None:

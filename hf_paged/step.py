@@ -61,10 +61,9 @@ class RowGroup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
-    """
-    `n` rows with `T` tokens in all. A cache makes it for the layers of a group; attention narrows it to what a mask
-    shows. Query `i` of a row sits at position `seq_len - query_len + i`, which is negative for a query that is padding.
-    """
+    """`n` rows with `T` tokens in all. A cache makes it for the layers of a group; attention narrows it to what a mask
+    shows. Query `i` of a row sits at position `seq_len - query_len + i`, which is negative for a query that is
+    padding."""
 
     block_tables: Tensor
     """`(n, max_blocks)` int32, rows contiguous, on the pool's device. What is past a row's last block is not read."""
@@ -126,17 +125,14 @@ class StepMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Rows in the step."""
         return len(self.query_start) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows that are new in this step."""
         return self.query_start[-1]
 
     @property
     def on_device(self) -> Lengths:
-        """Lengths on the device, one copy for all."""
         return self.lengths or self.plan(_copy_lengths)
 
     @property

@@ -33,15 +33,9 @@ NO_BLOCKS = SequenceBlocks()
 
 
 class BlockManager:
-    """
-    Gives sequences their blocks. Copies of shared blocks are queued (`flush_copies`), all else is bookkeeping.
-
-    Args:
-        groups (`Sequence[BlockGroup]`): `SequenceBlocks.tables[i]` belongs to `groups[i]`.
-        num_free (`Callable[[], int]`, *optional*): Blocks that may still be taken over all groups, cached ones
-            included; by default what the pools have.
-        prefix_caching (`bool`): Serve and keep full blocks by the tokens that they hold.
-    """
+    """Gives sequences their blocks: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of shared blocks are
+    queued (`flush_copies`). `num_free` counts the blocks that may still be taken over all groups, cached ones included;
+    by default what the pools have. `prefix_caching`: serve and keep full blocks by the tokens that they hold."""
 
     def __init__(
         self,
@@ -105,17 +99,14 @@ class BlockManager:
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def new(self) -> SequenceBlocks:
-        """An empty sequence."""
         tables = (BlockTable(group.pool, size) for group, size in zip(self.groups, self._block_sizes))
         blocks = SequenceBlocks(tuple(tables), self._epoch)
         self._alive[blocks] = None
         return blocks
 
     def append(self, blocks: SequenceBlocks, num_tokens: int, skips: bool = False) -> bool:
-        """
-        Makes room for `num_tokens` more tokens and counts them as held; `False` if there is none. Window blocks that no
-        later query sees are given back first. With `skips` a sequence begins without those.
-        """
+        """Makes room for `num_tokens` more tokens and counts them as held; `False` if there is none. Window blocks that
+        no later query sees are given back first; with `skips` a sequence begins without those."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
             length = 0
@@ -162,11 +153,9 @@ class BlockManager:
         return True
 
     def extend(self, group: int, tables: Sequence[BlockTable], ranges: Sequence[tuple[int, int]]) -> bool:
-        """
-        Makes tokens `ranges[i]` of each table of a group writable: blocks that others hold too are copied, and what is
-        past the end is counted as held. Returns whether the tables hold other blocks now. Raises `OutOfBlocksError`
-        with nothing changed.
-        """
+        """Makes tokens `ranges[i]` of each table of a group writable: blocks that others hold too are copied, and what
+        is past the end is counted as held. Returns whether the tables hold other blocks now. Raises `OutOfBlocksError`
+        with nothing changed."""
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens))
@@ -187,7 +176,6 @@ class BlockManager:
                 table.drop_before(table.num_tokens - group.spec.window + 1)
 
     def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
-        """New blocks for each group, or none at all."""
         total = sum(needs)
         if total and total > self.num_free:
             return None
@@ -291,7 +279,6 @@ class BlockManager:
 
     @property
     def is_vouched_for(self) -> bool:
-        """Whether `vouch` was called in this window."""
         return not self._window
 
     def vouch(self) -> None:

@@ -11,13 +11,9 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockPool:
-    """
-    The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (held by
-    none, but its content is to be kept, `keep`) or free: `num_free + num_cached + num_used == num_blocks`.
-
-    Free blocks are handed out least recently freed first, then cached ones are evicted, least recently released first
-    (PagedAttention, arXiv 2309.06180, section 4.2).
-    """
+    """The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (held
+    by none, but its content is to be kept, `keep`) or free. Free blocks are handed out least recently freed first, then
+    cached ones are evicted, least recently released first (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
     def __init__(self, num_blocks: int = 0) -> None:
         self._refcounts: list[int] = []
@@ -30,17 +26,14 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks: free, cached or used."""
         return len(self._refcounts)
 
     @property
     def num_free(self) -> int:
-        """Blocks that no table holds and whose content is not kept."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no table holds and whose content is kept until their place is needed."""
         return len(self._cached)
 
     @property
@@ -50,11 +43,9 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that at least one table holds."""
         return len(self._refcounts) - len(self._free) - len(self._cached)
 
     def refcount(self, block_id: int) -> int:
-        """Number of tables that hold the block."""
         return self._refcounts[block_id]
 
     def states(self) -> list[int]:
@@ -62,7 +53,6 @@ class BlockPool:
         return [-1 if block_id in self._cached else count for block_id, count in enumerate(self._refcounts)]
 
     def is_kept(self, block_id: int) -> bool:
-        """Whether the block's content is to be kept."""
         return block_id in self._kept
 
     @property
@@ -71,7 +61,6 @@ class BlockPool:
         return not (self.num_shared or self._kept)
 
     def grow(self, num_blocks: int) -> None:
-        """Adds `num_blocks` new, free blocks."""
         first = len(self._refcounts)
         self._refcounts.extend([0] * num_blocks)
         self._free.update((block_id, None) for block_id in range(first, first + num_blocks))

@@ -8,12 +8,9 @@ from .block_pool import BlockPool
 
 
 class BlockTable:
-    """
-    The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence.
-
-    Token `t` lives in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Tables that share a block
-    never write to it: `append` first replaces a shared tail block and returns the copy to make (copy-on-write).
-    """
+    """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token `t` lives in
+    `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Tables that share a block never write to it:
+    `append` first replaces a shared tail block and returns the copy to make (copy-on-write)."""
 
     __slots__ = ("block_ids", "block_size", "num_dropped", "num_tokens", "pool")
 
@@ -89,11 +86,9 @@ class BlockTable:
         return self.num_new_blocks(num_tokens) + (self.shared_tail is not None)
 
     def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """
-        Makes room for `num_tokens` more tokens and counts them as held, in `num_needed(num_tokens)` blocks that were
-        allocated for this, or in those that it takes itself. Returns the copy `(source_block, target_block)` to make
-        before anything is written, or `None`. Raises `OutOfBlocksError`; the table is then as it was.
-        """
+        """Makes room for `num_tokens` more tokens and counts them as held, in `num_needed(num_tokens)` blocks that were
+        allocated for this, or that it takes itself. Returns the copy `(source_block, target_block)` to make before
+        anything is written, or `None`. Raises `OutOfBlocksError`; the table is then as it was."""
         if num_tokens == 0:
             return None
         tail = self.shared_tail
@@ -155,7 +150,6 @@ class BlockTable:
         return table
 
     def free(self) -> None:
-        """Gives every block back."""
         self.pool.release(reversed(self.block_ids))
         self.block_ids = []
         self.num_dropped = self.num_tokens = 0

@@ -12,10 +12,8 @@ UNBOUNDED = 1 << 40  # tokens in a block that holds a sequence of any length
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """
-    Full attention: all tokens are kept. Layers whose specs are equal keep the same tokens and share block tables; a
-    subclass with another storage, or other tokens to keep, is a group of its own.
-    """
+    """Full attention: all tokens are kept. Layers whose specs are equal share block tables; a subclass with another
+    storage, or other tokens to keep, is a group of its own."""
 
     kind: str = "self"  # which of a model's caches; or "cross"
     window: int | None = None  # tokens that a layer looks back, itself included; older ones are given back
@@ -29,10 +27,8 @@ class GroupSpec:
         return dtype
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """
-        The most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
-        `num_held` that hold what is in front; `first` is where a block begins.
-        """
+        """The most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
+        `num_held` that hold what is in front; `first` is where a block begins."""
         span = -(-end // block_size) - first // block_size
         if self.window is not None:  # the oldest token seen may be the last of its block
             span = min(span, (self.window + chunk - 3 + block_size) // block_size + 1 - num_held)
@@ -58,7 +54,6 @@ class StateSpec(GroupSpec):
     kind: str = "states"
 
     def block_size(self, num_tokens: int) -> int:
-        """Without bounds."""
         return UNBOUNDED
 
 

@@ -35,7 +35,6 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dense(self) -> torch.Tensor:
-        """The ordinary tensor."""
         raise TypeError(f"a {type(self).__name__} has no numbers")
 
     def read(self) -> torch.Tensor:
@@ -52,14 +51,10 @@ class LazyTensor(torch.Tensor):
 
 
 class PagedTensor(LazyTensor):
-    """
-    A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks.
-
-    Our attention function reads `blocks` through `step`; any other operation gathers a contiguous tensor by itself, so
-    that a model with attention code of its own still works, only slower. Of packed rows, `(1, heads, num_tokens, dim)`,
-    there is no dense tensor that means the same: any other operation raises [`NotPackable`].
-    Functions of torch that have an implementation of ours (`implements`) are passed to it.
-    """
+    """A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks. Our attention function reads
+    `blocks` through `step`; any other operation gathers a contiguous tensor, but of packed rows, `(1, heads,
+    num_tokens, dim)`, for which it raises [`NotPackable`]. Functions of torch that have an implementation of ours
+    (`implements`) are passed to it."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -77,10 +72,8 @@ class PagedTensor(LazyTensor):
         fresh: torch.Tensor | None = None,
         on_read: Callable[[], None] | None = None,
     ) -> PagedTensor:
-        """
-        `fresh`: this step's own states, `(batch, heads, n, dim)`, when there was nothing before them or rows are
-        packed. `on_read` is called when code other than our attention function reads the numbers.
-        """
+        """`fresh`: this step's own states, `(batch, heads, n, dim)`, when there was nothing before them or rows are
+        packed. `on_read` is called when code other than our attention function reads the numbers."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape, strides, dtype = fresh.shape, fresh.stride(), fresh.dtype
@@ -141,10 +134,8 @@ _MEMORY_READERS = {
 
 
 def gather(step: StepMetadata, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """
-    All `step.columns` of every row as one tensor `(batch, heads, len(columns), dim)`, contiguous, padding as zeros.
-    `blocks` `(num_blocks, heads, block_size, dim)` are keys or values of one layer.
-    """
+    """All `step.columns` of every row as one tensor `(batch, heads, len(columns), dim)`, contiguous, padding as zeros.
+    `blocks` `(num_blocks, heads, block_size, dim)` are keys or values of one layer."""
     assert step.columns is not None
     step.counters.gathered += 1
     step.counters.gathered_decodes += step.query_len == 1

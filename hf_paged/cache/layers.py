@@ -24,12 +24,9 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 
 class PagedLayer(cache_utils.DynamicLayer):
-    """
-    Keys and values of one layer in the blocks of its group; stands for `DynamicLayer`.
-
-    `update`, `keys` and `values` return [`PagedTensor`] handles. Within a packed step (`PagedCache.begin`) the layer
-    holds no rows: what comes before is in the step's block tables, and positions are passed to the model.
-    """
+    """Keys and values of one layer in the blocks of its group; stands for `DynamicLayer`. Its `update`, `keys` and
+    `values` return [`PagedTensor`] handles. Within a packed step (`PagedCache.begin`) the layer holds no rows: what
+    comes before is in the block tables of the step."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -44,15 +41,9 @@ class PagedLayer(cache_utils.DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Stores new states `(batch, heads, n, dim)` and returns handles to all that the layer shows.
-
-        Raises:
-            OutOfBlocksError: if the budget does not allow the blocks; nothing was allocated.
-            ValueError: if the batch size is not that of the rows held, or keys and values differ in rows or tokens;
-                nothing was stored.
-            NotPackable: for states of another shape than a packed step's.
-        """
+        """Stores new states `(batch, heads, n, dim)` and returns handles to all that the layer shows. Raises
+        `OutOfBlocksError` with nothing allocated, `ValueError` with nothing stored for another batch size or keys and
+        values that do not fit, `NotPackable` for states of another shape than a packed step's."""
         if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer time
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
@@ -287,7 +278,6 @@ def row_numbers(indices: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def num_state_rows(layer: Any) -> int:
-    """Rows of a layer's linear-attention states."""
     states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return next((state.shape[0] for state in states if state is not None), 0)
 
@@ -310,10 +300,8 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
 
 
 def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
-    """
-    The paged layer for a stock layer that holds nothing yet, number `index` of a cache and of the group of `spec_of`;
-    the layer itself if it is of another kind (Mamba states, compressed layers that a model defines).
-    """
+    """The paged layer for a stock layer that holds nothing yet, number `index` of a cache and of the group of
+    `spec_of`; without a group (Mamba states, compressed layers that a model defines) the layer itself."""
     if group is None:
         return layer
     paged: Any = _STAND_INS[type(layer)]

@@ -53,8 +53,6 @@ class MemoryStats:
 
 
 class GroupMemory(BlockGroup):
-    """The pool and the storage of one layer group."""
-
     can_grow = True
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
@@ -82,12 +80,9 @@ class GroupMemory(BlockGroup):
             self.storage.reserve(num_blocks, share, drops=not (self.pool.num_used or self.pool.num_cached))
 
     def make_room(self, num_blocks: int) -> None:
-        """
-        Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`.
-
-        With a budget the pool grows as far as that allows before cached blocks are given up; without one it grows only
-        when there are no more cached blocks, so that caching takes no memory beyond what the calls need.
-        """
+        """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
+        as far as that allows before cached blocks are given up; without one it grows only when there are no more cached
+        blocks, so that caching takes no memory beyond what the calls need."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         has_budget = config.num_blocks is not None or config.memory_fraction is not None
         memory.make_place(num_blocks, self)
@@ -123,11 +118,9 @@ class GroupMemory(BlockGroup):
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
     ) -> KVBlocks:
-        """
-        The blocks of layer `index`, of `num_layers`, for states like `keys` and `values`, made on first use.
+        """The blocks of layer `index`, of `num_layers`, for states like `keys` and `values`, made on first use.
         `num_begun` tables are written to, if none has content in this layer yet. Raises `ValueError` if what the layer
-        holds has other heads, dims or device, `OutOfBlocksError` if there is no memory for them.
-        """
+        holds has other heads, dims or device, `OutOfBlocksError` if there is no memory for them."""
         layer: KVBlocks | None = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
@@ -160,12 +153,9 @@ def _over_budget(needed: int, block_size: int, free: int, total: int, option: st
 
 
 class PagedMemory:
-    """
-    Pools, storages and the budget of one model or one standalone cache.
-
-    `lock` guards allocation, growth and writes, so that several caches (calls in several threads, deep copies of a
-    prompt's cache) may share one memory. Readers need no lock: growing a tensor leaves the old one as it was.
-    """
+    """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes,
+    so that several caches (calls in threads, deep copies) may share one memory. Readers need no lock: growing a tensor
+    leaves the old one as it was."""
 
     def __init__(self, config: PagedConfig) -> None:
         self.config = config
@@ -186,7 +176,6 @@ class PagedMemory:
         return PagedMemory, (self.config,)  # each layer group pickles the blocks it holds
 
     def group(self, spec: GroupSpec) -> GroupMemory:
-        """The pool and storage of the layer group."""
         with self.lock:
             if spec not in self.groups:
                 self.groups[spec] = GroupMemory(self, spec)
@@ -204,7 +193,6 @@ class PagedMemory:
 
     @property
     def num_used(self) -> int:
-        """Blocks in use over all groups."""
         return sum(group.pool.num_used for group in self.groups.values())
 
     @property
@@ -224,10 +212,8 @@ class PagedMemory:
         return max(0, affordable) + sum(group.pool.num_available for group in groups)
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
-        """
-        Evicts cached blocks, those of `first` first, so that with `needed` more used ones `num_blocks` holds. Raises
-        `OutOfBlocksError`.
-        """
+        """Evicts cached blocks, those of `first` first, so that with `needed` more used ones `num_blocks` holds. Raises
+        `OutOfBlocksError`."""
         total, used = self.config.num_blocks, self.num_used
         if total is None:
             return

@@ -67,10 +67,8 @@ class PagedCache(DynamicCache):
     def from_empty(
         cls, cache: DynamicCache, memory: PagedMemory, kind: str = "self", borrows: ReadCounters | None = None
     ) -> PagedCache:
-        """
-        The paged cache that stands for a `DynamicCache` which holds nothing yet, layer by layer. With `borrows`, where
-        reads are counted, its tables are those that `borrow` is given.
-        """
+        """The paged cache that stands for a `DynamicCache` which holds nothing yet, layer by layer. With `borrows`,
+        where reads are counted, its tables are those that `take` is given."""
         paged = cls.__new__(cls)
         paged._setup(memory, kind, cache, borrows)
         return paged
@@ -116,10 +114,7 @@ class PagedCache(DynamicCache):
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
-        """
-        Rows of the first prefill, `length` positions, start with this padding, which every mask hides:
-        do not store them.
-        """
+        """Rows of the first prefill, `length` positions, start with this padding: every mask hides it, do not store it."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length
@@ -131,15 +126,10 @@ class PagedCache(DynamicCache):
             group.blocks.expect(num_blocks, share)
 
     def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
-        """
-        Holds, from now on, what these rows hold, as if the model had written it here; or borrows them for a step.
-
-        Args:
-            rows (`list[SequenceBlocks]`): With a table for each of `groups`, in their order.
-            paddings (`tuple[int, ...]`): Leading positions of each row that are padding and not in its tables.
-            length (`int`, *optional*): Logical positions of every row, padding included; as many as it holds if left
-                out, which may be more than the tokens of a model that adds some of its own.
-        """
+        """Holds, from now on, what these rows hold, with a table for each of `groups`, as if the model had written it
+        here; or borrows them for a step. `paddings`: leading positions of each row that are padding and not in its
+        tables. `length`: logical positions of every row, padding included; without it what layers and groups counted
+        stays."""
         with held(), self.memory.lock:
             if not self.rows.borrows:
                 self.rows.free()
@@ -155,12 +145,8 @@ class PagedCache(DynamicCache):
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
     def begin(self, steps: Sequence[StepMetadata | None]) -> None:
-        """
-        The next forward is packed: `[1, sum(query_len)]` tokens of many sequences. The cache holds nothing itself.
-
-        Args:
-            steps (`Sequence[StepMetadata | None]`): For each of `groups`, in their order; `None` ends the forward.
-        """
+        """The next forward is packed: `[1, sum(query_len)]` tokens of many sequences, with the step of each of
+        `groups`; `None` ends it. The cache holds nothing itself."""
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
 

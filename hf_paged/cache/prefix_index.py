@@ -11,10 +11,8 @@ from .block_table import BlockTable
 
 
 class Node:
-    """
-    The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K and
-    V, as far as one is still there; or, without tokens and its own parent, the root of a namespace's prefixes.
-    """
+    """The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K
+    and V, as far as one is still there; or, without tokens and its own parent, the root of a namespace's prefixes."""
 
     __slots__ = ("block_ids", "children", "epoch", "namespace", "parent", "tokens")
 

@@ -38,7 +38,6 @@ class LayerGroup:
         self.forget_steps()
 
     def clear(self) -> None:
-        """Nothing is held."""
         self.length = 0  # logical positions, padding included
         self.paddings: tuple[int, ...] = ()  # leading ones of each row that are not stored
         self.expected_paddings: tuple[tuple[int, ...], int] | None = None  # those of a first step, and its length
@@ -52,7 +51,6 @@ class LayerGroup:
 
     @property
     def tables(self) -> list[BlockTable]:
-        """One a row."""
         return [blocks.tables[self.number] for blocks in self.rows.held]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,13 +238,9 @@ def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> torch.Tensor
 
 
 class CacheRows:
-    """
-    Rows of a batch, each of which holds a block table a layer group; if it `borrows`, the rows are others' (`take`),
-    with room for each step before it begins.
-
-    Operations on rows are asked for by every layer in turn and done once: each layer counts its operations, and the
-    first does what has not been done yet.
-    """
+    """Rows of a batch, each of which holds a block table a layer group; if it `borrows`, the rows are others' (`take`),
+    with room for each step before it begins. Every layer asks for an operation on rows, and it is done once: each layer
+    counts its operations, and the first does what has not been done yet."""
 
     def __init__(
         self, memory: PagedMemory, specs: Iterable[GroupSpec], counters: ReadCounters, borrows: bool = False

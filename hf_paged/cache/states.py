@@ -12,11 +12,9 @@ from .block_pool import BlockPool
 
 
 class StateStorage:
-    """
-    The storage of a group of states: which row of which step holds the state of each slot, a block id of `pool`. A slot
-    that was copied is the same row until one of the two is computed again. The runner of the steps keeps these alive
-    (`holders`); here they are held weakly. `block_bytes` of a slot over all layers is 0 before the first state is put.
-    """
+    """The storage of a group of states: which row of which step holds the state of each slot, a block id of `pool`. A
+    slot that was copied is the same row until one of the two is computed again. Steps are held weakly: their runner
+    keeps them alive (`holders`). `block_bytes` of a slot over all layers is 0 before the first state is put."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.capacity, self.block_bytes = 0, 0
@@ -71,10 +69,8 @@ def num_state_bytes(layers: Sequence[Any]) -> int:
 
 
 def gather_states(layers: Sequence[Any], parts: Sequence[tuple[Sequence[Any], list[int]]]) -> None:
-    """
-    Fills the states of `layers`, of transformers' linear-attention classes, which have none: `parts` are layers of the
-    same model and the rows that are taken of them, in order.
-    """
+    """Fills the states of `layers`, of transformers' linear-attention classes, which have none: `parts` are layers of
+    the same model and the rows that are taken of them, in order."""
     for place, layer in enumerate(layers):
         sources = [(held[place], rows) for held, rows in parts]
         like = sources[0][0]

@@ -12,7 +12,7 @@ import torch
 
 from ..kernels import cpp, uses_triton
 from ..kernels.cpp import attention as cpp_attention
-from ..kernels.cpp import store as cpp_store
+from ..kernels.triton import DTYPES
 from .groups import FULL_ATTENTION, GroupSpec
 
 try:
@@ -58,9 +58,9 @@ class KVBlocks:
         return (self.keys, self.dtypes[0]), (self.values, self.dtypes[1])
 
     def store(self, look: Look, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """`store` into these blocks, for states of this look. Finding out how takes longer than a small store."""
+        """Writes states of this look (`choose_store`). Finding out how takes longer than a small store."""
         if look != self.look or self._store is None:
-            self._store, self.look = _choose(keys, values, self.keys, self.values, slots), look
+            self._store, self.look = choose_store(keys, values, self.keys, self.values, slots), look
         self._store(keys, values, slots)
 
     @property
@@ -72,7 +72,6 @@ class KVBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block of this layer takes."""
         return sum(tensor[0].numel() * tensor.element_size() for tensor in self.data if tensor.shape[0])
 
     @classmethod
@@ -113,7 +112,6 @@ class KVBlocks:
         return self.view(tuple(data), self.keys.shape[1], self.keys.shape[3], self.dtypes)
 
     def grown(self, num_blocks: int) -> KVBlocks:
-        """A copy with room for `num_blocks`."""
         tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in self.data]
         for new, old in zip(tensors, self.data):
             new[: old.shape[0]] = old
@@ -131,12 +129,9 @@ def _sizes(keys: torch.Tensor, values: torch.Tensor) -> list[tuple[int, int, tor
 
 
 class Storage:
-    """
-    The block tensors of one layer group, one `KVBlocks` a layer, by its index, made when the layer first writes.
-
-    On CPU the tensors are made as large as `reserve` was told, since the system commits a page only when it is touched.
-    When they are full they grow by half.
-    """
+    """The block tensors of one layer group, one `KVBlocks` a layer, by its index, made when the layer first writes. On
+    CPU they are made as large as `reserve` was told, since the system commits a page only when it is touched. When they
+    are full they grow by half."""
 
     def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION) -> None:
         self.block_size, self.spec = block_size, spec
@@ -146,14 +141,12 @@ class Storage:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers that have written."""
         return sum(layer.block_bytes for layer in self.layers.values())
 
     def reserve(self, num_blocks: int, share: float, drops: bool) -> None:
-        """
-        Where untouched memory costs nothing, a layer made from now on holds `num_blocks` blocks, as far as that is no
-        more than `share` of the memory available. With `drops` layers with fewer, whose content no table holds, go.
-        """
+        """Where untouched memory costs nothing, a layer made from now on holds `num_blocks` blocks, as far as that is
+        no more than `share` of the memory available. With `drops` layers with fewer, whose content no table holds,
+        go."""
         self._reserved, self._share = num_blocks, share
         if drops:
             self.layers = {index: layer for index, layer in self.layers.items() if layer.keys.shape[0] >= num_blocks}
@@ -199,42 +192,31 @@ class Storage:
                 self.layers[index] = grown
 
     def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks | None:
-        """The blocks of layer `index` if they exist and fit states like `keys` and `values`."""
         layer = self.layers.get(index)
         if layer is None or layer.dtypes != (keys.dtype, values.dtype):
             return None
         return layer if _sizes(layer.keys, layer.values) == _sizes(keys, values) else None
 
     def make(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
-        """New blocks for layer `index` and states like `keys` and `values`."""
         num_blocks = self.capacity
         if keys.device.type == "cpu" and self._reserved > num_blocks:
             block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
             affordable = int(self._share * free_bytes(keys.device) / max(block_bytes, 1))
             num_blocks = max(num_blocks, min(self._reserved, affordable))
-        while True:
+        layer, wanted = None, num_blocks
+        while layer is None:
             try:
                 layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
-                break
             except (MemoryError, RuntimeError):  # torch raises the latter
                 if num_blocks == self.capacity:
                     raise
-                # The system promises less than it has: the layers get their shares of what it does promise.
-                most = self._most_blocks(num_blocks // 2, keys, values)
-                self._reserved = int(self._share * most)
-                num_blocks = max(self.capacity, self._reserved)
+                num_blocks = max(self.capacity, num_blocks // 2)
+        if num_blocks < wanted:  # the system promises less than it has: the layers get their shares of what it does
+            self._reserved, layer = int(self._share * num_blocks), None
+            num_blocks = max(self.capacity, self._reserved)
+            layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
         self.layers[index] = layer
         return layer
-
-    def _most_blocks(self, num_blocks: int, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """`num_blocks`, or the first of its half, quarter, ... for which there is memory; at least `capacity`."""
-        while num_blocks > self.capacity:
-            try:
-                KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
-                return num_blocks
-            except (MemoryError, RuntimeError):
-                num_blocks //= 2
-        return self.capacity
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, one batched copy a layer."""
@@ -272,35 +254,26 @@ def looks(keys: torch.Tensor, values: torch.Tensor) -> Look:
     return keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride(), values.dtype
 
 
-def store(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """
-    Writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in their
-    dtype. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each at most once; negative for
-    a token that is not stored.
-    """
-    _choose(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
-
-
-def _choose(
+def choose_store(
     keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """`store` of states and slots that look like these, as often as there are any; nothing is stored yet."""
+    """
+    What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
+    their dtype, for all `keys`, `values` and `slots` that look like these. `slots` `(batch, n)` int64: `block_id *
+    block_size + offset` of each token, each at most once; negative for a token that is not stored.
+    """
     chosen = store_portable
     needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+    fits = keys.size(1) == values.size(1) and not needs_grad
     if uses_triton(key_blocks):
         from ..kernels.triton import store as triton  # needs Triton
 
-        if triton.supports(keys, values, key_blocks, value_blocks, slots):
+        tensors = (keys, values, key_blocks, value_blocks)
+        if fits and all(x.dtype in DTYPES and x.device == key_blocks.device for x in tensors):
             chosen = triton.store
-    elif cpp.is_available() and keys.size(1) == values.size(1) and not needs_grad:
+    elif fits and cpp.is_available():
         with contextlib.suppress(TypeError):  # the kernel does not take such tensors
-            return cpp_store.Store(keys, values, key_blocks, value_blocks, slots)
+            return cpp_attention.Store(keys, values, key_blocks, value_blocks, slots)
 
     def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         chosen(keys, values, key_blocks, value_blocks, slots)
@@ -315,7 +288,7 @@ def store_portable(
     value_blocks: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """`store` in plain PyTorch, on any device."""
+    """The store of `choose_store` in plain PyTorch, on any device."""
     slots = slots.to(key_blocks.device)
     rows, tokens = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[rows, tokens]

@@ -59,7 +59,6 @@ class HostBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory taken."""
         layers = (layer for layers in self.groups for layer in layers.values())
         return sum(tensor.nbytes for layer in layers for tensor in layer.blocks.data)
 
@@ -73,15 +72,10 @@ class SwappedSequence:
 
 
 class BlockSwapper:
-    """
-    Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into whichever blocks are
-    free then; which sequences of the request share a block stays as it was. The batching scheduler's `Swapper`.
-
-    A request is anything with `sequences`, each with `blocks.tables` (one `BlockTable` for each of `groups`, or none)
-    and an attribute `swapped`: a [`SwappedSequence`] while the sequence is swapped out, else `None`. Meanwhile its
-    tables hold no blocks but keep their counts of tokens.
-    `flush_copies` makes the copies that copy-on-write has planned so far.
-    """
+    """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into whichever blocks
+    are free then; which of its sequences share a block stays as it was. Each sequence has `blocks.tables`, one for each
+    group of the manager or none, and `swapped`, a [`SwappedSequence`] while it is swapped out: its tables then hold no
+    blocks but keep their counts of tokens."""
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
         self.groups = list(groups)
@@ -104,10 +98,8 @@ class BlockSwapper:
         return sum(len(held) * group.storage.block_bytes for held, group in zip(ids, self.groups))
 
     def swap_out(self, request: Any) -> bool:
-        """
-        Copies every block of `request` to host memory and gives it back to the pool. Blocks that others hold too stay
-        theirs. `False`, with nothing changed, if the host has no memory for it.
-        """
+        """Copies every block of `request` to host memory and gives it back to the pool. Blocks that others hold too
+        stay theirs. `False`, with nothing changed, if the host has no memory for it."""
         self.flush_copies()
         held = [(sequence, sequence.blocks.tables) for sequence in request.sequences if sequence.blocks.tables]
         with self.groups[0].memory.lock:
@@ -133,10 +125,8 @@ class BlockSwapper:
         return True
 
     def swap_in(self, request: Any) -> None:
-        """
-        Takes blocks for the sequences of `request` that are swapped out, copies their content back and gives the tables
-        what they had. Raises `OutOfBlocksError`, with nothing changed.
-        """
+        """Takes blocks for the sequences of `request` that are swapped out, copies their content back and gives the
+        tables what they had. Raises `OutOfBlocksError`, with nothing changed."""
         swapped = _swapped(request)
         if not swapped:
             return

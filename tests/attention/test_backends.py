@@ -20,7 +20,7 @@ from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.store import Store
+from hf_paged.kernels.cpp.attention import Store
 from hf_paged.step import StepMetadata
 from tests.support.attention import attend, rectangle
 from tests.support.checks import in_threads
@@ -347,11 +347,15 @@ def test_plan_lives_as_long_as_its_step() -> None:
     assert part() is None
 
 
+def chosen_store(*inputs: torch.Tensor) -> None:
+    storage.choose_store(*inputs)(*inputs[:2], inputs[4])
+
+
 def cpp_store(*inputs: torch.Tensor) -> None:
     Store(*inputs)(*inputs[:2], inputs[4])
 
 
-STORES = [storage.store, storage.store_portable, *([cpp_store] if cpp.is_available() else [])]
+STORES = [chosen_store, storage.store_portable, *([cpp_store] if cpp.is_available() else [])]
 
 
 @pytest.mark.parametrize("block", [8, 16, 100])
@@ -383,7 +387,7 @@ def test_store_is_a_loop_over_tokens(block: int, key_dim: int, value_dim: int, d
 def test_store_converts_and_checks() -> None:
     pool = torch.zeros(4, 4, 8, 16, dtype=torch.bfloat16)
     keys = torch.randn(1, 2, 1, 16)
-    storage.store(keys, keys, pool[:, :2], pool[:, 2:], torch.tensor([[9]]))
+    chosen_store(keys, keys, pool[:, :2], pool[:, 2:], torch.tensor([[9]]))
     assert torch.equal(pool[1, :2, 1], keys[0, :, 0].bfloat16()) and pool.count_nonzero() == 64
     same = keys.bfloat16()
     for store in STORES:

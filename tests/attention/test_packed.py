@@ -19,7 +19,7 @@ from hf_paged.attention.interface import paged_attention
 from hf_paged.attention.masks import PagedMask
 from hf_paged.attention.switch import NAME
 from hf_paged.cache.handles import PagedTensor
-from hf_paged.cache.storage import KVBlocks, store
+from hf_paged.cache.storage import KVBlocks, choose_store
 from hf_paged.step import NotPackable, StepMetadata
 from tests.support.attention import attend
 
@@ -103,7 +103,7 @@ class Built:
                 random(1, case.kv_heads, context + query, case.key_dim),
                 random(1, case.kv_heads, context + query, case.value_dim),
             )
-            store(*states, self.key_blocks, self.value_blocks, slots)
+            choose_store(*states, self.key_blocks, self.value_blocks, slots)(*states, slots)
             fresh.append([x[:, :, context:] for x in states])
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*fresh))
         num_tokens = keys.shape[2]

@@ -116,5 +116,6 @@ def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.Monkey
     assert chosen is not backends.triton
     pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
     monkeypatch.setattr(store, "store", None)
-    storage.store(states, states, pool[:, :2], pool[:, 2:], torch.tensor([[3]]))
+    slots = torch.tensor([[3]])
+    storage.choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
     assert (pool[0, :, 3] == 1).all()

@@ -14,8 +14,7 @@ import torch
 
 from hf_paged import PagedCache
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp import store as cpp_store
-from hf_paged.kernels.cpp.attention import Attention
+from hf_paged.kernels.cpp.attention import Attention, Store
 from hf_paged.step import Lengths, StepMetadata
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,15 +91,13 @@ def decode(a: dict[str, Any], bias: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def store(a: dict[str, Any]) -> None:
-    kernel = cpp_store.Store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], a["slots"])
+    kernel = Store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], a["slots"])
     kernel(a["keys"], a["values"], a["slots"])
 
 
 def store_again(a: dict[str, Any]) -> None:
     slots = torch.tensor([[3, 47, 9]])
-    cpp_store.Store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], slots)(
-        a["keys"], a["values"], a["slots"]
-    )
+    Store(a["keys"], a["values"], a["key_blocks"], a["value_blocks"], slots)(a["keys"], a["values"], a["slots"])
 
 
 @built

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.triton import cascade
-from ...kernels.triton.limits import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES
+from ...kernels.triton import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES, cascade
 from ...step import StepMetadata
 from .reference import AttentionCall
 

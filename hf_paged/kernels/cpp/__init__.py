@@ -1,10 +1,5 @@
-"""The C++ kernels of `kernels.cpp`: built on first use with the user's own compiler, loaded with ctypes.
-
-The library is kept in `$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`, a folder that
-no other user can swap for another. What is cut short, altered or not the user's is compiled again, never loaded. Where
-the folder does not serve, every process compiles for itself, into a temporary folder. Without a compiler, or with
-`HF_PAGED_CPP=0`, `is_available()` is False and `attention/backends/gather.py` serves.
-"""
+"""The C++ kernels of `kernels.cpp`: built on first use with the compiler of the user, loaded with ctypes. Without a
+compiler, or with `HF_PAGED_CPP=0`, `is_available()` is False and `attention/backends/gather.py` serves."""
 
 from __future__ import annotations
 
@@ -23,10 +18,8 @@ _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 
 
 def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """
-    16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content. Raises
-    `ValueError` for a negative size, or a size without an address.
-    """
+    """16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content. Raises
+    `ValueError` for a negative size, or a size without an address."""
     count = len(starts)
     if len(sizes) != count:
         raise ValueError(f"{count} addresses and {len(sizes)} sizes")

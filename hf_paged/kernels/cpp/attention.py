@@ -1,4 +1,4 @@
-"""Attention by the C++ kernel (`kernels.cpp`): a call of it, packed once for many steps."""
+"""Attention and the store of new keys and values by `kernels.cpp`: calls that are packed once for many steps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ _BIAS = struct.Struct("6q")
 _STEP = struct.Struct("3Q7q")
 _LAYER = struct.Struct("2Q17q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
+# struct StoreCall: this call, then the layer
+_STORE_CALL = struct.Struct("3Q")
+_STORE_LAYER = struct.Struct("2Q6q6q6q2q")
 
 
 def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
@@ -63,11 +66,9 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """
-        Arguments as in `AttentionCall`; the blocks must live as long as this is used. Without `query_len`, the number
-        of queries of each row, the tensors are checked and nothing can be called. Raises `TypeError` for dtypes,
-        devices and strides that the kernel does not take, `ValueError` for shapes that do not fit one another.
-        """
+        """Arguments as in `AttentionCall`; the blocks must live as long as this is used. Without `query_len`, the
+        number of queries of each row, the tensors are checked and nothing can be called. Raises `TypeError` for dtypes,
+        devices and strides that the kernel does not take, `ValueError` for shapes that do not fit one another."""
         tensors = (query, key_blocks, value_blocks)
         if any(not x.is_cpu or x.dtype is not query.dtype for x in tensors) or query.dtype not in DTYPES:
             kinds = [str(x.dtype).removeprefix("torch.") for x in tensors]
@@ -118,11 +119,9 @@ class Attention:
     def __call__(
         self, query: Tensor, step: StepMetadata, sinks: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """
-        `(T, heads, value_dim)` in the query's dtype, contiguous; float32 arithmetic for every dtype. `query` and
-        `sinks` are like those that this was made for. Raises `TypeError`, `ValueError` or `IndexError` for what does
-        not fit; nothing outside of a tensor is read.
-        """
+        """`(T, heads, value_dim)` in the query's dtype, contiguous; float32 arithmetic. `query` and `sinks` are like
+        those that this was made for. Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; nothing
+        outside of a tensor is read."""
         packed, shape = step.plan(_step_fields)
         if shape != self._step_shape:
             raise ValueError(
@@ -155,3 +154,66 @@ class Attention:
             5: IndexError(f"a row starts before its first token: starts are {starts}"),
             6: MemoryError("not enough memory for the sums of the attention kernel"),
         }[error]
+
+
+class Store:
+    """Stores states of the same shapes and strides in every step. It keeps addresses of blocks, not tensors."""
+
+    __slots__ = ("_block_size", "_kernel", "_num_blocks", "_packed", "_slots")
+
+    def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+        """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
+        for name, states, blocks in (("keys", keys, key_blocks), ("values", values, value_blocks)):
+            if not (states.is_cpu and blocks.is_cpu) or states.dtype is not blocks.dtype:
+                raise TypeError(
+                    f"{name} are {states.dtype} on {states.device}, their blocks {blocks.dtype} on {blocks.device}: "
+                    "the kernel takes one dtype, on the CPU"
+                )
+            if states.dim() != 4 or blocks.dim() != 4 or states.shape[1::2] != blocks.shape[1::2] or not blocks.size(2):
+                raise ValueError(
+                    f"{name} of shape {tuple(states.shape)} do not fit blocks of shape {tuple(blocks.shape)}: (batch, "
+                    "heads, n, dim) goes with (blocks, heads, block_size, dim)"
+                )
+            if states.stride(3) != 1 or blocks.stride(3) != 1:
+                raise TypeError(
+                    f"{name} or their blocks have strides {states.stride()}, {blocks.stride()}: the last must be 1"
+                )
+        if keys.shape[:3] != values.shape[:3] or key_blocks.shape[:3] != value_blocks.shape[:3]:
+            raise ValueError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, or their blocks {tuple(key_blocks.shape)} "
+                f"and {tuple(value_blocks.shape)}, differ in more than the last dimension"
+            )
+        batch, kv_heads, tokens, key_dim = keys.shape
+        self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
+        self._slots = (batch, tokens), slots.stride()
+        self._check_slots(slots)
+        self._kernel = kernel("store")
+        tensors = (keys, values, key_blocks, value_blocks)
+        strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:3]]
+        self._packed = _STORE_LAYER.pack(
+            *(key_blocks.data_ptr(), value_blocks.data_ptr(), batch, kv_heads, tokens, self._block_size),
+            *(self._num_blocks * self._block_size, slots.stride(0), *strides),
+            *(key_dim * keys.element_size(), value_dim * values.element_size()),
+        )
+
+    def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Stores states `(batch, kv_heads, n, dim)` at `slots` `(batch, n)`, int64. Raises `IndexError` for a slot
+        outside the pool, `TypeError` or `ValueError` for other slots than were given, before anything is written."""
+        if (slots.shape, slots.stride()) != self._slots or slots.dtype is not torch.int64 or not slots.is_cpu:
+            self._check_slots(slots)
+        error = self._kernel(_STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed)
+        if error == 2:
+            raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size} tokens")
+        if error:
+            raise ValueError("a tensor without memory, or sizes that do not fit one another")
+
+    def _check_slots(self, slots: Tensor) -> None:
+        (batch, tokens), strides = self._slots
+        if not slots.is_cpu or slots.dtype is not torch.int64:
+            raise TypeError(f"slots are {slots.dtype} on {slots.device}: the kernel takes torch.int64 on the CPU")
+        fits = slots.shape == (batch, tokens)
+        if not fits or (tokens > 1 and slots.stride(1) != 1) or (batch > 1 and slots.stride(0) != strides[0]):
+            raise (TypeError if fits else ValueError)(
+                f"slots have shape {tuple(slots.shape)} and strides {slots.stride()}, ({batch}, {tokens}) new states "
+                "came: the kernel takes one for each, the last dimension contiguous"
+            )

@@ -1,4 +1,7 @@
-"""Building the C++ kernels with the user's own compiler, once per machine, and loading them with ctypes."""
+"""Builds the C++ kernels once per machine and loads them with ctypes. The library is kept in `$HF_PAGED_CACHE_DIR`,
+else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`, a folder that no other user can swap. What is cut short,
+altered or not the user's is compiled again, never loaded. Where the folder does not serve, every process compiles into
+a temporary one."""
 
 from __future__ import annotations
 
@@ -104,7 +107,6 @@ def _find(folder: Path, key: str) -> Path | None:
 
 
 def _build(folder: Path, key: str, compiler: str) -> Path:
-    """Compiles the library into a private folder and returns its path."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
@@ -141,11 +143,9 @@ def _cpu() -> str:
 
 
 def _make_private(folder: Path) -> Path:
-    """
-    Makes sure that a folder, given by an absolute path, is there, is ours and for us alone (mode 700), and that no
+    """Makes sure that a folder, given by an absolute path, is there, is ours and for us alone (mode 700), and that no
     other user but root can put another one in its place: the same rules hold on the way to it, links included, as for
-    ssh's keys. Returns it without links, which may lead elsewhere by now. Raises `OSError` that names what to change.
-    """
+    ssh's keys. Returns it without links. Raises `OSError` that names what to change."""
     resolved, user = Path(os.path.realpath(folder)), os.geteuid()
     for place in [place for path in (folder, resolved) for place in (*reversed(path.parents), path)]:
         try:

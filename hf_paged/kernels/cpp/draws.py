@@ -20,11 +20,9 @@ _lock = forks.lock()
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """
-    `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same draws, and the generator left in the same
-    state, for `probs` of any float dtype and device. Raises torch's `RuntimeError` for probabilities that it refuses.
-    Calls may overlap in threads; a draw of torch's own from the same generator meanwhile may give the same numbers.
-    """
+    """`torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same draws, and the generator left in the same
+    state, for any float dtype and device. Raises torch's `RuntimeError` for probabilities that it refuses. Calls may
+    overlap in threads; a draw of torch's own from the same generator meanwhile may give the same numbers."""
     fits = probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     if fits and (generator is None or generator.device.type == "cpu") and _agrees():
         drawn = _draw(probs, torch.default_generator if generator is None else generator)

@@ -1,15 +1,8 @@
-"""Triton attention over paged K/V, by one kernel with two grids that no length decides.
-
-For rows of one or a few queries each the grid is `(kv_heads * tiles of query rows, items)`. An item is a split of a
-row; each program works out which one from the lengths on the device, so that a captured graph stays right as rows grow
-and no step waits for the device. A long row among short ones is spread over more programs, and there are about as many
-as the chip runs at once (Flash-Decoding, Dao et al. 2023; balanced as in FlashInfer, arXiv 2501.01005, sec. 3.3).
-
-For prompts, chunks, speculated trees and shared prefixes the packed queries of all rows are cut into tiles, the query
-heads of a K/V head side by side in them, so that chunks of a few tokens fill a tile too. The grid has room for the most
-tiles that these tokens can need; each program reads its row from `query_start` on the device. Tiles of keys that every
-query of a tile sees go without masks (FlashAttention-2, arXiv 2307.08691, sec. 3.1).
-"""
+"""Triton attention over paged K/V: one kernel with two grids that no length decides, so that a captured graph stays
+right as rows grow. Decodes: `(kv_heads * tiles of query rows, items)`, an item is a split of a row, which a program
+works out from the lengths on the device (Flash-Decoding, Dao et al. 2023; balanced as in FlashInfer, arXiv 2501.01005,
+sec. 3.3). Prompts, chunks, trees and shared prefixes: tiles of the packed queries of all rows, the query heads of a K/V
+head side by side, as many as these tokens can need (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -21,10 +14,10 @@ import triton
 from torch import Tensor
 
 from ...step import StepMetadata
+from . import MAX_BATCH
 from .attention_kernel import attention_kernel
 from .cascade import Cascade
 from .configs import LaunchConfig, decode_config, dot_dtype, num_multiprocessors, prefill_config, split_dim
-from .limits import MAX_BATCH
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
@@ -42,13 +35,9 @@ def decode_attention(
     config: LaunchConfig | None = None,
     **features: Any,
 ) -> Any:
-    """
-    Attention of each row's queries, equally many and at most `MAX_QUERIES`, over the K/V that its block table names.
-
-    Of `step` it uses the device tensors and the static sizes only: the same launch is right for other lengths, as in a
-    captured graph, up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros. Arguments and
-    result are as in `prefill_attention`, but for `bias`, which broadcasts to `(rows, heads, query_len, max seq_len)`.
-    """
+    """Attention of each row's queries, equally many and at most `MAX_QUERIES`, over the K/V that its block table names,
+    up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros. Arguments and result are as in
+    `prefill_attention`, but for `bias`, which broadcasts to `(rows, heads, query_len, max seq_len)`."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -176,11 +165,9 @@ def cascade_attention(
     num_splits: int | None = None,
     **features: Any,
 ) -> Any:
-    """
-    `decode_attention` of a step with one query a row, up to rounding: the tails' results, which count the sinks, are
+    """`decode_attention` of a step with one query a row, up to rounding: the tails' results, which count the sinks, are
     rounded to the query's dtype before they are merged. The queries of a group go side by side through the kernel, so
-    that a prompt of `n` samples is read once and not `n` times. `num_splits` is that of `prefill_attention`.
-    """
+    that a prompt of `n` samples is read once. `num_splits` is that of `prefill_attention`."""
     tensors, index = (query, key_blocks, value_blocks), cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
     parts, parts_lse = prefill_attention(

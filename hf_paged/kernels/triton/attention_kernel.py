@@ -25,9 +25,7 @@ def dot(a, b, acc):
 @triton.jit
 def tile_blocks(block_table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Block of each of `TILE` positions from `start`, a multiple of `TILE`; block 0 at and past `end`. [TILE] int64.
-
-    One load where a tile lies within one block; else one id a block, spread over the block's tokens.
-    """
+    One load where a tile lies within one block; else one id a block, spread over the block's tokens."""
     if BLOCK_SIZE >= TILE:
         ids = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
         return tl.zeros([TILE], dtype=tl.int64) + ids
@@ -42,10 +40,8 @@ def _find_item(
     QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Row of an item, its split, the row's splits and first item, tokens of a split. The row is past `rows` if none is.
-
-    Every row has a split, so that rows without tokens get their zeros; splits are so long that, with `programs`
-    of each, there are about `target`.
-    """
+    Every row has a split, so that rows without tokens get zeros; of splits, `programs` each, there are about
+    `target`."""
     i = tl.arange(0, BLOCK_ROWS)
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
     firsts = tl.load(starts + i, mask=i < rows, other=0)
@@ -63,11 +59,9 @@ def _find_item(
 
 @triton.jit
 def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Row that a tile belongs to, and the tile's number within it, which may be past the row's last.
-
-    Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs;
-    a tile's row is the last that begins at or before it. Counting takes one load where a binary search takes eight.
-    """
+    """Row that a tile belongs to, and the tile's number within it, which may be past the row's last. Row `i` begins at
+    tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs; a tile's row is the
+    last that begins at or before it. Counting takes one load where a binary search takes eight."""
     row = -1
     for first in range(0, rows, 256):
         i = first + tl.arange(0, 256)
@@ -201,11 +195,9 @@ def attention_kernel(
     part_out=None, part_lse=None, row_items=None, target=0, QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of query rows over the keys of their row, or over a part of these.
-
-    `QUERY_LEN`, where it is not 0, is that of all rows, whose keys are split by their lengths into items; else tiles
-    are found by `query_start`, and all rows' keys are cut into equally many parts.
-    """
+    """One tile of query rows over the keys of their row, or over a part of these. `QUERY_LEN`, where it is not 0, is
+    that of all rows, whose keys are split by their lengths into items; else tiles are found by `query_start`, and all
+    rows' keys are cut into equally many parts."""
     BY_LENGTH: tl.constexpr = QUERY_LEN > 0
     part, num_parts = 0, 1
     if BY_LENGTH:

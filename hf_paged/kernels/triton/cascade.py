@@ -67,7 +67,6 @@ class Cascade(NamedTuple):
 
 
 def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
-    """What a layer with such heads moves."""
     kv_heads, _, key_dim = key_blocks.shape[1:]
     heads, value_dim = query.shape[1], value_blocks.shape[3]
     return CascadeCosts(
@@ -93,15 +92,10 @@ def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
 def plan_cascade(
     tables: Sequence[list[int]], seq_lens: Sequence[int], block_size: int, costs: CascadeCosts
 ) -> tuple[SharedPrefix, ...]:
-    """
-    Groups of rows, each row in one at most, that read fewer bytes if the blocks at the head of their tables are read
-    once for the group and merged with the rest.
-
-    Without a group, `n` rows read their `t` shared tokens `n` times; with it `n / rows_per_read` times, rounded up,
-    and every row writes and reads a state a split more. Among groups within groups (a system prompt of all, prompts of
-    some) the saving decides. Nothing is shared if all groups together save less than `overhead_bytes`. The last token
-    of a row is its own, never in a shared part.
-    """
+    """Groups of rows, each row in one at most, that read fewer bytes if the blocks at the head of their tables are read
+    once for the group and merged with the rest: the `t` shared tokens of `n` rows `n / rows_per_read` times, rounded
+    up, while every row writes and reads a state a split more. Among groups within groups the saving decides. Nothing is
+    shared if all save less than `overhead_bytes`. The last token of a row is its own, never in a shared part."""
     usable = {row: (seq_len - 1) // block_size for row, seq_len in enumerate(seq_lens) if seq_len > block_size}
     groups, saved = _best(list(usable), tables, usable, block_size, costs)
     return tuple(groups) if saved > costs.overhead_bytes else ()

@@ -27,10 +27,8 @@ class LaunchConfig:
 
 
 def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
-    """Sizes of the one or two power-of-two tiles that cover `dim` elements; the second is 0 if one is as small.
-
-    80 is 64 + 16 and 576 is 512 + 64; 112 would be 64 + 64 and is 128. No tile is below `smallest`.
-    """
+    """Sizes of the one or two power-of-two tiles, none below `smallest`, that cover `dim` elements; the second is 0 if
+    one is as small. 80 is 64 + 16 and 576 is 512 + 64; 112 would be 64 + 64 and is 128."""
     whole = max(smallest, triton.next_power_of_2(dim))
     if dim == whole or whole == smallest:
         return whole, 0
@@ -82,12 +80,10 @@ def decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, d
 
 
 def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
-    """
-    Tiles of about 32 KiB of K and V together, the next one on its way while one is used: a multiprocessor of an H200
-    has to have about 26 KiB on their way to keep its share of the memory busy (4.8 TB/s, 700 ns, 132 of them). Block
-    ids are loaded ahead too, so that it takes five stages to hold two tiles. Sums of wide heads fill the registers, so
-    these get smaller tiles or more warps. All fit the 99 KiB of shared memory of chips of 8.6, 8.9 and 12.0.
-    """
+    """Tiles of about 32 KiB of K and V together, the next one on its way while one is used: a multiprocessor of an H200
+    has to have about 26 KiB on their way (4.8 TB/s, 700 ns, 132 of them). Block ids are loaded ahead too, so that it
+    takes five stages to hold two tiles. Sums of wide heads fill the registers, so these get smaller tiles or more
+    warps. All fit the 99 KiB of shared memory of chips of 8.6, 8.9 and 12.0."""
     widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 64 else 16, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
@@ -111,11 +107,9 @@ def prefill_config(
 def default_prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, has_mask: bool, chip: str
 ) -> LaunchConfig:
-    """
-    Large tiles that compile without spilled registers and fit the shared memory: 99 KiB (compute capabilities 8.6, 8.9
-    and 12.0) for heads up to 128, 163 KiB for wider ones. `rows` are the most query rows of one row and K/V head,
-    `has_mask` says whether a bias or a tree mask is loaded beside the keys, `chip` is as the function `chip` names it.
-    """
+    """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB (compute capabilities 8.6,
+    8.9 and 12.0) for heads up to 128, 163 KiB for wider ones. `rows`: most query rows of one row and K/V head;
+    `has_mask`: a bias or a tree mask is loaded beside the keys."""
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .limits import DTYPES
-
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])
 def _store_kernel(
@@ -41,25 +39,9 @@ def _store_kernel(
     tl.store(target, tl.load(source, mask=mask).to(value_blocks.dtype.element_ty), mask=mask)
 
 
-def supports(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> bool:
-    """Whether `store` takes these arguments: the three dtypes of the kernels, as many heads of V as of K, all but
-    the slots on one device, no gradient wanted."""
-    tensors = (keys, values, key_blocks, value_blocks)
-    return (
-        all(tensor.dtype in DTYPES and tensor.device == key_blocks.device for tensor in tensors)
-        and keys.shape[1] == values.shape[1]
-        and slots.dtype in (torch.int32, torch.int64)
-        and not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
-    )
-
-
 def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-    """
-    `cache.storage.store` in one launch, without waiting for the device.
-
-    Slots of `slots` `(batch, n)`, int32 or int64, that are negative or past the pool are not written; those of another
-    device are copied.
-    """
+    """The store of `cache.storage.choose_store` in one launch, without waiting for the device. Slots, int32 or int64,
+    that are negative or past the pool are not written; those of another device are copied."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:

@@ -95,7 +95,8 @@ def test_portable_path_serves_where_the_build_fails(tmp_path: Path, monkeypatch:
     out = attend(backends, *call.inputs, **call.options)
     torch.testing.assert_close(out.double(), call.expected, atol=2e-5, rtol=2e-5)
     keys = torch.ones(1, 2, 1, 64)
-    storage.store(keys, keys, call.key_blocks, call.value_blocks, torch.tensor([[3]]))
+    slots = torch.tensor([[3]])
+    storage.choose_store(keys, keys, call.key_blocks, call.value_blocks, slots)(keys, keys, slots)
     assert (call.key_blocks[0, :, 3] == 1).all()
     monkeypatch.setenv(kernels.VARIABLE, "cpp")
     with pytest.raises(RuntimeError, match="could not be built"):

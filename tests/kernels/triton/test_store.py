@@ -55,7 +55,6 @@ def test_stores_what_the_plain_one_stores(
     found, slots = pool.to(DEVICE), slots.to(DEVICE)
     blocks = found[..., :key_dim], found[..., key_dim:]
     keys, values = keys.to(DEVICE), values.to(DEVICE)
-    assert kernel.supports(keys, values, *blocks, slots)
     kernel.store(keys, values, *blocks, slots)
     # the interpreter cuts float32 to bfloat16, where a GPU rounds
     is_cut = DEVICE.type == "cpu" and target == torch.bfloat16 != source
@@ -82,13 +81,20 @@ def test_slots_may_be_a_column_of_something() -> None:
     assert (pool[0, :, 3] == 1).all() and (pool[2, :, 1] == 1).all() and pool.count_nonzero() == 2 * 4 * 16
 
 
-def test_refuses_what_it_would_get_wrong() -> None:
-    from hf_paged.kernels.triton.store import supports
+def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.kernels.triton import store as kernel
 
-    pool, states = torch.zeros(4, 4, 8, 16, device=DEVICE), torch.zeros(1, 2, 1, 16, device=DEVICE)
-    slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    assert supports(states, states, pool[:, :2], pool[:, 2:], slots)
-    assert not supports(states.double(), states.double(), pool[:, :2], pool[:, 2:], slots)
-    assert not supports(states, states[:, :1], pool[:, :2], pool[:, 2:3], slots)
-    assert not supports(states, states, pool[:, :2], pool[:, 2:], slots.float())
-    assert not supports(states.requires_grad_(), states, pool[:, :2], pool[:, 2:], slots)
+    def is_taken(keys: torch.Tensor, values: torch.Tensor, value_blocks: torch.Tensor) -> bool:
+        taken.clear()
+        storage.choose_store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
+        return bool(taken)
+
+    taken: list[object] = []
+    monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
+    monkeypatch.setattr(storage, "uses_triton", lambda tensor: True)
+    key_blocks, value_blocks = (torch.zeros(4, 2, 8, 16, device=DEVICE) for _ in range(2))
+    states, slots = torch.zeros(1, 2, 1, 16, device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    assert is_taken(states, states, value_blocks)
+    assert not is_taken(states.double(), states.double(), value_blocks)
+    assert not is_taken(states, states[:, :1], value_blocks[:, :1])
+    assert not is_taken(states.clone().requires_grad_(), states, value_blocks.clone())

@@ -55,8 +55,6 @@ class BlockManager:
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
         self._dropped: dict[Hashable, int] = {}  # by namespace: blocks of earlier epochs must not be named
 
-    # -- counts ---------------------------------------------------------------------------------------------------
-
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups; cached ones count."""
@@ -64,7 +62,6 @@ class BlockManager:
 
     @property
     def num_total(self) -> int:
-        """Blocks that there would be if no table held any."""
         return self.num_free + sum(group.pool.num_used for group in self.groups)
 
     def num_needed(self, blocks: SequenceBlocks, num_tokens: int) -> int:
@@ -93,10 +90,7 @@ class BlockManager:
         return True
 
     def tables(self, group: int) -> Iterator[BlockTable]:
-        """What every live sequence holds in a group."""
         return (blocks.tables[group] for blocks in self._alive)
-
-    # -- sequences ------------------------------------------------------------------------------------------------
 
     def new(self) -> SequenceBlocks:
         tables = (BlockTable(group.pool, size) for group, size in zip(self.groups, self._block_sizes))
@@ -204,7 +198,6 @@ class BlockManager:
             blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
-        """A second sequence over the same blocks."""
         if not blocks.tables:
             return self.new()
         twin = SequenceBlocks(tuple(table.fork() for table in blocks.tables))
@@ -232,8 +225,6 @@ class BlockManager:
                 count += len(copies)
                 copies.clear()
         return count
-
-    # -- prefix cache ---------------------------------------------------------------------------------------------
 
     def match(self, blocks: SequenceBlocks, token_ids: Sequence[int], namespace: Hashable) -> int:
         """Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
@@ -304,17 +295,11 @@ class BlockManager:
         )
         return f"BlockManager({len(self._alive)} sequences; blocks: {counts})"
 
-    # -- checks ---------------------------------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools."""
         self.index.check_integrity()
         for number, group in enumerate(self.groups):
-            group.pool.check_counts()
-            holders = Counter(block_id for table in self.tables(number) for block_id in table.block_ids)
-            for block_id, count in holders.items():
-                if (refcount := group.pool.refcount(block_id)) < count:
-                    raise AssertionError(f"block {block_id}: refcount {refcount}, held by {count} sequences")
+            group.pool.check_integrity((table.block_ids for table in self.tables(number)), are_all=False)
         for blocks in self._alive:
             lengths = {table.num_tokens for table in blocks.tables}
             if blocks.capacity and len(lengths) != 1:  # tables of a cache's row may differ

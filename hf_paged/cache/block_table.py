@@ -23,7 +23,6 @@ class BlockTable:
 
     @property
     def first_token(self) -> int:
-        """The first token that is not given back."""
         return self.num_dropped * self.block_size
 
     @property

@@ -23,7 +23,6 @@ class GroupSpec:
         return num_tokens
 
     def storage_dtype(self, dtype: Any) -> Any:
-        """The dtype in which states of `dtype` are stored."""
         return dtype
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:

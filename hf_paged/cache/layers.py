@@ -36,8 +36,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
-    # -- writing and reading --------------------------------------------------------------------------------------
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,8 +117,6 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     keys, values = _shown(False), _shown(True)
 
-    # -- lengths --------------------------------------------------------------------------------------------------
-
     def get_seq_length(self) -> int:
         """Logical positions seen, padding included."""
         return self.num_seen
@@ -129,8 +125,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Length and first position of the keys that the next `query_length` queries are shown."""
         first = self.group.spec.first_visible(self.num_seen)
         return self.num_seen + query_length - first, first
-
-    # -- operations on rows: each layer asks, the group does each once -----------------------------------------------
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
         """The `operation` on all rows if this layer is the first to ask; one that raises counts as not asked for."""

@@ -118,9 +118,9 @@ class GroupMemory(BlockGroup):
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
     ) -> KVBlocks:
-        """The blocks of layer `index`, of `num_layers`, for states like `keys` and `values`, made on first use.
-        `num_begun` tables are written to, if none has content in this layer yet. Raises `ValueError` if what the layer
-        holds has other heads, dims or device, `OutOfBlocksError` if there is no memory for them."""
+        """The blocks of layer `index`, of `num_layers`, for states like these, made on first use; `num_begun` tables
+        are written to, if none has content in this layer yet. Raises `ValueError` if what the layer holds has other
+        heads, dims or device, `OutOfBlocksError` if there is no memory."""
         layer: KVBlocks | None = self.storage.find(index, keys, values)
         if layer is not None:
             return layer
@@ -212,8 +212,7 @@ class PagedMemory:
         return max(0, affordable) + sum(group.pool.num_available for group in groups)
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
-        """Evicts cached blocks, those of `first` first, so that with `needed` more used ones `num_blocks` holds. Raises
-        `OutOfBlocksError`."""
+        """Evicts cached blocks, those of `first` first, so that `num_blocks` holds with `needed` more used ones."""
         total, used = self.config.num_blocks, self.num_used
         if total is None:
             return
@@ -256,7 +255,6 @@ class PagedMemory:
         self._waste = unused / slots if slots else 0.0
 
     def reset_peak(self) -> None:
-        """Starts counting the peak again."""
         self._peak_blocks, self._waste, self.num_copied, self._peak_used = 0, 0.0, 0, {}
         self.note_peak()
 

@@ -114,7 +114,7 @@ class PagedCache(DynamicCache):
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
-        """Rows of the first prefill, `length` positions, start with this padding: every mask hides it, do not store it."""
+        """Rows of the first prefill, `length` positions, start with this padding, which is not stored."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length

@@ -62,8 +62,6 @@ class LayerGroup:
         self._attach(state.pop("rows"), state.pop("spec"))
         self.__dict__.update(state)
 
-    # -- moving on ------------------------------------------------------------------------------------------------
-
     def num_begun(self, context_len: int) -> int | None:
         """Tables that a step behind `context_len` positions writes to; `None` if one of them holds tokens already."""
         step = self.packed
@@ -75,11 +73,9 @@ class LayerGroup:
     def advance(
         self, batch_size: int, context_len: int, query_len: int, device: torch.device | str = "cpu"
     ) -> StepMetadata:
-        """
-        Makes logical positions `[context_len, context_len + query_len)` writable in every row; returns the step, on the
-        `device` that the first layer asked for. Raises `OutOfBlocksError` with nothing allocated, `ValueError` for
-        another batch size, `NotPackable` for other sizes than a packed step's.
-        """
+        """Makes logical positions `[context_len, context_len + query_len)` writable in every row; returns the step on
+        `device`. Raises `OutOfBlocksError` with nothing allocated, `ValueError` for another batch size, `NotPackable`
+        for other sizes than a packed step's."""
         if self.packed is not None:
             if (batch_size, query_len) != (1, self.packed.num_tokens):
                 raise NotPackable(
@@ -168,7 +164,6 @@ class LayerGroup:
         return max((padding + table.first_token for table, padding in rows if table.first_token), default=0)
 
     def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
-        """Gives back what no query at logical position `length` or later can see."""
         assert self.spec.window is not None
         for table, padding in zip(tables, self.paddings):
             oldest = max(0, length - self.spec.window + 1 - padding)
@@ -209,8 +204,6 @@ class LayerGroup:
             origins=tuple(origins),
             counters=self.rows.counters,
         )
-
-    # -- what a layer shows outside a step ------------------------------------------------------------------------
 
     def view(self, length: int, device: torch.device) -> StepMetadata:
         """A step without queries over the first `length` logical positions."""
@@ -260,8 +253,6 @@ class CacheRows:
                 self.free()
                 raise
 
-    # -- handles that are alive -----------------------------------------------------------------------------------
-
     def remember(self, handle: PagedTensor) -> PagedTensor:
         """Keeps what `handle` shows true: it is gathered before its blocks are given back, or left to other tables."""
         if len(self._snapshots) > 64:
@@ -275,8 +266,6 @@ class CacheRows:
             if (handle := ref()) is not None:
                 handle.dense()
         self._snapshots.clear()
-
-    # -- operations -----------------------------------------------------------------------------------------------
 
     def select(self, indices: Sequence[int]) -> None:
         """Row `i` becomes what row `indices[i]` was: tables are permuted and forked, nothing is copied."""
@@ -318,8 +307,6 @@ class CacheRows:
                 self._snapshots.clear()
                 for group in self.groups.values():
                     group.clear()
-
-    # -- copies and pickles -----------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
         """Second rows over the same blocks, to which copies of the groups attach themselves."""

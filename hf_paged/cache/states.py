@@ -23,7 +23,6 @@ class StateStorage:
         self._rows: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def grow(self, num_blocks: int, exactly: bool = False) -> None:
-        """States bring their own memory."""
         self.capacity = max(self.capacity, num_blocks)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -63,7 +62,6 @@ def state_layers(cache: Any) -> list[Any]:
 
 
 def num_state_bytes(layers: Sequence[Any]) -> int:
-    """Bytes of the states of all rows."""
     held = (held for layer in layers for held in (layer.conv_states, layer.recurrent_states))
     return sum(state.nbytes for states in held for state in states.values() if state is not None)
 

@@ -108,7 +108,6 @@ class KVBlocks:
         return cls(data, both[..., :key_dim], both[..., key_dim:], dtypes)
 
     def like(self, data: Sequence[torch.Tensor]) -> KVBlocks:
-        """Other blocks that are laid out as these."""
         return self.view(tuple(data), self.keys.shape[1], self.keys.shape[3], self.dtypes)
 
     def grown(self, num_blocks: int) -> KVBlocks:
@@ -144,9 +143,8 @@ class Storage:
         return sum(layer.block_bytes for layer in self.layers.values())
 
     def reserve(self, num_blocks: int, share: float, drops: bool) -> None:
-        """Where untouched memory costs nothing, a layer made from now on holds `num_blocks` blocks, as far as that is
-        no more than `share` of the memory available. With `drops` layers with fewer, whose content no table holds,
-        go."""
+        """Where untouched memory costs nothing, a layer made from now on holds `num_blocks` blocks, as far as `share`
+        of the memory available allows. With `drops` layers with fewer, whose content no table holds, go."""
         self._reserved, self._share = num_blocks, share
         if drops:
             self.layers = {index: layer for index, layer in self.layers.items() if layer.keys.shape[0] >= num_blocks}
@@ -163,16 +161,10 @@ class Storage:
                 )
         key_dtype, value_dtype = map(torch.promote_types, layer.dtypes, (keys.dtype, values.dtype))
         if (key_dtype, value_dtype) != layer.dtypes:
-            wider = KVBlocks.allocate(
-                layer.keys.shape[0],
-                self.block_size,
-                keys[:, :, :0].to(key_dtype),
-                values[:, :, :0].to(value_dtype),
-                self.spec,
-            )
+            like = keys[:, :, :0].to(key_dtype), values[:, :, :0].to(value_dtype)
+            wider = KVBlocks.allocate(layer.keys.shape[0], self.block_size, *like, self.spec)
             used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
-            wider.keys[used] = layer.keys[used]
-            wider.values[used] = layer.values[used]
+            wider.keys[used], wider.values[used] = layer.keys[used], layer.values[used]
             self.layers[index] = layer = wider
         return layer
 
@@ -219,7 +211,6 @@ class Storage:
         return layer
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies block `source` to block `target` in every layer, one batched copy a layer."""
         pairs = torch.tensor(copies)
         for layer in self.layers.values():
             for tensor in layer.data:
@@ -257,11 +248,9 @@ def looks(keys: torch.Tensor, values: torch.Tensor) -> Look:
 def choose_store(
     keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """
-    What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
-    their dtype, for all `keys`, `values` and `slots` that look like these. `slots` `(batch, n)` int64: `block_id *
-    block_size + offset` of each token, each at most once; negative for a token that is not stored.
-    """
+    """What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
+    their dtype, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size + offset` of
+    each token, each at most once; negative for a token that is not stored."""
     chosen = store_portable
     needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
     fits = keys.size(1) == values.size(1) and not needs_grad
@@ -282,11 +271,7 @@ def choose_store(
 
 
 def store_portable(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
-    slots: torch.Tensor,
+    keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """The store of `choose_store` in plain PyTorch, on any device."""
     slots = slots.to(key_blocks.device)

@@ -22,7 +22,6 @@ class HostLayer(NamedTuple):
 
     @classmethod
     def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
-        """Copies these blocks, into pinned memory where there is a CUDA device."""
         return cls(layer.like([_to_cpu(tensor, block_ids) for tensor in layer.data]), layer.keys.device)
 
     def put_back(self, storage: Storage, index: int, block_ids: dict[int, int]) -> None:
@@ -74,7 +73,7 @@ class SwappedSequence:
 class BlockSwapper:
     """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into whichever blocks
     are free then; which of its sequences share a block stays as it was. Each sequence has `blocks.tables`, one for each
-    group of the manager or none, and `swapped`, a [`SwappedSequence`] while it is swapped out: its tables then hold no
+    group or none, and `swapped`, a [`SwappedSequence`] while it is swapped out: its tables then hold no
     blocks but keep their counts of tokens."""
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
@@ -166,5 +165,4 @@ def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
 
 
 def _numbered(lists: Iterable[list[int]]) -> dict[int, int]:
-    """Each distinct item with its number, in the order met."""
     return {item: number for number, item in enumerate(dict.fromkeys(itertools.chain.from_iterable(lists)))}

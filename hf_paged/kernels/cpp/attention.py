@@ -143,7 +143,6 @@ class Attention:
         return out
 
     def _error(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
-        """Why the kernel gives no result: it would have read outside of a tensor, or had no memory to compute in."""
         seq_lens, starts = step.on_device.seq_lens.tolist(), step.on_device.starts.tolist()
         tables = f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a block"
         return {

@@ -36,7 +36,6 @@ def is_available(device: torch.device) -> bool:
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
-    """`is_available` of a GPU, with the reason in the log if not."""
     try:
         if torch.version.hip is None and device.type == "cuda":
             found = torch.cuda.get_device_capability(device)

@@ -101,27 +101,20 @@ def prefill_attention(
     never read. A query that sees nothing gets zeros.
 
     Args:
-        query (`torch.Tensor` of shape `(T, heads, head_dim)`): All rows' queries, one row after the other.
-        key_blocks, value_blocks (`torch.Tensor` of shape `(num_blocks, kv_heads, block_size, dim)`)
-        step ([`StepMetadata`])
-        scale, softcap, sinks: As in `AttentionCall`.
-        alibi_slopes (`torch.Tensor` of shape `(heads,)`, *optional*):
-            Adds `slope * (key position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
-        bias (`torch.Tensor` that broadcasts to `(T, heads, max seq_len)`, *optional*): Added to the scores.
-        tree_mask (`torch.Tensor` of shape `(T, >= max query_len)`, bool, *optional*):
-            Which of its row's queries' tokens each query sees, itself included: a speculated tree with every token's
-            ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2). Its position is then that of the last ancestor's child,
-            and a window, no shorter than the tree is deep, counts from there.
-        query_index (`torch.Tensor` of shape `(T,)`, int32, *optional*): Query `i` is `query[query_index[i]]`.
-        num_splits (`int`, *optional*): Parts that each row's keys are cut into; else chosen by the size of the chip.
-        config (`LaunchConfig`, *optional*): Instead of the one for this chip.
-        return_lse (`bool`): Also the logarithm of each query's sum of exponentials.
-        is_merged (`bool`): Else the parts are returned, `(splits, T, heads, value_dim)`, float32, and their logarithms.
+        query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads, block_size, dim)`.
+        features: `scale`, `softcap`, `sinks` as in `AttentionCall`; `alibi_slopes` `(heads,)`, which add `slope * (key
+            position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
+        bias: Added to the scores; broadcasts to `(T, heads, max seq_len)`.
+        tree_mask: `(T, >= max query_len)` bool, which of its row's queries' tokens each query sees, itself included: a
+            speculated tree with every token's ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2). Its position is then
+            that of the last ancestor's child, and a window, no shorter than the tree is deep, counts from there.
+        query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
+        num_splits: Parts that each row's keys are cut into; else chosen by the size of the chip.
+        is_merged: Else the parts are returned, `(splits, T, heads, value_dim)`, float32, and their logarithms.
 
-    Returns:
-        `torch.Tensor` of shape `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also one of
-        shape `(T, heads)`, float32, natural logarithm, the sink's logit included, `-inf` for queries that see nothing.
-        Raises `IndexError` if the bias is shorter than the longest row, where the host knows the lengths.
+    Returns `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also the natural logarithms of
+    the sums of exponentials, `(T, heads)` float32, the sink's included, `-inf` for queries that see nothing. Raises
+    `IndexError` if the bias is shorter than the longest row, where the host knows the lengths.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads

@@ -87,15 +87,13 @@ def merge(
     A part whose log-sum-exp is `-inf` adds nothing, whatever it holds; if all are, the result is zeros.
 
     Args:
-        partials (`torch.Tensor` of shape `(parts, n, heads, value_dim)`): Attention of `n` queries over each part.
-        partials_lse (`torch.Tensor` of shape `(parts, n, heads)`, float32): Log-sum-exp of the scores of each part.
-        out (`torch.Tensor` of shape `(num_tokens, heads, value_dim)`, contiguous): Written.
-        tail_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32, *optional*): What `out` held is one more part.
-        index (`torch.Tensor` of shape `(n,)`, integer, *optional*): Which token of `out` each query is, each at most
-            once; `0 .. n - 1` without it. Other tokens stay as they are.
-        out_lse (`torch.Tensor` of shape `(num_tokens, heads)`, float32, *optional*): Written too; may be `tail_lse`.
-        row_items (`torch.Tensor` of shape `(rows, 2)`, int32, *optional*): For rows of `n` queries with parts of their
-            own: the first part of each row, and how many, at most `most_parts`; rows with one part stay as they are.
+        partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of `n` queries.
+        out: `(num_tokens, heads, value_dim)`, contiguous, written.
+        tail_lse: `(num_tokens, heads)` float32, with which what `out` held is one more part.
+        index: `(n,)`, which token of `out` each query is, each at most once; `0 .. n - 1` without it.
+        out_lse: `(num_tokens, heads)` float32, written too; may be `tail_lse`.
+        row_items: `(rows, 2)` int32, for rows of `n` queries with parts of their own: the first part of each row, and
+            how many, at most `most_parts`; rows with one part stay as they are.
     """
     parts, queries, heads, value_dim = partials.shape
     positions = queries if row_items is None else len(out)

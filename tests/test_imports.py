@@ -81,7 +81,7 @@ IMPORTS = {module: imports(module) for module in MODULES}
 def test_every_import_is_found() -> None:
     assert all(imported in MODULES for found in IMPORTS.values() for imported in found)
     assert all(room(module) in ROOMS for module in MODULES)
-    assert IMPORTS["cache.block_table"] == {"cache.block_pool"}
+    assert IMPORTS["cache.prefix_index"] == {"cache.block_pool"}
     assert "config" in IMPORTS[""] and sum(map(len, IMPORTS.values())) > 200
 
 

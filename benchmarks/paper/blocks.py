@@ -17,7 +17,7 @@ from benchmarks.paper.rows import PAPER, READ, Row, Size
 from benchmarks.paper.serving import serve_paged
 from benchmarks.paper.traces import ALPACA, SHAREGPT, make_trace
 from hf_paged.batching.scheduling.preemption import CostModel
-from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.block_pool import BlockTable
 from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import BlockSwapper

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from .block_pool import OutOfBlocksError
-from .block_table import BlockTable, num_copies
+from .block_pool import BlockTable, OutOfBlocksError, num_copies
 from .groups import BlockGroup
 from .prefix_index import Node, PrefixIndex
 

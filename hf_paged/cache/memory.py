@@ -14,8 +14,7 @@ from .. import forks
 from ..config import PagedConfig
 from ..interrupts import held
 from .block_manager import BlockManager
-from .block_pool import BlockPool, OutOfBlocksError
-from .block_table import BlockTable
+from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, free_bytes

@@ -6,8 +6,7 @@ import functools
 import sys
 from collections.abc import Hashable, Sequence
 
-from .block_pool import BlockPool
-from .block_table import BlockTable
+from .block_pool import BlockPool, BlockTable
 
 
 class Node:

@@ -14,8 +14,7 @@ import torch
 from ..interrupts import held
 from ..step import NotPackable, ReadCounters, StepMetadata
 from .block_manager import SequenceBlocks
-from .block_pool import OutOfBlocksError
-from .block_table import BlockTable
+from .block_pool import BlockTable, OutOfBlocksError
 from .groups import GroupSpec
 from .handles import PagedTensor
 from .memory import PagedMemory

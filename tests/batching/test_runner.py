@@ -13,8 +13,7 @@ from hf_paged.attention.switch import switchable_configs, use_paged_attention
 from hf_paged.batching.execution import inputs
 from hf_paged.batching.execution.inputs import TableRows
 from hf_paged.batching.execution.packed import PackedRunner
-from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.config import PagedConfig

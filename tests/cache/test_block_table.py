@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.block_table import BlockTable, num_copies
+from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError, num_copies
 
 SIZE = 8
 

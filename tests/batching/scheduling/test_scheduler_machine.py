@@ -22,8 +22,7 @@ from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.preemption import CostModel, Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
-from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.block_table import BlockTable
+from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
 
 SIZE = 4

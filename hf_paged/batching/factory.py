@@ -42,6 +42,7 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty."""
     memory, config = cache.memory, cache.memory.config
     blocks, runner = make_runner(model, cache, layout)
+    blocks.prefix_caching &= config.prefix_caching
     guard = WeightsGuard(model, memory, blocks)
     if layout.unsupported_reason is not None:
         preemption = Preemption(blocks, chunks=False)
@@ -49,7 +50,6 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
             preemption, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, replays=layout.replays
         )
         return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
-    blocks.prefix_caching = config.prefix_caching
     swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
     cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
     preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)

@@ -76,7 +76,6 @@ class Report:
     route: Route
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
         found = asdict(self)
         route = found.pop("route")
         return found | {"road": {"name": route["road"], "reason": route["reason"], "in_place": route["in_place"]}}
@@ -89,10 +88,8 @@ def examine(
     device: torch.device | str = "cpu",
     length: int | None = None,
 ) -> Report:
-    """
-    Looks at a model without its weights: `model` as in `find_model`. `dtype` is the configuration's unless given, else
-    float32; `length` 2,048 tokens, or the model's positions if fewer. Raises `ValueError` for what is not allowed.
-    """
+    """Looks at a model (as in `find_model`) without its weights. `dtype` is the configuration's unless given, else
+    float32; `length` 2,048 tokens, or the model's positions if fewer. Raises `ValueError` for what is not allowed."""
     PagedConfig(block_size=block_size)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")

@@ -124,10 +124,8 @@ def check_ids(value: Any) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """
-    Raises `ValueError` for generation options that count or measure and are no numbers, and with `check_range` for
-    counts that are bools or below 1, which transformers refuses in a `generate` call with errors of its own.
-    """
+    """Raises `ValueError` for options that are no numbers; with `check_range`, also for counts that are bools or below
+    1."""
     for name in _COUNTS:
         value = options.get(name)
         if value is not None and (
@@ -141,7 +139,6 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
 
 
 def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationConfig | None:
-    """A request's generation config. Raises `ValueError` for unknown options and values that must be numbers."""
     if value is None:
         return None
     if isinstance(value, GenerationConfig):
@@ -158,7 +155,6 @@ def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationC
 
 
 def meant(names: Iterable[str]) -> str:
-    """A hint for names that are close to those of generation options."""
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
     found = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for name in sorted(names)}
     hints = [f"`{close[0]}` instead of `{name}`" for name, close in found.items() if close and close[0] != name]
@@ -227,7 +223,6 @@ def split_prompts(
 
 
 def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
-    """Rows of ids without what their masks hide, which may be padding at the ends."""
     prompts = []
     for row, (ids, mask) in enumerate(zip(rows, masks)):
         places = [place for place, is_token in enumerate(mask) if is_token]
@@ -259,7 +254,6 @@ def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
 
 
 def _listed(name: str, value: Any) -> list[Any]:
-    """Lists in place of tensors and arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor")

@@ -100,17 +100,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 or that the engine's config decides.
             OutOfBlocksError: if the request can never fit into the budget.
         """
-        options = RequestOptions(
-            request_id,
-            priority,
-            logits_processor,
-            stopping_criteria,
-            streamer,
-            adapter,
-            seed,
-            return_logprobs,
-            cache_salt,
-        )
+        callers_own = logits_processor, stopping_criteria, streamer
+        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, return_logprobs, cache_salt)
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
@@ -286,12 +277,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def plot_memory(self, ax: Any = None) -> Any:
         """
-        A matplotlib `Figure` of `block_map`: which blocks are free, used, shared by how many, cached.
-
-        Args:
-            ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
-
-        Raises `ImportError` without matplotlib, which the extra `viz` brings.
+        A matplotlib `Figure` of `block_map`: which blocks are free, used, shared by how many, cached. It is drawn into
+        `ax` (`matplotlib.axes.Axes`), otherwise into a new figure, 800 pixels wide. Raises `ImportError` without
+        matplotlib, which the extra `viz` brings.
         """
         block_map, total = self.block_map(), self.config.num_blocks
         used = sum(state > 0 for states in block_map.values() for state in states)
@@ -303,15 +291,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS) -> Any:
         """
-        A matplotlib `Figure` of who was in the batch when, a row for each request: prefill, decode, recompute; waiting,
-        preempted, swapped out. It is drawn from `timeline.intervals()`, which go back over the last thousands.
-
-        Args:
-            unit (`str`): What is on the x axis, `"steps"` or `"seconds"`.
-            ax (`matplotlib.axes.Axes`, *optional*): Draw there; otherwise in a new figure, 800 pixels wide.
-            max_requests (`int`): Number of requests to draw, the last ones.
-
-        Raises `ImportError` without matplotlib, `ValueError` for another unit or less than one request.
+        As `plot_memory`, who was in the batch when, over `unit` (`"steps"` or `"seconds"`), a row for each of the last
+        `max_requests` requests: prefill, decode, recompute; waiting, preempted, swapped out. It is drawn from
+        `timeline.intervals()`, the last thousands. Raises `ValueError` for another unit or less than one request.
         """
         with self._core.lock:
             intervals = self.timeline.intervals()

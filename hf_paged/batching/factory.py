@@ -33,11 +33,6 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
 
 
-def choose_layout(model: PreTrainedModel, cache: PagedCache) -> Layout:
-    """As `capability.choose_layout`."""
-    return capability.choose_layout(model, cache, make_runner)
-
-
 def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
     """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty."""
     memory, config = cache.memory, cache.memory.config
@@ -45,15 +40,13 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     blocks.prefix_caching &= config.prefix_caching
     guard = WeightsGuard(model, memory, blocks)
     if layout.unsupported_reason is not None:
-        preemption = Preemption(blocks, chunks=False)
-        scheduler = Scheduler(
-            preemption, max_num_batched_tokens=UNLIMITED, max_num_seqs=max_num_seqs, replays=layout.replays
-        )
-        return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
-    swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
-    cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
-    preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
-    scheduler = Scheduler(preemption, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        max_tokens, preemption = UNLIMITED, Preemption(blocks, chunks=False)
+    else:
+        swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
+        cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
+        preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
+        max_tokens = config.max_num_batched_tokens
+    scheduler = Scheduler(preemption, max_tokens, max_num_seqs, replays=layout.replays)
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
 
 
@@ -68,6 +61,9 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
     blocks = cache.memory.manager(specs)
     blocks.prefix_caching = False  # it would need the states at the end of each block
     return blocks, RectangleRunner(model, cache, states, layout)
+
+
+choose_layout = functools.partial(capability.choose_layout, make=make_runner)
 
 
 @functools.lru_cache

@@ -43,12 +43,10 @@ class Generation:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests of its rows, in order."""
         return list(dict.fromkeys(request for request, _ in self.rows))
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
         return self.is_closed or (bool(self.parts) and all(part.is_done for part in self.parts))
 
     @property
@@ -91,7 +89,6 @@ class Generation:
         return logits
 
     def close(self) -> None:
-        """Its rows need no step any more."""
         self._logits, self.is_closed = {}, True
 
 

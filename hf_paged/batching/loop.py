@@ -56,7 +56,6 @@ class StepLoop:
                 self._rows.setdefault(request, []).append((generation, row))
 
     def drop(self, generation: Generation) -> None:
-        """Ends it at any point; its blocks go back."""
         for part in generation.parts:
             self.drop(part)
         with self.memory.lock:
@@ -77,10 +76,8 @@ class StepLoop:
             self._loosen(self.scheduler.recompute())
 
     def step(self, window: Window) -> None:
-        """
-        Schedules, computes and samples once, unless something is `untold`. An interrupt of the forward undoes the step,
-        one of a caller's own code ends its request. Raises `OutOfBlocksError` (`Scheduler`) and `EngineStalledError`.
-        """
+        """Schedules, computes and samples once, unless something is `untold`. An interrupt of the forward undoes the
+        step, one of a caller's own code ends its request. Raises `OutOfBlocksError` and `EngineStalledError`."""
         if self.untold:
             return
         start = time.perf_counter()
@@ -128,7 +125,6 @@ class StepLoop:
         return batch, logits
 
     def _run(self, batch: StepPlan) -> Tensor | None:
-        """Logits of the batch. A failure ends its generations; an interrupt is raised."""
         start = time.perf_counter()
         try:
             logits = self.executor.run(batch.items)
@@ -154,7 +150,7 @@ class StepLoop:
             self._recompute()
 
     def _sample(self, batch: StepPlan, logits: Tensor | None) -> BaseException | None:
-        """The next tokens of all generations that have their logits. Returns what interrupted a caller's own code."""
+        """The next tokens. Returns what interrupted a caller's own code."""
         ready: list[tuple[Generation, Tensor]] | None = None
         interrupt: BaseException | None = None
         try:

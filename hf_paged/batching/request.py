@@ -12,8 +12,6 @@ from ..cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
 
 
 class Status(Enum):
-    """Where a request is."""
-
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -21,10 +19,7 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """
-    One row's tokens. The scheduler lets `num_computed_tokens` catch up with `num_tokens`; a sequence where they are
-    equal has its logits and waits for a token.
-    """
+    """One row's tokens. Where `num_computed_tokens` equals `num_tokens`, it has its logits and waits for a token."""
 
     token_ids: list[int]  # prompt and generated tokens; the list becomes the sequence's own
     request: Request = field(init=False)
@@ -39,16 +34,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
         return len(self.token_ids)
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that lack K and V."""
         return len(self.token_ids) - self.num_computed_tokens
 
     def become(self, other: Sequence, blocks: SequenceBlocks) -> None:
-        """Takes over what another sequence is, with these blocks."""
         self.token_ids, self.blocks, self.swapped = list(other.token_ids), blocks, other.swapped
         self.num_computed_tokens, self.num_answered_tokens = other.num_computed_tokens, other.num_answered_tokens
 
@@ -83,24 +75,20 @@ class Request:
         self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in sequences)
 
     def adopt(self, sequences: Iterable[Sequence]) -> None:
-        """Adds sequences behind those that it has."""
         for sequence in sequences:
             sequence.request, sequence.index = self, len(self.sequences)
             self.sequences.append(sequence)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it needs nothing any more."""
         return self.status is Status.FINISHED
 
     @property
     def open_sequences(self) -> list[Sequence]:
-        """Its sequences that are not finished."""
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
     def is_swapped(self) -> bool:
-        """Whether blocks of it are on the host."""
         return any(sequence.swapped is not None for sequence in self.sequences)
 
     @property

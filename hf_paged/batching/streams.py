@@ -76,7 +76,6 @@ class RequestStream:
             self.engine.close(self.outbox, self.window)
 
     def results(self, progress: bool) -> list[RequestResult]:
-        """The results in order."""
         self.window.is_call = True
         results: dict[int, RequestResult] = {}
         # none where it is not shown: a bar takes a lock, which a child process may find held

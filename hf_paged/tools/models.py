@@ -44,10 +44,8 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """
-    The configuration and the generative class that `name` stands for: a folder with a `config.json` or such a file, a
-    model on the Hub that is here already, a model type or a class of transformers. Raises `ValueError` for others.
-    """
+    """The configuration and the generative class that `name` stands for: a folder with a `config.json` or such a file,
+    a model on the Hub that is here already, a model type or a class of transformers. Raises `ValueError` for others."""
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
@@ -111,10 +109,8 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
 
 
 def measure(model: PreTrainedModel, block_size: int) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """
-    For each layer group of a model on the meta device a block of every layer, with the shapes that a forward hands to
-    its cache; and how many layers hold something else, by class. Raises `ValueError` if the forward fails.
-    """
+    """For each layer group of a model on the meta device a block of every layer, with the shapes that a forward hands
+    to its cache; and how many layers hold something else, by class. Raises `ValueError` if the forward fails."""
     cache = _forward_cache(model)
     parts: dict[str, DynamicCache] = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
@@ -188,10 +184,9 @@ def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """
-    How a `generate` call would go, by the code that decides it in a call, for a model on the meta device: its road, or
-    `"undecided"` between the engine and transformers' own loop; `in_place`: attention can read the blocks in place.
-    """
+    """How a `generate` call would go, by the code that decides it in a call, for a model on the meta device: its road,
+    or `"undecided"` between the engine and transformers' own loop; `in_place`: attention can read the blocks in
+    place."""
     built, reason = _built_caches(model)
     if not built:
         return Route("plain", reason)

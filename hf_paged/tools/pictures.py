@@ -63,7 +63,6 @@ def kind_index(num_holders: int) -> int:
 
 
 def count_kinds(states: Iterable[int]) -> list[int]:
-    """How many blocks of each of `KINDS` there are."""
     counts = Counter(map(kind_index, states))
     return [counts[index] for index in range(len(KINDS))]
 
@@ -116,17 +115,14 @@ def _new_axes(height: float) -> Any:
 
 
 def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
-    """A legend without a frame above the axes."""
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "frameon": False}
     ax.legend(handles=handles, ncols=columns, fontsize=8.5, handlelength=1.1, columnspacing=1.0, **place)
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """
-    A figure that does not belong to pyplot: a square for each block, by block id, group under group, with the number of
-    holders where there is room. `block_map` has these of every block (0: free, -1: cached), by the group's window or by
-    kind and window. Raises `ImportError` without matplotlib.
-    """
+    """A figure that does not belong to pyplot: a square for each block, by block id, group under group, with the number
+    of holders where there is room. `block_map` has these of every block (0: free, -1: cached), by the group's window or
+    by kind and window. Raises `ImportError` without matplotlib."""
     groups = {key: states for key, states in block_map.items() if states}
     size = max(1, -(-sum(map(len, groups.values())) // MAX_CELLS))  # blocks in a cell
     panels = [(key, states, to_cells(states, size)) for key, states in groups.items()]
@@ -178,10 +174,8 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
 def plot_intervals(
     intervals: Sequence[Interval], unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
 ) -> Any:
-    """
-    A figure, as `plot_block_map`'s, with a row for each of the last `max_requests` requests, in the order in which they
-    came, and a mark where it ended, over steps or seconds. Raises `ValueError` for what is not allowed.
-    """
+    """A figure, as `plot_block_map`'s, with a row for each of the last `max_requests` requests, in the order in which
+    they came, and a mark where it ended, over steps or seconds. Raises `ValueError` for what is not allowed."""
     if unit not in ("steps", "seconds"):
         raise ValueError(f"`unit` is {unit!r}: it must be one of steps, seconds")
     if max_requests < 1:
@@ -236,7 +230,6 @@ def plot_intervals(
 
 
 def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:
-    """`memory_html` of what a cache's memory holds."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}",
         "of them shared": f"{stats.shared_blocks:,}",
@@ -248,7 +241,6 @@ def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]
 
 
 def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int]]) -> str:
-    """`memory_html` of what an engine holds and has done."""
     limit = "no limit" if stats.num_blocks is None else f"of {stats.num_blocks:,}"
     hits = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
     figures = {
@@ -300,7 +292,6 @@ def _strip(key: Hashable, states: list[int]) -> str:
 
 
 def _squares(kind: Kind, places: Iterable[int]) -> str:
-    """One SVG path of a square at each place of a strip, with gaps between them."""
     side = _CELL - 1
     corners = ((_CELL * (place % COLUMNS), _CELL * (place // COLUMNS)) for place in places)
     squares = "".join(f"M{x} {y}h{side}v{side}h-{side}z" for x, y in corners)

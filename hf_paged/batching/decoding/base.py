@@ -116,7 +116,6 @@ class Decoding:
 
     @property
     def is_done(self) -> bool:
-        """Whether no row needs another forward."""
         return not self.open_rows
 
     @property

@@ -18,12 +18,9 @@ _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not b
 
 
 class BeamDecoding(Decoding):
-    """
-    Beam search over a batch of prompts, with the model's own helper methods. Row `prompt * num_beams + beam` is a
-    running beam; which row each one continues is in `SampledTokens.parents`. Log-probabilities are those that beam
-    search adds up. Rows of a prompt whose result cannot change any more leave `open_rows` (see `_close_settled`),
-    unless a dict is returned or a processor or criterion of the caller's own sees the batch.
-    """
+    """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt * num_beams + beam` is a
+    running beam; which row each one continues is in `SampledTokens.parents`. Rows of a prompt whose result cannot
+    change any more leave `open_rows`, unless a dict is returned or code of the caller's own sees the batch."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -69,7 +66,6 @@ class BeamDecoding(Decoding):
         return of_beams[:, : self.config.num_return_sequences].flatten(0, 1)
 
     def result(self, past_key_values: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
-        """What `_beam_search` returns."""
         longest = max(self.lengths)
         sequences = self.returned(self.sequences)[:, :longest]
         if not self.config.return_dict_in_generate:
@@ -158,13 +154,10 @@ class BeamDecoding(Decoding):
         )
 
     def _close_settled(self) -> list[int]:
-        """
-        Rows of the prompts whose result can change no more, which leave: they have `num_beams` finished sequences and
-        either `early_stopping=True` or no possible improvement. Both facts last: `_update_finished_beams` adds -1e9 to
-        every new candidate, so none displaces a finished sequence whose own score is above that, and
-        `_check_early_stop_heuristic` never takes its answer back. Nor do they keep the others going, which go on while
-        one of them may improve and, under early stopping, while one is not full.
-        """
+        """Rows of the prompts whose result can change no more, which leave: they have `num_beams` finished sequences
+        and either `early_stopping=True` or no possible improvement. Both facts last: `_update_finished_beams` adds -1e9
+        to every new candidate, and `_check_early_stop_heuristic` never takes its answer back. Nor do they keep the
+        others going, which go on while one of them may improve and, under early stopping, while one is not full."""
         if not self._may_close:
             return []
         settled = self.is_finished.all(dim=1) & (self.beam_scores.amin(dim=1) > _NEVER / 10)

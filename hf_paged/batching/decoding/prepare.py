@@ -46,10 +46,8 @@ def request_decoding(
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> SampleDecoding | BeamDecoding:
-    """
-    The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Raises
-    `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves or that it refuses.
-    """
+    """The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Raises
+    `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves or that it refuses."""
     host: Any = model
     generator, streamer = None, options.streamer
     if options.seed is not None:

@@ -18,10 +18,8 @@ from .scores import BatchableProcessors, are_row_wise, for_rows, pick
 
 
 class RowStreamers(BaseStreamer):
-    """
-    Gives each row that `generate` returns to a streamer of its own: the row's prompt without padding, where the
-    `(prompts, length)` attention mask is zero, its tokens until it ends, and `end` there.
-    """
+    """Gives each row that `generate` returns to a streamer of its own: the row's prompt without padding, where the
+    `(prompts, length)` attention mask is zero, its tokens until it ends, and `end` there."""
 
     def __init__(self, streamers: Sequence[BaseStreamer], attention_mask: Tensor | None = None) -> None:
         self.streamers, self.attention_mask = list(streamers), attention_mask
@@ -63,12 +61,10 @@ class ObservedCriteria(StoppingCriteriaList):
 
 
 class SampleDecoding(Decoding):
-    """
-    Greedy search or sampling of rows that advance together: processors and criteria see the whole `(rows, cur_len)`
-    batch and draws are taken over all rows, so that one seed gives the tokens of `generate`. As in transformers, rows
-    that ended get tokens until all have ended, unless the criteria include EOS: they then leave `open_rows`, or get
-    padding where scores or logits are kept. Raises `ValueError` if rows may end early and no token can pad them.
-    """
+    """Greedy search or sampling of rows that advance together: processors and criteria see the whole `(rows, cur_len)`
+    batch and draws are taken over all rows, so that one seed gives the tokens of `generate`. Rows that ended get tokens
+    until all have ended, unless the criteria include EOS: they then leave `open_rows`, or get padding where scores or
+    logits are kept. Raises `ValueError` if rows may end early and no token can pad them."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))
@@ -100,7 +96,6 @@ class SampleDecoding(Decoding):
         return [end or self.length for end in self._ends]
 
     def result(self, past_key_values: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
-        """What `_sample` returns."""
         if not self.config.return_dict_in_generate:
             return self.input_ids
         return GenerateDecoderOnlyOutput(

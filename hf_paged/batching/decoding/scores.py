@@ -89,10 +89,9 @@ def _constants(processor: Any) -> tuple[Any, ...]:
 
 
 class BatchableProcessors:
-    """
-    Processors of a one-row decoding that can run together with those of others of equal `key`: these differ at most in
-    which tokens were `seen` and in numbers that `together` takes one a row. `bound` act where `_LENGTH_BOUND` says so.
-    """
+    """Processors of a one-row decoding that can run together with those of others of equal `key`: these differ at most
+    in which tokens were `seen` and in numbers that `together` takes one a row. `bound` act where `_LENGTH_BOUND`
+    says."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors = [p for p in processors if type(p) not in _LENGTH_BOUND]

@@ -16,11 +16,9 @@ if TYPE_CHECKING:  # it has tensors
 
 
 class CostModel:
-    """
-    Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Recomputed tokens join steps
+    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Recomputed tokens join steps
     that run anyway, so each costs the slope of a least-squares line through the times of prefill steps, in which a step
-    counts half as much `HALF_LIFE` steps later; or the mean time per token where no slope can be seen.
-    """
+    counts half as much `HALF_LIFE` steps later; or the mean time per token where no slope can be seen."""
 
     HALF_LIFE = 32
 
@@ -30,12 +28,10 @@ class CostModel:
         self._swaps = [0.0] * 2  # bytes, seconds
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed `num_tokens` tokens in this time."""
         products = num_tokens * num_tokens, num_tokens * seconds
         self._prefills = self._with(self._prefills, 1, num_tokens, seconds, *products)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
-        """`num_bytes` were copied, one way, in this time."""
         self._swaps = self._with(self._swaps, num_bytes, seconds)
 
     def _with(self, sums: list[float], *observed: float) -> list[float]:
@@ -57,7 +53,6 @@ class CostModel:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of a copy between blocks and host memory."""
         num_bytes, seconds = self._swaps
         return num_bytes / seconds if seconds > 0 else self._given_speed
 
@@ -101,11 +96,9 @@ class Preemption:
             )
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """
-        Swaps a waiting request in, or lets its rows begin with cached blocks, if there is room for all that it has to
-        compute, at most `chunk` tokens at a time, and `reserve` blocks are left then. While no other request runs
-        (`is_alone`), one that cannot be swapped in is recomputed, since there will never be more room.
-        """
+        """Swaps a waiting request in, or lets its rows begin with cached blocks, if there is room for all that it has
+        to compute, at most `chunk` tokens at a time, with `reserve` blocks left. While no other request runs
+        (`is_alone`), one that cannot be swapped in is recomputed, since there will never be more room."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, reserve, is_alone):
@@ -151,10 +144,8 @@ class Preemption:
         return False
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
-        """
-        Gives open rows what the prefix cache has of them; returns with each the tokens that it starts with. What all
-        rows begin with is shared again: if it is not cached, the first row computes it (`num_until_shared`).
-        """
+        """Gives open rows what the prefix cache has of them; returns with each the tokens that it starts with. What all
+        rows begin with is shared again: if it is not cached, the first row computes it (`num_until_shared`)."""
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
         for sequence in rows:
             sequence.blocks = manager.new()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -34,26 +33,18 @@ class StepPlan:
         """All sequences of the step with their `query_len`, decodes first."""
         return self.decodes + self.chunks
 
-    @property
-    def rows(self) -> list[tuple[Hashable, int, int, int, str | None]]:
-        """As plain data: request id, number of the sequence in it, tokens to compute, logits wanted, adapter."""
-        return [
-            (s.request.request_id, s.index, count, int(not s.num_to_compute), s.request.adapter)
-            for s, count in self.items
-        ]
-
     def __str__(self) -> str:
-        return str(self.rows)
+        """Request id, number of the sequence in it, tokens to compute, logits wanted, adapter."""
+        rows = ((s.request, s.index, count, int(not s.num_to_compute)) for s, count in self.items)
+        return str([(request.request_id, *row, request.adapter) for request, *row in rows])
 
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """
-    Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369) and preemption of
+    """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369) and preemption of
     whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are ordered by `arrival + priority *
     aging`, which never changes, so that nothing starves. In that order running requests get their tokens, and preempt
-    later ones when blocks run out; then the waiting ones are admitted while the first of them fits.
-    """
+    later ones when blocks run out; then the waiting ones are admitted while the first of them fits."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # in a step
@@ -86,7 +77,6 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is not finished."""
         return bool(self._running or self._waiting or self._parked)
 
     def add(self, *requests: Request) -> None:
@@ -180,10 +170,8 @@ class Scheduler:
         return left
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
-        """
-        Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this one
-        go first, then the chunk gets smaller, then `request` goes itself.
-        """
+        """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this
+        one go first, then the chunk gets smaller, then `request` goes itself."""
         if request.num_shared_tokens:
             limit = min(limit, self.preemption.num_until_shared(request, sequence))
         if self.replays:
@@ -216,10 +204,8 @@ class Scheduler:
         return query_len
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
-        """
-        Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will be
-        that and nothing else: none waits, and the others that run, `num_ending`, end before.
-        """
+        """Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will
+        be that and nothing else: none waits, and the others that run, `num_ending`, end before."""
         if self._waiting or self._parked or self._num_rows != len(sequences) + num_ending:
             return False
         for sequence in sequences:
@@ -234,7 +220,6 @@ class Scheduler:
         return True
 
     def _admit(self, left: int, any_rows: bool = False) -> None:
-        """Admits waiting requests, in order, while the first of them fits."""
         while left > 0 and self._waiting:
             request, is_alone = self._waiting[0], not self._running
             if not (is_alone or any_rows) and self._num_rows + request.num_open_rows > self.max_num_seqs:

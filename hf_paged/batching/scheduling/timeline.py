@@ -38,10 +38,8 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """
-    What the requests of a scheduler did in which steps. Only changes are noted. The latest `max_intervals` are kept,
-    about 250 bytes each, with one for every unfinished request.
-    """
+    """The latest `max_intervals` intervals of a scheduler's requests, about 250 bytes each, and one of each unfinished
+    one."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far
@@ -79,7 +77,6 @@ class Timeline:
         self.num_steps += 1
 
     def finished(self, request: Request) -> None:
-        """The request needs nothing any more."""
         self._prefilling.discard(request)
         if request in self._open:
             self._close(request, is_last=True)

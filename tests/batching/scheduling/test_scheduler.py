@@ -65,7 +65,7 @@ def test_a_plan_is_plain_data(caplog: pytest.LogCaptureFixture) -> None:
     request.sequences[0].token_ids.append(1)
     with caplog.at_level(logging.DEBUG):
         plan = scheduler.schedule()
-    assert plan.rows == [("a", 0, 1, 1, None), ("b", 0, 9, 0, "french")]
+    assert str(plan) == "[('a', 0, 1, 1, None), ('b', 0, 9, 0, 'french')]"
     assert "step 1 computes [('a', 0, 1, 1, None), ('b', 0, 9, 0, 'french')]" in caplog.text
 
 

@@ -128,9 +128,8 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
     1."""
     for name in _COUNTS:
         value = options.get(name)
-        if value is not None and (
-            not isinstance(value, Integral) or (check_range and (not is_whole(value) or value < 1))
-        ):
+        is_count = isinstance(value, Integral) and (not check_range or (is_whole(value) and int(value) >= 1))
+        if value is not None and not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
     for name in _LENGTHS:
@@ -196,23 +195,20 @@ def split_prompts(
 ) -> list[tuple[Prompt, Any]]:
     """The prompts of `PagedEngine.generate`, each with its generation config. Raises its errors."""
     is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2)
-    if isinstance(prompts, Mapping):
-        if attention_mask is not None:
-            raise ValueError("`attention_mask` goes with prompts that are a tensor: put it into the mapping")
-        prompts, is_one = _mapped(prompts)
-    if is_one:
-        raise ValueError("pass a list of prompts, or one prompt to `add_request`")
-    if attention_mask is not None:
+    if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
-            raise ValueError(
-                "`attention_mask` goes with prompts that are one tensor of shape (rows, length): leave it out"
-            )
+            what = "one tensor of shape (rows, length): leave it out, or put it into the mapping"
+            raise ValueError(f"`attention_mask` goes with prompts that are {what}")
         mask = torch.as_tensor(attention_mask)
         if mask.shape != prompts.shape:
             raise ValueError(
                 f"the attention mask has the shape {tuple(mask.shape)}, the prompts have {tuple(prompts.shape)}"
             )
         prompts = _unpadded(prompts.tolist(), mask.tolist())
+    elif isinstance(prompts, Mapping):
+        prompts, is_one = _mapped(prompts)
+    if is_one:
+        raise ValueError("pass a list of prompts, or one prompt to `add_request`")
     prompts = list(prompts)
     configs = generation_config if isinstance(generation_config, (list, tuple)) else [generation_config]
     if len(configs) == 1:

@@ -56,7 +56,6 @@ class EngineCore:
         forks.in_child(self)
 
     def make_id(self) -> str:
-        """One that no unfinished request has."""
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self.requests)
 
@@ -239,7 +238,6 @@ class EngineCore:
 
     @property
     def route(self) -> Route | None:
-        """How requests are served and why so; `None` before the first."""
         if self.loop is None:
             return None
         reason, slowed_by = self.layout.unsupported_reason, self.loop.executor.slowed_by
@@ -256,7 +254,6 @@ class EngineCore:
         )
 
     def _note_route(self) -> None:
-        """`last_route` of the model tells of it."""
         if self.route is not None:
             note_route(self.model, self.route)
 

@@ -111,15 +111,9 @@ class RequestState(Generation):
         self.prompt_ids = prompt_ids(prompt, tokenizer)
         decoding = request_decoding(model, self.prompt_ids, as_config(generation_config), options, tokenizer)
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
-        self.request = Request(
-            options.request_id,
-            [Sequence(list(self.prompt_ids))],
-            decoding.max_length,
-            decoding.num_rows,
-            priority,
-            namespace=(options.adapter, options.cache_salt),
-            adapter=options.adapter,
-        )
+        sequences, namespace = [Sequence(list(self.prompt_ids))], (options.adapter, options.cache_salt)
+        size = decoding.max_length, decoding.num_rows
+        self.request = Request(options.request_id, sequences, *size, priority, namespace, options.adapter)
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.request_id, self.outbox = options.request_id, outbox
         # of `max_time`, whose clock starts with the step that first runs the request

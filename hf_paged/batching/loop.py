@@ -69,11 +69,8 @@ class StepLoop:
         with self.executor.lock:
             self.executor.change_weights()
             if recompute:
-                self._recompute()
-
-    def _recompute(self) -> None:
-        with self.memory.lock:
-            self._loosen(self.scheduler.recompute())
+                with self.memory.lock:
+                    self._loosen(self.scheduler.recompute())
 
     def step(self, window: Window) -> None:
         """Schedules, computes and samples once, unless something is `untold`. An interrupt of the forward undoes the
@@ -146,8 +143,8 @@ class StepLoop:
         """Blocks already have the names of what was not computed, and states may have moved on."""
         with self.memory.lock:
             self.scheduler.fail_step()
-        if self.executor.runner.has_states:
-            self._recompute()
+            if self.executor.runner.has_states:
+                self._loosen(self.scheduler.recompute())
 
     def _sample(self, batch: StepPlan, logits: Tensor | None) -> BaseException | None:
         """The next tokens. Returns what interrupted a caller's own code."""
@@ -213,7 +210,6 @@ class StepLoop:
         finished = set(sampled.finished)
         generation.new_tokens = {}
         if sampled.parents is not None:
-            # beams change places; those of a prompt that has ended leave
             for request in generation.requests:
                 if request.is_finished:
                     continue

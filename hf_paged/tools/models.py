@@ -259,8 +259,6 @@ def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == before:
             setattr(text, name, value[:count])
-        elif isinstance(value, int) and name in most:
-            setattr(text, name, min(value, most[name]))
-        elif isinstance(value, int) and name.endswith("token_id"):
-            setattr(text, name, min(value, most["vocab_size"] - 1))
+        elif isinstance(value, int) and (name in most or name.endswith("token_id")):
+            setattr(text, name, min(value, most.get(name, most["vocab_size"] - 1)))
     return config

@@ -96,7 +96,6 @@ class RunAhead:
         self._launched: Launched | None = None
 
     def clear(self) -> None:
-        """Forgets what was launched."""
         self._launched = None
 
     def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
@@ -116,7 +115,10 @@ class RunAhead:
         # without the rows that these tokens bring to their greatest length
         going = [row for row, each in enumerate(sequences) if each.num_tokens + 1 < each.request.max_num_tokens]
         chosen, logits = [sequences[row] for row in going], None
-        if going and len(tokens) == len(sequences) and self._reserve(chosen, len(sequences) - len(going)):
+        with self._memory.lock:
+            num_leaving = len(sequences) - len(going)
+            is_next = len(tokens) == len(sequences) and self._scheduler.reserve_next(chosen, num_leaving)
+        if going and is_next:
             if len(going) < len(sequences):
                 tokens = tokens[torch.tensor(going, device=tokens.device)]
             try:
@@ -128,10 +130,6 @@ class RunAhead:
             states = ((each.num_tokens + 1, found[row], _tails(each)) for row, each in zip(going, chosen))
             self._launched = Launched(logits, dict(zip(chosen, enumerate(states))))
         return found
-
-    def _reserve(self, chosen: list[Sequence], num_leaving: int) -> bool:
-        with self._memory.lock:
-            return self._scheduler.reserve_next(chosen, num_leaving)
 
     def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
         """Logits `(n, vocab)` of the first `n` of the scheduled items, which were launched ahead, and `n`."""
@@ -198,7 +196,6 @@ class Executor:
             self.guard.abandon()
 
     def rest(self) -> None:
-        """Nothing is in flight any more."""
         self.ahead.clear()
         self.runner.rest()
         self.guard.rest()

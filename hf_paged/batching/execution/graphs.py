@@ -382,7 +382,6 @@ class RecordedGraph:
         self._graph, self._done = graph, done
 
     def replay(self) -> None:
-        """Does not wait for the device."""
         self._graph.replay()
 
     def __del__(self) -> None:

@@ -21,8 +21,6 @@ class GroupTokens(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """The tokens of a packed step."""
-
     token_ids: list[int]
     positions: list[int]
     last: list[int]  # packed positions whose logits are returned

@@ -61,7 +61,6 @@ class RectangleRunner(Runner):
         self._holders: set[Rectangle] = set()  # of states in use
 
     def rest(self) -> None:
-        """Forgets all states."""
         self._last, self._holders = None, set()
 
     @torch.no_grad()

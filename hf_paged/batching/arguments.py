@@ -115,11 +115,10 @@ def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
 
 def check_ids(value: Any) -> None:
     """Raises `ValueError` for a tensor `(rows, length)` of what are no token ids, or of no rows."""
-    if not isinstance(value, Tensor):
-        return
-    if value.dtype not in (torch.int64, torch.int32):
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"`input_ids` are {value.dtype}: token ids must be torch.int64 or torch.int32")
-    if value.dim() == 2 and not len(value):
+    if is_tensor and value.dim() == 2 and not len(value):
         raise ValueError(f"`input_ids` have the shape {tuple(value.shape)}: there must be at least one row")
 
 

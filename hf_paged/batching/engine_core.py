@@ -170,7 +170,6 @@ class EngineCore:
             self.lock.wait_for(self.resumed)
 
     def step(self, window: Window) -> None:
-        """Runs what fits, and tells the callers that wait."""
         loop = self._get_loop()
         now = time.time()  # as the criteria count
         self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]

@@ -164,7 +164,6 @@ class RequestState(Generation):
                 self._streamer.end()
 
     def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:
-        """What it returns, and what the tokenizer raised."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
         if isinstance(decoding, BeamDecoding):
             if not decoding.is_done:  # nothing is settled

@@ -165,5 +165,4 @@ class TextTracker:
         if not last and (len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}")):
             return ""
         self._start, self._shown = self._shown, len(self.token_ids)
-        added: str = now[len(before) :]
-        return added
+        return str(now[len(before) :])

@@ -230,17 +230,14 @@ def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
 def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, str] | None:
     """The layout that the engine's checks choose, which compare forwards, and of what; `None` if it is too large."""
     config: PreTrainedConfig
-    for config, what in (
-        (model.config, "checked on random weights"),
-        (_cut(model.config, cache), "checked on random weights and fewer layers"),
-    ):
+    for config, cut in ((model.config, ""), (_cut(model.config, cache), " and fewer layers")):
         try:
             if build(config, type(model), torch.float32, "meta").get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             small = build(config, type(model), torch.float32, "cpu")
         except ValueError:
             continue
-        return choose_layout(small, empty_cache(small, PagedMemory(PagedConfig()))), what
+        return choose_layout(small, empty_cache(small, PagedMemory(PagedConfig()))), f"checked on random weights{cut}"
     return None
 
 

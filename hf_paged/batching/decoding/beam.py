@@ -57,7 +57,6 @@ class BeamDecoding(Decoding):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every returned sequence, prompt and padding included."""
         counts = (self.returned(self.beam_indices) >= 0).sum(dim=1).tolist()
         return [self.prompt_length + count for count in counts]
 

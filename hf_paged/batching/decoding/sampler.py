@@ -47,7 +47,6 @@ def _step(ready: list[tuple[Any, Tensor]], fetch: Fetch) -> list[Result]:
             return [error]
         if not isinstance(error, Exception):
             raise
-        # one of them must not take the others with it
         return [_step([each], Tensor.tolist)[0] for each in ready]
     results: list[Result] = []
     start = 0

@@ -308,9 +308,8 @@ def _has_mask(indices: Any) -> bool:
 
 def graph_backend(device: torch.device) -> CudaGraphs | None:
     """What records steps on `device`; `None` where there are no graphs or the Triton kernels do not serve."""
-    if device.type != "cuda" or not uses_triton(torch.empty(0, device=device)):
-        return None
-    return CudaGraphs(device)
+    has_graphs = device.type == "cuda" and uses_triton(torch.empty(0, device=device))
+    return CudaGraphs(device) if has_graphs else None
 
 
 class CudaGraphs:

@@ -44,7 +44,6 @@ class PackedRunner(Runner):
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        """As [`Runner`]'s: chunks of any length, those of one token first."""
         tokens = self._lay_out(items)
         are_decodes = tokens.num_decodes == len(tokens.token_ids) == len(tokens.last)
         replayed = self._replay(tokens, adapter) if are_decodes else None
@@ -52,7 +51,6 @@ class PackedRunner(Runner):
 
     @torch.no_grad()
     def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
-        """As [`Runner`]'s, if there is a graph for it."""
         return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
 
     def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:

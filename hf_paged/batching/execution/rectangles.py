@@ -65,7 +65,6 @@ class RectangleRunner(Runner):
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        """As [`Runner`]'s, for sequences that are computed from their beginning, or by one token."""
         parts = [(at, self._forward([items[i][0] for i in at], begins)) for at, begins in self._divide(items)]
         if self.states is not None:
             self._holders = set(self.states.holders())

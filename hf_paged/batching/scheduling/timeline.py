@@ -53,11 +53,9 @@ class Timeline:
         """The request is new, or has just lost its blocks."""
         self._prefilling.discard(request)
         before = self._open.get(request)
-        if request.is_swapped:
-            self._change(request, Activity.SWAPPED)
-        else:
-            was_in_batch = before is not None and before.activity is not Activity.WAITING
-            self._change(request, Activity.PREEMPTED if was_in_batch else Activity.WAITING)
+        was_in_batch = before is not None and before.activity is not Activity.WAITING
+        activity = Activity.PREEMPTED if was_in_batch else Activity.WAITING
+        self._change(request, Activity.SWAPPED if request.is_swapped else activity)
 
     def stepped(self, admitted: list[Request], chunks: list[tuple[Sequence, int]]) -> None:
         """The next step computes these chunks, beside decodes, with these requests for the first time or again."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..kernels import cpp
-from ..kernels.cpp.gather import gather as cpp_gather
+from ..kernels.cpp.attention import gather as cpp_gather
 from ..step import NotPackable, StepMetadata
 from .storage import KVBlocks
 

@@ -43,15 +43,20 @@ def attend_again(call: AttentionCall) -> Tensor | None:
 
 
 def _sign(call: AttentionCall) -> tuple[object, ...]:
-    return Attention.sign(call.query, call.step.query_len, call.scale, call.softcap, call.sinks)
+    """Equal for calls that one `Attention` serves, on the same blocks."""
+    query, sinks = call.query, call.sinks
+    kind = None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
+    return query.shape, query.stride(), query.dtype, call.step.query_len, kind, call.scale, call.softcap
 
 
 def _kernel(call: AttentionCall) -> Attention:
     """What serves the call, kept for the next one. Raises `TypeError` if the kernel does not take such tensors."""
     query, blocks, query_len = call.query, call.blocks, call.step.query_len
     kernel = blocks.attention
-    if kernel is None or kernel.signature != _sign(call):
+    signature = _sign(call)
+    if kernel is None or kernel.signature != signature:
         kernel = blocks.attention = Attention(
             query, blocks.keys, blocks.values, query_len, scale=call.scale, softcap=call.softcap, sinks=call.sinks
         )
+        kernel.signature = signature
     return kernel

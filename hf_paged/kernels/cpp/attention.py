@@ -1,4 +1,5 @@
-"""Attention and the store of new keys and values by `kernels.cpp`: calls that are packed once for many steps."""
+"""Attention, the store of new keys and values and the gathering of a layer by `kernels.cpp`: calls that are packed once
+for many steps."""
 
 from __future__ import annotations
 
@@ -24,6 +25,13 @@ _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
 # struct StoreCall: this call, then the layer
 _STORE_CALL = struct.Struct("3Q")
 _STORE_LAYER = struct.Struct("2Q6q6q6q2q")
+# struct GatherCall: this call, then the step
+_GATHER_CALL = struct.Struct("2Q6q")
+_GATHER_STEP = struct.Struct("2Q7q")
+
+
+def _kind(x: Tensor) -> str:
+    return f"{x.dtype} on {x.device}, of shape {tuple(x.shape)} and strides {x.stride()}"
 
 
 def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
@@ -32,14 +40,12 @@ def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
     if query_len is None:
         raise ValueError(f"rows of different numbers of queries, they start at {step.query_start}")
     for name, tensor, dims in (("block_tables", tables, 2), ("seq_lens", seq_lens, 1), ("starts", starts, 1)):
-        if not tensor.is_cpu or tensor.dtype is not torch.int32:
-            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}: the kernel takes torch.int32 on the CPU")
         # one row, or none, may have any stride from one to the next
-        is_contiguous = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.size(-1) <= 1)
-        if not is_contiguous or tensor.size(0) != step.num_rows:
+        fits = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.size(-1) <= 1)
+        if not fits or tensor.size(0) != step.num_rows or not tensor.is_cpu or tensor.dtype is not torch.int32:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, there are {step.num_rows} "
-                f"rows: the kernel takes {dims} dimensions, the last one contiguous"
+                f"{name} is {_kind(tensor)}, there are {step.num_rows} rows: the kernel takes torch.int32 on the CPU, "
+                f"{dims} dimensions, the last one contiguous"
             )
     packed = _STEP.pack(
         *(tables.data_ptr(), seq_lens.data_ptr(), starts.data_ptr()),
@@ -51,9 +57,10 @@ def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
 
 class Attention:
     """Attention over the blocks of a layer, for queries of one shape and strides in every step: what one call found out
-    is kept for the next. It keeps addresses of blocks, not tensors."""
+    is kept for the next. It keeps addresses of blocks, which must live as long, not tensors."""
 
     __slots__ = ("_kernel", "_num_blocks", "_out_shape", "_packed", "_step_shape", "signature")
+    signature: tuple[object, ...]  # for the caller's use: what tells calls that this serves
 
     def __init__(
         self,
@@ -66,20 +73,14 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Arguments as in `AttentionCall`; the blocks must live as long as this is used. Without `query_len`, the
-        number of queries of each row, the tensors are checked and nothing can be called. Raises `TypeError` for dtypes,
-        devices and strides that the kernel does not take, `ValueError` for shapes that do not fit one another."""
+        """Without `query_len`, the number of queries of each row, the tensors are checked and nothing can be called.
+        Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
         tensors = (query, key_blocks, value_blocks)
-        if any(not x.is_cpu or x.dtype is not query.dtype for x in tensors) or query.dtype not in DTYPES:
-            kinds = [str(x.dtype).removeprefix("torch.") for x in tensors]
+        is_taken = query.dtype in DTYPES and [x.dim() for x in tensors] == [3, 4, 4]
+        if not is_taken or any(not x.is_cpu or x.dtype is not query.dtype or x.stride(-1) != 1 for x in tensors):
             raise TypeError(
-                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU: queries are "
-                f"{kinds[0]}, keys {kinds[1]}, values {kinds[2]}"
-            )
-        if [x.dim() for x in tensors] != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
-            raise TypeError(
-                f"queries, keys and values have strides {[x.stride() for x in tensors]}: the C++ kernel takes 3, 4 and "
-                "4 dimensions, the last one contiguous"
+                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU, with 3, 4 and 4 "
+                "dimensions, the last one contiguous: queries, keys and values are " + "; ".join(map(_kind, tensors))
             )
         keys, values = key_blocks.shape, value_blocks.shape
         if keys[:3] != values[:3] or not keys[1] or not keys[2] or query.size(1) % keys[1] or query.size(2) != keys[3]:
@@ -88,11 +89,11 @@ class Attention:
                 f"of shape {tuple(values)}: (tokens, heads, dim) goes with (blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
-            if not sinks.is_cpu or sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.stride(0) != 1:
-                raise TypeError(f"sinks are {sinks.dtype} on {sinks.device}: the C++ kernel takes floats side by side")
-            if sinks.shape != query.shape[1:2]:
-                raise ValueError(
-                    f"sinks have shape {tuple(sinks.shape)}, one for each of {query.size(1)} heads is needed"
+            is_taken = sinks.is_cpu and sinks.dtype in DTYPES and sinks.stride() == (1,)
+            if not is_taken or sinks.shape != query.shape[1:2]:
+                raise (ValueError if is_taken else TypeError)(
+                    f"sinks are {_kind(sinks)}: the C++ kernel takes floats side by side, one for each of "
+                    f"{query.size(1)} heads"
                 )
         num_tokens, heads, key_dim = query.shape
         self._num_blocks, kv_heads, block_size, value_dim = values
@@ -106,22 +107,12 @@ class Attention:
             *(block_size, self._num_blocks, (query_len or 1) * token_stride, head_stride, token_stride),
             *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], scale, softcap or 0.0),
         )
-        self.signature = self.sign(query, query_len, scale, softcap, sinks)
-
-    @staticmethod
-    def sign(
-        query: Tensor, query_len: int | None, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> tuple[object, ...]:
-        """Equal for calls that one object serves, on the same blocks."""
-        kind = None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
-        return query.shape, query.stride(), query.dtype, query_len, kind, scale, softcap
 
     def __call__(
         self, query: Tensor, step: StepMetadata, sinks: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """`(T, heads, value_dim)` in the query's dtype, contiguous; float32 arithmetic. `query` and `sinks` are like
-        those that this was made for. Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; nothing
-        outside of a tensor is read."""
+        """`(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those that this was made for.
+        Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; nothing outside of a tensor is read."""
         packed, shape = step.plan(_step_fields)
         if shape != self._step_shape:
             raise ValueError(
@@ -162,26 +153,19 @@ class Store:
 
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
         """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
-        for name, states, blocks in (("keys", keys, key_blocks), ("values", values, value_blocks)):
-            if not (states.is_cpu and blocks.is_cpu) or states.dtype is not blocks.dtype:
-                raise TypeError(
-                    f"{name} are {states.dtype} on {states.device}, their blocks {blocks.dtype} on {blocks.device}: "
-                    "the kernel takes one dtype, on the CPU"
-                )
-            if states.dim() != 4 or blocks.dim() != 4 or states.shape[1::2] != blocks.shape[1::2] or not blocks.size(2):
+        for states, blocks in ((keys, key_blocks), (values, value_blocks)):
+            fits = states.dim() == blocks.dim() == 4 and states.shape[1::2] == blocks.shape[1::2] and blocks.size(2)
+            if not fits or states.shape[:3] != keys.shape[:3] or blocks.shape[:3] != key_blocks.shape[:3]:
                 raise ValueError(
-                    f"{name} of shape {tuple(states.shape)} do not fit blocks of shape {tuple(blocks.shape)}: (batch, "
-                    "heads, n, dim) goes with (blocks, heads, block_size, dim)"
+                    f"keys of shape {tuple(keys.shape)} do not fit blocks of shape {tuple(key_blocks.shape)}, values "
+                    f"{tuple(values.shape)} their blocks {tuple(value_blocks.shape)}, or keys values: (batch, heads, "
+                    "n, dim) goes with (blocks, heads, block_size, dim)"
                 )
-            if states.stride(3) != 1 or blocks.stride(3) != 1:
+            if any(not x.is_cpu or x.dtype is not blocks.dtype or x.stride(3) != 1 for x in (states, blocks)):
                 raise TypeError(
-                    f"{name} or their blocks have strides {states.stride()}, {blocks.stride()}: the last must be 1"
+                    f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel takes one dtype, on the "
+                    "CPU, the last dimension contiguous"
                 )
-        if keys.shape[:3] != values.shape[:3] or key_blocks.shape[:3] != value_blocks.shape[:3]:
-            raise ValueError(
-                f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, or their blocks {tuple(key_blocks.shape)} "
-                f"and {tuple(value_blocks.shape)}, differ in more than the last dimension"
-            )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
         self._slots = (batch, tokens), slots.stride()
@@ -208,11 +192,44 @@ class Store:
 
     def _check_slots(self, slots: Tensor) -> None:
         (batch, tokens), strides = self._slots
-        if not slots.is_cpu or slots.dtype is not torch.int64:
-            raise TypeError(f"slots are {slots.dtype} on {slots.device}: the kernel takes torch.int64 on the CPU")
+        is_taken = slots.is_cpu and slots.dtype is torch.int64
         fits = slots.shape == (batch, tokens)
-        if not fits or (tokens > 1 and slots.stride(1) != 1) or (batch > 1 and slots.stride(0) != strides[0]):
-            raise (TypeError if fits else ValueError)(
-                f"slots have shape {tuple(slots.shape)} and strides {slots.stride()}, ({batch}, {tokens}) new states "
-                "came: the kernel takes one for each, the last dimension contiguous"
+        is_odd = fits and ((tokens > 1 and slots.stride(1) != 1) or (batch > 1 and slots.stride(0) != strides[0]))
+        if not is_taken or not fits or is_odd:
+            raise (ValueError if is_taken and not fits else TypeError)(
+                f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, one for each of the ({batch}, "
+                f"{tokens}) new states, the last dimension contiguous"
             )
+
+
+def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
+    """A layer's keys or values at all `step.columns` of every row, `(rows, heads, len(columns), dim)`, contiguous,
+    padding as zeros, from `blocks` `(num_blocks, heads, block_size, dim)` on the CPU, of any dtype. Raises `IndexError`
+    for a table that does not fit, `ValueError` for sizes that do not."""
+    packed, _ = step.plan(_gather_fields)
+    num_blocks, heads, size, dim = blocks.shape
+    assert step.columns is not None and size == step.block_size and blocks.stride(3) == 1
+    out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
+    width = blocks.element_size()
+    strides = (stride * width for stride in blocks.stride()[:3])
+    call = _GATHER_CALL.pack(blocks.data_ptr(), out.data_ptr(), heads, num_blocks, *strides, dim * width)
+    if error := kernel("gather")(call + packed):
+        if error == 4:
+            raise ValueError("a tensor without memory, or sizes that do not fit one another")
+        raise IndexError(
+            f"block tables of shape {tuple(step.block_tables.shape)} do not fit columns {step.columns} of a pool of "
+            f"{num_blocks} blocks"
+        )
+    return out
+
+
+def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
+    """What the kernel is told of a step, the same for all layers, and the tensors that this names."""
+    tables, columns = step.block_tables.to("cpu", torch.int32).contiguous(), step.columns
+    origins = torch.tensor(step.origins, dtype=torch.int32)
+    assert columns is not None and len(origins) == len(tables) == step.num_rows
+    packed = _GATHER_STEP.pack(
+        *(tables.data_ptr(), origins.data_ptr(), step.num_rows, columns.start, len(columns)),
+        *(tables.stride(0), tables.size(1), step.block_size, torch.get_num_threads()),
+    )
+    return packed, (tables, origins)

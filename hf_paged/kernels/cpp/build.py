@@ -1,7 +1,5 @@
-"""Builds the C++ kernels once per machine and loads them with ctypes. The library is kept in `$HF_PAGED_CACHE_DIR`,
-else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`, a folder that no other user can swap. What is cut short,
-altered or not the user's is compiled again, never loaded. Where the folder does not serve, every process compiles into
-a temporary one."""
+"""Builds the C++ kernels once per machine and loads them with ctypes. The library is kept in a folder that no other
+user can swap. What is cut short, altered or not the user's is compiled again, never loaded."""
 
 from __future__ import annotations
 
@@ -124,7 +122,7 @@ def _build(folder: Path, key: str, compiler: str) -> Path:
 
 
 def _cache_dir() -> Path:
-    """Where the library is kept. Raises `OSError` for a relative folder: it would be another one wherever we run."""
+    """`$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`; `OSError` if relative."""
     name = next((name for name in ("HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(name)), "HOME")
     value = os.environ.get(name) or os.path.expanduser("~")
     if not os.path.isabs(value):
@@ -134,10 +132,8 @@ def _cache_dir() -> Path:
 
 def _cpu() -> str:
     """Architecture and instruction sets, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()} {flags}"
 

@@ -1,7 +1,6 @@
-// torch.multinomial(probs, 1) on the CPU, number for number: each entry gets a variate of the exponential distribution
-// from torch's Mersenne Twister, and the entry with the largest probs / variate is drawn. torch takes a logarithm for
-// every entry, this code where it can matter: the variate of a uniform u is -log(1 - u) >= u, so p / u bounds what an
-// entry can reach, and of all entries of a row about one passes the best so far.
+// torch.multinomial(probs, 1) on the CPU, number for number: each entry gets an exponential variate from torch's
+// Mersenne Twister, and the entry with the largest probs / variate is drawn. The variate of a uniform u is
+// -log(1 - u) >= u, so p / u bounds what an entry can reach: the logarithm is taken where that passes the best so far.
 namespace draw {
 
 constexpr int kWords = 624, kShift = 397, kChunk = 64;

@@ -1,11 +1,9 @@
 // Included by kernels.cpp: a 128-bit hash of memory at the speed of reading it, for the fingerprint of the weights.
 //
 // Blocks of 4 KiB go through NH (UMAC, Black et al., CRYPTO 1999, sec. 4), twice, with the keys of the second pass
-// shifted by one pair: any two different blocks agree in both with a chance of about 2^-64. Sums of 32 x 32 bit products
-// vectorise on any CPU. The results are chained by bijective mixes, first in a chunk, then over chunks and spans in
-// order, so a moved row counts and the number of threads does not. The keys are fixed: against chance, not an adversary.
+// shifted by one pair: two different blocks agree in both with a chance of about 2^-64. The results are chained by
+// bijective mixes, in chunks and then over them, so order counts and threads do not. Against chance, not an adversary.
 
-// `count` spans of memory; out: the hash of their sizes and bytes.
 struct HashCall {
     const char* const* starts;
     const int64_t* sizes;  // bytes
@@ -36,7 +34,6 @@ struct HashKeys {
 
 struct Digest {
     uint64_t a = 0x243f6a8885a308d3u, b = 0x13198a2e03707344u;
-    // For a fixed state a bijection of (x, y), for fixed (x, y) one of the state.
     void absorb(uint64_t x, uint64_t y) {
         a = scramble(a ^ x) + b;
         b = scramble(b ^ y) + (a << 1 | a >> 63);

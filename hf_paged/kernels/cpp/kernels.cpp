@@ -1,9 +1,8 @@
 // Decode attention that reads K/V blocks in place (PagedAttention, arXiv 2309.06180, sec. 4.3); the store of new K/V.
 //
 // One task is (row, K/V head, part of the sequence); the query heads of a group times the queries of the step are the
-// M rows of two small matrix products per tile of 64 tokens, so K and V are read once. Softmax is online; parts of a
-// split row are merged by log-sum-exp (Flash-Decoding). float32 throughout but for the loads. Only slots in the union
-// of a row's visible ranges are read. No intrinsics.
+// M rows of two small matrix products per tile of 64 tokens, so K and V are read once. float32 but for the loads.
+// Parts of a split row are merged by log-sum-exp (Flash-Decoding). No slot outside of a row's visible ranges is read.
 
 #include <algorithm>
 #include <atomic>
@@ -231,8 +230,7 @@ struct Kernel {
         write<T>(*first, acc, top, sum);
     }
 
-    // 0, or 1 if a row is longer than its table, 2 if a block id is outside the pool, 3 if the bias is too short, 5 if a row
-    // starts before its table does.
+    // 0, or an error of attention.py.
     int plan(std::vector<Span>& spans, int64_t& partials, int64_t& total) const {
         std::vector<std::pair<int64_t, int64_t>> ranges(c.batch);
         for (int64_t row = 0; row < c.batch; ++row) {
@@ -293,8 +291,7 @@ struct Kernel {
 }  // namespace
 
 extern "C" int hf_paged_attention(const AttentionCall* call) {
-    // attention.py has checked sizes and dtypes; a tensor may have lost its memory.
-    const AttentionCall& c = *call;
+    const AttentionCall& c = *call;  // attention.py has checked sizes and dtypes; a tensor may have lost its memory
     if (c.query_len < 0) return 4;
     if (!(c.batch && c.heads && c.query_len && c.value_dim)) return 0;
     if (!(c.query && c.out && c.seq_lens && c.starts)) return 4;
@@ -324,10 +321,8 @@ extern "C" int hf_paged_store(const StoreCall* call) {
     for (int which = 0; which < 2; ++which)
         if (c.bytes[which] && (!c.source[which] || (c.num_slots && !c.blocks[which]))) return 4;
     for (int64_t b = 0; b < c.batch; ++b)
-        for (int64_t t = 0; t < c.tokens; ++t) {
-            int64_t slot = c.slots[b * c.slots_stride + t];
-            if (slot >= c.num_slots) return 2;
-        }
+        for (int64_t t = 0; t < c.tokens; ++t)
+            if (c.slots[b * c.slots_stride + t] >= c.num_slots) return 2;
     for (int which = 0; which < 2; ++which)
         for (int64_t b = 0; b < c.batch; ++b)
             for (int64_t t = 0; t < c.tokens; ++t) {

@@ -17,9 +17,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_DIM = 576  # of keys, and of values in decodes
 MAX_QUERIES = 16  # of a row of a decode: they are packed beside the heads of a group
 MAX_BATCH = 8192  # rows of a decode, of which each program reads all lengths
-
-MIN_CAPABILITY = (8, 0)
-"""Oldest NVIDIA chips that the kernels are compiled and checked for."""
+MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips that the kernels are compiled and checked for
 
 
 def is_interpreted() -> bool:
@@ -44,9 +42,8 @@ def _runs_on(device: torch.device) -> bool:
         from .store import store
 
         blocks = torch.zeros(1, 1, 8, 16, dtype=torch.float16, device=device)
-        store(
-            blocks[:, :, :1] + 1, blocks[:, :, :1] + 1, blocks, blocks, torch.zeros(1, 1, dtype=torch.int64).to(device)
-        )
+        states, slots = torch.ones_like(blocks[:, :, :1]), torch.zeros(1, 1, dtype=torch.int64, device=device)
+        store(states, states, blocks, blocks, slots)
         if blocks.sum().item() != 16:
             raise RuntimeError("a kernel ran and wrote nothing")
         return True

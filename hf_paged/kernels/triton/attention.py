@@ -1,8 +1,7 @@
 """Triton attention over paged K/V: one kernel with two grids that no length decides, so that a captured graph stays
-right as rows grow. Decodes: `(kv_heads * tiles of query rows, items)`, an item is a split of a row, which a program
-works out from the lengths on the device (Flash-Decoding, Dao et al. 2023; balanced as in FlashInfer, arXiv 2501.01005,
-sec. 3.3). Prompts, chunks, trees and shared prefixes: tiles of the packed queries of all rows, the query heads of a K/V
-head side by side, as many as these tokens can need (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
+right as rows grow. Decodes: tiles of query rows by splits of rows, balanced on the device (Flash-Decoding, Dao et al.
+2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts, chunks, trees and shared prefixes: tiles of the packed queries
+of all rows, the query heads of a K/V head side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ...step import StepMetadata
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
 from .cascade import Cascade
-from .configs import LaunchConfig, decode_config, dot_dtype, num_multiprocessors, prefill_config, split_dim
+from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
@@ -35,8 +34,7 @@ def decode_attention(
     config: LaunchConfig | None = None,
     **features: Any,
 ) -> Any:
-    """Attention of each row's queries, equally many and at most `MAX_QUERIES`, over the K/V that its block table names,
-    up to `block_tables.shape[1] * block_size` tokens. Rows with `seq_lens` 0 give zeros. Arguments and result are as in
+    """Attention of each row's queries, equally many and at most `MAX_QUERIES`. Arguments and result are as in
     `prefill_attention`, but for `bias`, which broadcasts to `(rows, heads, query_len, max seq_len)`."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
@@ -47,7 +45,7 @@ def decode_attention(
     if out.numel() == 0:
         return (out, lse) if return_lse else out
     rows = heads // kv_heads * query_len
-    config = config or decode_config(key_dim, value_dim, key_blocks.dtype, rows, query.device)
+    config = config or find_config("decode", key_dim, value_dim, key_blocks.dtype, rows, query.device)
     block_m = min(config.block_m, max(16, triton.next_power_of_2(rows)))
     programs = kv_heads * triton.cdiv(rows, block_m)
     target = num_multiprocessors(query.device) * config.programs_per_sm
@@ -97,8 +95,7 @@ def prefill_attention(
 ) -> Any:
     """
     Attention of each row's last `query_len` tokens over the K/V that its block table names, those of this step
-    included. Sums in float32; nothing is read on the host. Slots at or past a row's `seq_len`, or before its start, are
-    never read. A query that sees nothing gets zeros.
+    included. Slots outside of a row's start and `seq_len` are never read. A query that sees nothing gets zeros.
 
     Args:
         query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads, block_size, dim)`.
@@ -119,8 +116,8 @@ def prefill_attention(
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
-    has_mask = bias is not None or tree_mask is not None
-    config = config or prefill_config(key_dim, value_dim, query.dtype, rows, has_mask, query.device)
+    kind = "prefill" if bias is None and tree_mask is None else "prefill-mask"
+    config = config or find_config(kind, key_dim, value_dim, query.dtype, rows, query.device)
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # so that programs cover the chip about once
         programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
@@ -159,8 +156,7 @@ def cascade_attention(
     **features: Any,
 ) -> Any:
     """`decode_attention` of a step with one query a row, up to rounding: the tails' results, which count the sinks, are
-    rounded to the query's dtype before they are merged. The queries of a group go side by side through the kernel, so
-    that a prompt of `n` samples is read once. `num_splits` is that of `prefill_attention`."""
+    rounded to the query's dtype before they are merged."""
     tensors, index = (query, key_blocks, value_blocks), cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
     parts, parts_lse = prefill_attention(

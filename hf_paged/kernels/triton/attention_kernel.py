@@ -7,8 +7,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Set when Triton was imported, as Triton's own choice is."""
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # set when Triton was imported, as its own choice is
 
 
 @triton.jit
@@ -40,8 +39,7 @@ def _find_item(
     QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Row of an item, its split, the row's splits and first item, tokens of a split. The row is past `rows` if none is.
-    Every row has a split, so that rows without tokens get zeros; of splits, `programs` each, there are about
-    `target`."""
+    Every row has a split, so that rows without tokens get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
     firsts = tl.load(starts + i, mask=i < rows, other=0)
@@ -96,8 +94,7 @@ def _attend_tile(
     """One tile of keys from `first_key`: the new sums `[M, VALUE_MAIN]` and `[M, VALUE_REST]`, sums of weights and
     largest scores `[M]`: the running softmax of FlashAttention (arXiv 2205.14135, sec. 3.1)."""
     position = first_key + tl.arange(0, TILE)
-    # Slots that no query sees are not read. Their zeros take part in the products, where NaN times a weight of zero
-    # would be NaN.
+    # Slots that no query sees are not read: NaN times a weight of zero would be NaN.
     is_seen = (position >= low) & (position < high)
     block = tile_blocks(block_table, first_key, high, BLOCK_SIZE, TILE)
     offset = (position % BLOCK_SIZE).to(tl.int64)
@@ -195,9 +192,8 @@ def attention_kernel(
     part_out=None, part_lse=None, row_items=None, target=0, QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of query rows over the keys of their row, or over a part of these. `QUERY_LEN`, where it is not 0, is
-    that of all rows, whose keys are split by their lengths into items; else tiles are found by `query_start`, and all
-    rows' keys are cut into equally many parts."""
+    """One tile of query rows over the keys of their row, or a part of these. A `QUERY_LEN` is that of all rows, whose
+    keys are split by length into items; else `query_start` tells tiles, and all rows' keys have equally many parts."""
     BY_LENGTH: tl.constexpr = QUERY_LEN > 0
     part, num_parts = 0, 1
     if BY_LENGTH:
@@ -285,8 +281,8 @@ def attention_kernel(
     values = value_blocks + kv_head.to(tl.int64) * value_head
     block_table = block_tables + row.to(tl.int64) * table_row
 
-    # The tiles at both ends need masks; those in [full_begin, full_end) are seen whole by all. Few queries take one
-    # masked loop: the loads of a bare loop would start when those of the ends have arrived.
+    # The tiles at both ends need masks; [full_begin, full_end) is seen whole by all. Few queries take one masked loop:
+    # the loads of a bare loop would start when those of the ends have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end

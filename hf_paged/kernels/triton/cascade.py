@@ -3,6 +3,7 @@ FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from array import array
 from collections.abc import Sequence
@@ -12,9 +13,6 @@ import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-
-LAUNCH_BYTES = 16 << 20
-"""What a GPU reads while two more kernels start and end: about 4 us at 4 TB/s. An estimate, not a measurement."""
 
 
 class SharedPrefix(NamedTuple):
@@ -74,7 +72,7 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
         state_bytes=heads * (value_dim + 1) * 4,
         rows_per_read=max(1, 128 * kv_heads // heads),  # query rows of a program
         splits=8,  # what fills an H200 with one group and 8 K/V heads on 2 programs each
-        overhead_bytes=LAUNCH_BYTES,
+        overhead_bytes=16 << 20,  # about 4 us at 4 TB/s: an estimate, not a measurement
     )
 
 
@@ -107,7 +105,11 @@ def _best(
     """One group of all rows, or the best groups of those that share more blocks; and the bytes saved."""
     if len(rows) < 2:
         return [], 0
-    shared = _num_shared([tables[row] for row in rows], min(usable[row] for row in rows))
+    # What the least and the greatest table have in common, all have: list comparisons, which run in C.
+    chosen = [tables[row] for row in rows]
+    least, greatest = min(chosen), max(chosen)
+    most = min(usable[row] for row in rows)
+    shared = bisect.bisect_left(range(1, most + 1), True, key=lambda count: least[:count] != greatest[:count])
     reads = -(-len(rows) // costs.rows_per_read)
     whole = (len(rows) - reads) * shared * block_size * costs.token_bytes
     whole -= 2 * len(rows) * (costs.splits + 1) * costs.state_bytes
@@ -124,19 +126,3 @@ def _best(
     if whole > max(total, 0):
         return [SharedPrefix(tuple(rows), shared)], whole
     return parts, total
-
-
-def _num_shared(tables: list[list[int]], most: int) -> int:
-    """How many leading blocks, up to `most`, all tables have in common: list comparisons, which run in C."""
-    first = tables[0]
-    for table in tables[1:]:
-        if table[:most] != first[:most]:
-            low, high = 0, most  # equal up to low, different at high
-            while high - low > 1:
-                middle = (low + high) // 2
-                if table[low:middle] == first[low:middle]:
-                    low = middle
-                else:
-                    high = middle
-            most = low
-    return most

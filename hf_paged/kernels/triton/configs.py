@@ -69,14 +69,17 @@ def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int
     return f"{kernel}/{key_dim}x{value_dim}/{str(dtype).removeprefix('torch.')}/m{block_m}"
 
 
-def decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device) -> LaunchConfig:
-    """The measured choice for this chip, else `default_decode_config`."""
-    found = _tables(chip(device)).get(key("decode", key_dim, value_dim, dtype, rows))
-    if found is not None:
-        return found
-    config = default_decode_config(key_dim, value_dim, dtype, rows)
-    # chips of AMD have 64 KiB of shared memory
-    return config if torch.version.hip is None else dataclasses.replace(config, num_stages=2)
+def find_config(
+    kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device
+) -> LaunchConfig:
+    """The measured choice of `"decode"`, `"prefill"` or `"prefill-mask"` for this chip, else the default."""
+    name, arguments = chip(device), (key_dim, value_dim, dtype)
+    found = _tables(name).get(key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128)))
+    if found is None and kernel == "decode":
+        found = default_decode_config(*arguments, rows)
+        if torch.version.hip is not None:  # chips of AMD have 64 KiB of shared memory
+            found = dataclasses.replace(found, num_stages=2)
+    return found or default_prefill_config(*arguments, rows, kernel == "prefill-mask", name)
 
 
 def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
@@ -93,15 +96,6 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
         return LaunchConfig(32, min(block_m, 32), 4, num_stages=5)
     tile = 128 if widest <= 64 and block_m <= 32 else 64
     return LaunchConfig(tile, min(block_m, 64), 4, num_stages=5 if block_m <= 32 else 3)
-
-
-def prefill_config(
-    key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, has_mask: bool, device: torch.device
-) -> LaunchConfig:
-    """The measured choice for this chip, else `default_prefill_config`; arguments as there."""
-    name = chip(device)
-    found = _tables(name).get(key("prefill-mask" if has_mask else "prefill", key_dim, value_dim, dtype, min(rows, 128)))
-    return found or default_prefill_config(key_dim, value_dim, dtype, rows, has_mask, name)
 
 
 def default_prefill_config(

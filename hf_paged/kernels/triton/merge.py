@@ -82,9 +82,8 @@ def merge(
     most_parts: int | None = None,
 ) -> None:
     """
-    Softmax attention over all keys from that over parts of them (FlashInfer, arXiv 2501.01005, sec. 2.2), in float32.
-
-    A part whose log-sum-exp is `-inf` adds nothing, whatever it holds; if all are, the result is zeros.
+    Softmax attention over all keys from that over parts of them (FlashInfer, arXiv 2501.01005, sec. 2.2). A part whose
+    log-sum-exp is `-inf` adds nothing, whatever it holds; if all are, the result is zeros.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of `n` queries.

@@ -17,8 +17,7 @@ def _store_kernel(
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    # One token and BLOCK_HEADS heads a program.
-    # Addresses in int64: one layer's states of a long prompt pass 2^31 elements.
+    # One token and BLOCK_HEADS heads a program. Addresses in int64: states of a long prompt pass 2^31 elements.
     row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
     # Out of the pool is skipped as -1 is: a captured graph cannot raise, and must not write elsewhere.

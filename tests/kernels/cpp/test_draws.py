@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp import draws
 
 built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
 
 
 @built
 def test_this_build_of_torch_is_served() -> None:
-    assert draws._agrees()
+    assert cpp._agrees()
 
 
 @built
@@ -34,7 +33,7 @@ def test_draws_are_those_of_torch(size: int) -> None:
             scores[:, torch.randperm(size)[: size // 2]] = float("-inf")
         probs = scores.softmax(dim=-1)
         expected = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
-        assert draws._draw(probs, other).equal(expected)
+        assert cpp._draw(probs, other).equal(expected)
         assert other.get_state().equal(generator.get_state())
         assert torch.randn(3, generator=other).equal(torch.randn(3, generator=generator))
 
@@ -65,10 +64,10 @@ def test_what_torch_refuses_raises_and_draws_nothing(value: float) -> None:
 def test_other_tensors_and_other_builds_go_to_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     probs = torch.rand(4, 300)
     if kind == "disagrees":
-        monkeypatch.setattr(draws, "_agrees", lambda: False)
+        monkeypatch.setattr(cpp, "_agrees", lambda: False)
     else:
         probs = {"double": probs.double(), "half": probs.half(), "strided": probs.t().contiguous().t()}[kind]
-    monkeypatch.setattr(draws, "_draw", lambda *args: pytest.fail("the kernel does not serve this"))
+    monkeypatch.setattr(cpp, "_draw", lambda *args: pytest.fail("the kernel does not serve this"))
     torch.manual_seed(5)
     expected = torch.multinomial(probs, num_samples=1).squeeze(1)
     torch.manual_seed(5)

@@ -7,7 +7,7 @@ import torch
 
 from hf_paged.cache import handles
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.gather import gather
+from hf_paged.kernels.cpp.attention import gather
 from hf_paged.step import StepMetadata
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")

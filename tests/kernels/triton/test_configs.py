@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
-from hf_paged.kernels.triton.configs import LaunchConfig, prefill_config
+from hf_paged.kernels.triton.configs import LaunchConfig, find_config
 from tests.support.kernels.device import DEVICE, available
 
 
@@ -23,15 +23,15 @@ def test_the_table_of_the_chip_comes_before_the_rule(tmp_path: Path, monkeypatch
     configs._tables.cache_clear()
     arguments = (128, 128, torch.bfloat16, 4, torch.device("cpu"))
     rule = configs.default_decode_config(*arguments[:4])
-    assert configs.decode_config(*arguments) == rule
+    assert configs.find_config("decode", *arguments) == rule
     measured = LaunchConfig(tile=128, num_warps=8, num_stages=2, programs_per_sm=3)
     tune.write(
         tmp_path / "sm90.json", {"gpu": "NVIDIA H200"}, "decode/128x128/bfloat16/m16", measured, {"best_us": 1.0}
     )
     configs._tables.cache_clear()
     try:
-        assert configs.decode_config(*arguments) == measured != rule
-        assert configs.decode_config(128, 128, torch.float16, 4, torch.device("cpu")) == rule
+        assert configs.find_config("decode", *arguments) == measured != rule
+        assert configs.find_config("decode", 128, 128, torch.float16, 4, torch.device("cpu")) == rule
     finally:
         configs._tables.cache_clear()
     assert json.loads((tmp_path / "sm90.json").read_text())["measured"]["decode/128x128/bfloat16/m16"]["gpu"]
@@ -90,7 +90,7 @@ def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.Monkey
         asked[:] = [key for key, *_ in tune.tune_prefill(dim, torch.bfloat16, device)]
         assert len(asked) == len(set(asked)) >= 1
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
-            config = prefill_config(key_dim, value_dim, torch.bfloat16, rows, False, device)
+            config = find_config("prefill", key_dim, value_dim, torch.bfloat16, rows, device)
             is_known = configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
             assert (config == LaunchConfig(16, 32)) == is_known
             assert is_known or rows < 4096

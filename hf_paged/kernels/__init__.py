@@ -31,8 +31,7 @@ def forced() -> str | None:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether calls with tensors like this one go to the Triton kernels where these take them. Raises as `forced`, and
-    `RuntimeError` where the environment names them and they do not run."""
+    """Whether calls with tensors like this one go to the Triton kernels where these take them. Raises as `forced`."""
     name = forced()
     if name is None:
         return not tensor.is_cpu and triton.is_available(tensor.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 from collections.abc import Sequence
 
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import forks
-from .build import is_available, kernel
-
-logger = logging.getLogger(__name__)
+from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall

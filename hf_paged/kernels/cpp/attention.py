@@ -1,5 +1,4 @@
-"""Attention, the store of new keys and values and the gathering of a layer by `kernels.cpp`: calls that are packed once
-for many steps."""
+"""Attention, stores and gathers of K/V by `kernels.cpp`: calls that are packed once for many steps."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from ...step import StepMetadata
 from .build import kernel
 
-MAX_QUERIES = 16
-"""Queries per row up to which reading the blocks in place beats gathering them once."""
+MAX_QUERIES = 16  # of a row, up to which reading the blocks in place beats gathering them once
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -59,7 +57,6 @@ class Attention:
     """Attention over the blocks of a layer, for queries of one shape and strides in every step: what one call found out
     is kept for the next. It keeps addresses of blocks, which must live as long, not tensors."""
 
-    __slots__ = ("_kernel", "_num_blocks", "_out_shape", "_packed", "_step_shape", "signature")
     signature: tuple[object, ...]  # for the caller's use: what tells calls that this serves
 
     def __init__(
@@ -149,8 +146,6 @@ class Attention:
 class Store:
     """Stores states of the same shapes and strides in every step. It keeps addresses of blocks, not tensors."""
 
-    __slots__ = ("_block_size", "_kernel", "_num_blocks", "_packed", "_slots")
-
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
         """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
         for states, blocks in ((keys, key_blocks), (values, value_blocks)):
@@ -192,11 +187,11 @@ class Store:
 
     def _check_slots(self, slots: Tensor) -> None:
         (batch, tokens), strides = self._slots
-        is_taken = slots.is_cpu and slots.dtype is torch.int64
-        fits = slots.shape == (batch, tokens)
-        is_odd = fits and ((tokens > 1 and slots.stride(1) != 1) or (batch > 1 and slots.stride(0) != strides[0]))
-        if not is_taken or not fits or is_odd:
-            raise (ValueError if is_taken and not fits else TypeError)(
+        is_taken, fits = slots.is_cpu and slots.dtype is torch.int64, slots.shape == (batch, tokens)
+        if is_taken and fits:
+            is_taken = (tokens <= 1 or slots.stride(1) == 1) and (batch <= 1 or slots.stride(0) == strides[0])
+        if not is_taken or not fits:
+            raise (ValueError if is_taken else TypeError)(
                 f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, one for each of the ({batch}, "
                 f"{tokens}) new states, the last dimension contiguous"
             )

@@ -133,15 +133,14 @@ def _cache_dir() -> Path:
 def _cpu() -> str:
     """Architecture and instruction sets, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()} {flags}"
 
 
 def _make_private(folder: Path) -> Path:
-    """Makes sure that a folder, given by an absolute path, is there, is ours and for us alone (mode 700), and that no
-    other user but root can put another one in its place: the same rules hold on the way to it, links included, as for
-    ssh's keys. Returns it without links. Raises `OSError` that names what to change."""
+    """The folder without links: made if need be, ours and for us alone (mode 700), where no other user but root can put
+    another one in its place, links included, as for ssh's keys. Raises `OSError` that names what to change."""
     resolved, user = Path(os.path.realpath(folder)), os.geteuid()
     for place in [place for path in (folder, resolved) for place in (*reversed(path.parents), path)]:
         try:

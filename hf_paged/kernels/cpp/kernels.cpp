@@ -21,17 +21,14 @@
 #include "hash.cpp"
 #include "lanes.cpp"
 
-// The arguments as attention.py packs them; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
+// Of the call, the step, the layer; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
 struct AttentionCall {
-    // of the call
     const void* query;
     void* out;
     const void *sinks, *bias;
     int64_t bias_dtype, bias_strides[4], bias_len;
-    // of the step
     const int32_t *tables, *seq_lens, *starts;
     int64_t batch, query_len, table_stride, max_blocks, causal, window, threads;
-    // of the layer
     const void *key, *value;
     int64_t dtype, sinks_dtype, heads, kv_heads, key_dim, value_dim, block_size, num_blocks;
     int64_t query_strides[3], key_strides[3], value_strides[3];
@@ -41,7 +38,7 @@ struct AttentionCall {
 namespace {
 
 constexpr int kNoMemory = 6;  // beside the errors of `plan`
-constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread does it all
+constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread reads while others wake
 
 struct Span { int64_t row, head, low, high, partial; };  // partial: slot of an unmerged part, -1 if it is the whole row
 
@@ -97,8 +94,7 @@ struct Kernel {
         return (const T*)blocks + block * strides[0] + head * strides[1];
     }
 
-    // Blocks lie anywhere, so the processor does not see the next one coming. Inlined by force: GCC takes a function
-    // that only prefetches for one without effect, and drops its calls.
+    // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
     template <class T>
     inline __attribute__((always_inline)) void prefetch(const Span& s, const int32_t* table, int64_t start) const {
         for (int64_t t = start, end = std::min(s.high, start + kTile); t < end;) {
@@ -112,8 +108,7 @@ struct Kernel {
         }
     }
 
-    // Whether there was memory for it.
-    template <class T> bool run(const Span& s, float* partials) const {
+    template <class T> bool run(const Span& s, float* partials) const {  // false: no memory
         static thread_local Scratch scratch;
         float* kt = scratch.get(c.key_dim * kSub + M * c.key_dim + M * kTile + part + M + kTile * padded);
         if (!kt) return false;
@@ -213,7 +208,7 @@ struct Kernel {
         top = next;
     }
 
-    // Parts of one (row, head), `first` the first of them, merged into it and written (Flash-Decoding).
+    // Parts of one (row, head), merged into the first and written.
     template <class T> void merge(const Span* first, int64_t parts, float* partials) const {
         float *acc = partials + first->partial * part, *top = acc + M * padded, *sum = top + M;
         for (int64_t p = 1; p < parts; ++p) {
@@ -248,7 +243,7 @@ struct Kernel {
             ranges[row] = {low, high};
             total += (high - low) * c.kv_heads;
         }
-        // About four tasks a thread evens out ragged rows; a part below 256 tokens would not pay for its merge.
+        // Four tasks a thread even out ragged rows; a part below 256 tokens would not pay for its merge.
         int64_t longest = c.threads == 1 ? total : std::max<int64_t>(256, total / (4 * c.threads));
         for (int64_t row = 0; row < c.batch; ++row) {
             auto [low, high] = ranges[row];
@@ -273,7 +268,6 @@ struct Kernel {
         if (num_partials && !partials) return kNoMemory;
         const Span* tasks = spans.data();  // thread_local: the workers must see the caller's
         const int64_t count = (int64_t)spans.size();
-        // Waking threads takes some microseconds: about what one thread needs for kAlone elements.
         [[maybe_unused]] const bool shared = c.threads > 1 && count > 1 && total * (c.key_dim + c.value_dim) > kAlone;
         std::atomic<bool> failed{false};
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (shared)
@@ -359,7 +353,6 @@ extern "C" int hf_paged_gather(const GatherCall* call) {
             if (block < 0 || block >= c.num_blocks) return 2;
         }
     }
-    // Waking threads takes as long as copying so many bytes.
     [[maybe_unused]] const bool shared = c.threads > 1 && c.rows * c.heads * c.length * c.bytes > (1 << 18);
 #pragma omp parallel for collapse(2) num_threads((int)c.threads) if (shared)
     for (int64_t row = 0; row < c.rows; ++row)

@@ -1,5 +1,4 @@
-// Included by kernels.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, which any CPU runs at its own
-// width; conversions, exp, the transposed key tile, and the two small matrix products.
+// Included by kernels.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, at any CPU's own width.
 
 namespace {
 
@@ -25,7 +24,6 @@ inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
 #endif
 
-// Over the lanes, by halves.
 template <class F> inline float reduce(vf x, F f) {
     x = f(x, SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     x = f(x, SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));

@@ -20,15 +20,11 @@ MAX_BATCH = 8192  # rows of a decode, of which each program reads all lengths
 MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips that the kernels are compiled and checked for
 
 
-def is_interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter (`TRITON_INTERPRET=1`), which takes tensors of the CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
 def is_available(device: torch.device) -> bool:
     """Whether the kernels run on tensors of `device`. The first question about a GPU compiles and runs a small one."""
-    if device.type == "cpu":
-        return is_interpreted() and importlib.util.find_spec("triton") is not None
+    if device.type == "cpu":  # Triton's interpreter takes these
+        is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+        return is_interpreted and importlib.util.find_spec("triton") is not None
     return device.type in ("cuda", "xpu") and _runs_on(device)
 
 

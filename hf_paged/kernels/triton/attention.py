@@ -56,8 +56,7 @@ def decode_attention(
     items = num_rows
     parts: dict[str, Any] = {}
     if is_split:
-        # One more for a row than its share of the programs; see `_find_item`. The batch is padded coarsely, as each
-        # size is compiled once.
+        # One more for a row than its share of the programs; the batch is padded coarsely: each size is compiled once.
         items = min(num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT))
         parts = dict(
             part_out=query.new_empty(items, query_len, heads, value_dim, dtype=torch.float32),
@@ -65,12 +64,15 @@ def decode_attention(
             row_items=query.new_empty(num_rows, 2, dtype=torch.int32),
             BLOCK_ROWS=next(size for size in (32, 256, 2048, MAX_BATCH) if size >= num_rows),
         )
-    value_tiles = split_dim(value_dim, smallest=32)  # 16 columns feed 2 of 4 warps
+    value_tiles, key_tiles = split_dim(value_dim, smallest=32), split_dim(key_dim)  # 16 columns feed 2 of 4 warps
+    # Values that are the first elements of the keys, as latents are: one load serves both.
+    keys, values = ((x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks))
+    fits = key_dim >= value_dim and value_tiles[0] == key_tiles[0] and value_tiles[1] in (0, key_tiles[1])
     _launch(
         (programs, items), query, key_blocks, value_blocks, step, out, lse, config, value_tiles,
         **features, **_bias_arguments(bias, heads, query_len, step), **parts, starts=step.on_device.starts,
         target=target, SPLIT=is_split, QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m,
-        M_TILES=programs // kv_heads, VALUE_IS_KEY=_is_prefix(key_blocks, value_blocks, value_tiles),
+        M_TILES=programs // kv_heads, VALUE_IS_KEY=keys == values and fits,
     )  # fmt: skip
     if is_split:
         most = triton.cdiv(target, programs)
@@ -103,15 +105,14 @@ def prefill_attention(
             position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
         bias: Added to the scores; broadcasts to `(T, heads, max seq_len)`.
         tree_mask: `(T, >= max query_len)` bool, which of its row's queries' tokens each query sees, itself included: a
-            speculated tree with every token's ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2). Its position is then
-            that of the last ancestor's child, and a window, no shorter than the tree is deep, counts from there.
+            speculated tree with every token's ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2), by which positions,
+            and a window, no shorter than the tree is deep, count.
         query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
         num_splits: Parts that each row's keys are cut into; else chosen by the size of the chip.
         is_merged: Else the parts are returned, `(splits, T, heads, value_dim)`, float32, and their logarithms.
 
-    Returns `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also the natural logarithms of
-    the sums of exponentials, `(T, heads)` float32, the sink's included, `-inf` for queries that see nothing. Raises
-    `IndexError` if the bias is shorter than the longest row, where the host knows the lengths.
+    Returns `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also the log-sum-exp of the
+    scores, `(T, heads)` float32, the sink's included. Raises `IndexError` if the bias is shorter than the longest row.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
@@ -178,7 +179,6 @@ def _launch(
     value_tiles: tuple[int, int],
     **given: Any,
 ) -> None:
-    """The kernel with what both grids give it; `given` are the arguments of its own that depend on the grid."""
     heads, key_dim = query.shape[1:]
     kv_heads, block_size, value_dim = value_blocks.shape[1:]
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -196,14 +196,6 @@ def _launch(
             KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
             num_warps=config.num_warps, num_stages=config.num_stages, **given,
         )  # fmt: skip
-
-
-def _is_prefix(key_blocks: Tensor, value_blocks: Tensor, value_tiles: tuple[int, int]) -> bool:
-    """Whether the values are the first elements of the keys, as latents are, so that one load serves both."""
-    keys, values = ((x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks))
-    key_main, key_rest = split_dim(key_blocks.shape[3])
-    fits = value_tiles[0] == key_main and value_tiles[1] in (0, key_rest)
-    return keys == values and key_blocks.shape[3] >= value_blocks.shape[3] and fits
 
 
 def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:

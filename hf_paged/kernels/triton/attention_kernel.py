@@ -57,9 +57,9 @@ def _find_item(
 
 @triton.jit
 def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Row that a tile belongs to, and the tile's number within it, which may be past the row's last. Row `i` begins at
-    tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs; a tile's row is the
-    last that begins at or before it. Counting takes one load where a binary search takes eight."""
+    """Row of a tile, and the tile's number within it, which may be past the row's last. Row `i` begins at tile
+    `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs; a tile's row is the last
+    that begins at or before it. Counting takes one load where a binary search takes eight."""
     row = -1
     for first in range(0, rows, 256):
         i = first + tl.arange(0, 256)
@@ -91,8 +91,7 @@ def _attend_tile(
     CAUSAL: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr, VALUE_IS_KEY: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys from `first_key`: the new sums `[M, VALUE_MAIN]` and `[M, VALUE_REST]`, sums of weights and
-    largest scores `[M]`: the running softmax of FlashAttention (arXiv 2205.14135, sec. 3.1)."""
+    """The running softmax of FlashAttention (arXiv 2205.14135, sec. 3.1) over one tile of keys from `first_key`."""
     position = first_key + tl.arange(0, TILE)
     # Slots that no query sees are not read: NaN times a weight of zero would be NaN.
     is_seen = (position >= low) & (position < high)

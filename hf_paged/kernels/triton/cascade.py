@@ -16,16 +16,12 @@ from ...step import StepMetadata
 
 
 class SharedPrefix(NamedTuple):
-    """Rows whose block tables begin with the same `num_blocks` blocks."""
-
     rows: tuple[int, ...]
-    num_blocks: int
+    num_blocks: int  # with which the block tables of all rows begin
 
 
 class CascadeCosts(NamedTuple):
-    """What a layer's attention moves, in bytes."""
-
-    token_bytes: int  # K and V of one token, all heads
+    token_bytes: int  # K and V of one token of a layer, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
     rows_per_read: int  # rows whose queries fit beside one another while a shared block is read once
     splits: int = 1  # parts that shared keys are cut into
@@ -33,15 +29,12 @@ class CascadeCosts(NamedTuple):
 
 
 class Cascade(NamedTuple):
-    """A step's shared prefixes, made once for all layers."""
-
     tails: StepMetadata  # the step, with the rows of groups starting where their prefix ends
     prefixes: StepMetadata  # a row for each group: its shared tokens and blocks, its members as queries
     query_index: Tensor  # (n,) int32 on the device: rows that are in a group, group by group
 
     @classmethod
     def make(cls, groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
-        """The cascade of `groups` of the rows of a step of one query a row."""
         size, device = step.block_size, step.block_tables.device
         width = max(group.num_blocks for group in groups)
         starts, tables, bounds, members = [0] * step.num_rows, array("i"), [0], array("i")
@@ -77,8 +70,7 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """The cascade that pays off for a step of decodes with `block_ids`, or `None`. Rows whose window ends within them
-    share nothing."""
+    """The cascade that pays off for a step of decodes. Rows whose window ends within them share nothing."""
     if not step.block_ids or any(step.starts):
         return None
     window = step.window
@@ -90,10 +82,9 @@ def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
 def plan_cascade(
     tables: Sequence[list[int]], seq_lens: Sequence[int], block_size: int, costs: CascadeCosts
 ) -> tuple[SharedPrefix, ...]:
-    """Groups of rows, each row in one at most, that read fewer bytes if the blocks at the head of their tables are read
-    once for the group and merged with the rest: the `t` shared tokens of `n` rows `n / rows_per_read` times, rounded
-    up, while every row writes and reads a state a split more. Among groups within groups the saving decides. Nothing is
-    shared if all save less than `overhead_bytes`. The last token of a row is its own, never in a shared part."""
+    """Groups of rows, each row in one at most, that move fewer bytes if the blocks at the head of their tables are read
+    once for `rows_per_read` rows, while every row writes and reads a state a split more; none if all save less than
+    `overhead_bytes`. The last token of a row is its own, never in a shared part."""
     usable = {row: (seq_len - 1) // block_size for row, seq_len in enumerate(seq_lens) if seq_len > block_size}
     groups, saved = _best(list(usable), tables, usable, block_size, costs)
     return tuple(groups) if saved > costs.overhead_bytes else ()

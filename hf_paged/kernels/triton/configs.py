@@ -11,15 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-FOLDER = Path(__file__).with_name("configs")
-"""Tables that `python -m benchmarks.tune` writes, one a chip: `sm90.json` for compute capability 9.0."""
+FOLDER = Path(__file__).with_name("configs")  # tables that `benchmarks.tune` writes, one a chip, as sm90.json
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """`tile` and `block_m` are powers of two of at least 16."""
-
-    tile: int  # tokens whose K and V are loaded at a time
+    tile: int  # tokens whose K and V are loaded at a time; like block_m a power of two of at least 16
     block_m: int = 16  # most query rows (queries x heads of a group) of one program
     num_warps: int = 4
     num_stages: int = 3  # depth of the loop's software pipeline, as Triton counts
@@ -84,9 +81,8 @@ def find_config(
 
 def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
     """Tiles of about 32 KiB of K and V together, the next one on its way while one is used: a multiprocessor of an H200
-    has to have about 26 KiB on their way (4.8 TB/s, 700 ns, 132 of them). Block ids are loaded ahead too, so that it
-    takes five stages to hold two tiles. Sums of wide heads fill the registers, so these get smaller tiles or more
-    warps. All fit the 99 KiB of shared memory of chips of 8.6, 8.9 and 12.0."""
+    needs about 26 KiB on their way (4.8 TB/s, 700 ns). Block ids are loaded ahead too: two tiles take five stages. Sums
+    of wide heads fill the registers. All fit the 99 KiB of shared memory of chips of 8.6, 8.9 and 12.0."""
     widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 64 else 16, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
@@ -101,9 +97,8 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
 def default_prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, has_mask: bool, chip: str
 ) -> LaunchConfig:
-    """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB (compute capabilities 8.6,
-    8.9 and 12.0) for heads up to 128, 163 KiB for wider ones. `rows`: most query rows of one row and K/V head;
-    `has_mask`: a bias or a tree mask is loaded beside the keys."""
+    """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
+    for wider ones. `rows`: most query rows of one row and K/V head; `has_mask`: of a bias or a tree is loaded too."""
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)

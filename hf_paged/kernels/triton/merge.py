@@ -87,10 +87,9 @@ def merge(
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of `n` queries.
-        out: `(num_tokens, heads, value_dim)`, contiguous, written.
-        tail_lse: `(num_tokens, heads)` float32, with which what `out` held is one more part.
+        out, out_lse: `(num_tokens, heads, value_dim)`, contiguous, and `(num_tokens, heads)` float32, written.
+        tail_lse: `(num_tokens, heads)` float32, with which what `out` held is one more part; may be `out_lse`.
         index: `(n,)`, which token of `out` each query is, each at most once; `0 .. n - 1` without it.
-        out_lse: `(num_tokens, heads)` float32, written too; may be `tail_lse`.
         row_items: `(rows, 2)` int32, for rows of `n` queries with parts of their own: the first part of each row, and
             how many, at most `most_parts`; rows with one part stay as they are.
     """

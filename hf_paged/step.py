@@ -52,13 +52,6 @@ class Lengths(NamedTuple):
     query_start: Tensor | None = None  # (n + 1,)
 
 
-class RowGroup(NamedTuple):
-    """Neighbouring rows of one query length: `tokens` of the step, which are a step of their own."""
-
-    tokens: slice
-    step: StepMetadata
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
     """`n` rows with `T` tokens in all. A cache makes it for the layers of a group; attention narrows it to what a mask
@@ -163,10 +156,6 @@ class StepMetadata:
             lengths=None,
         )
 
-    def row_groups(self) -> tuple[RowGroup, ...]:
-        """The step as groups of neighbours that have equally many queries, and either all begin in it or none."""
-        return (RowGroup(slice(None), self),) if self.query_len is not None else self.plan(_row_groups)
-
     def visible(self, row: int, query: int) -> tuple[int, int]:
         """The half-open range `[low, high)` of positions that `query` of `row` attends to; empty for a pad query."""
         low, high = self.starts[row], self.seq_lens[row]
@@ -185,7 +174,9 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
     return Lengths(*copied.split((step.num_rows, step.num_rows, step.num_rows + 1)))
 
 
-def _row_groups(step: StepMetadata) -> tuple[RowGroup, ...]:
+def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
+    """Neighbours with equally many queries, which either all begin in the step or none: their tokens and step."""
+
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]
         return query_len, step.seq_lens[row] == query_len > 1 and not step.starts[row]
@@ -194,5 +185,5 @@ def _row_groups(step: StepMetadata) -> tuple[RowGroup, ...]:
     for _, members in itertools.groupby(range(step.num_rows), kind):
         first, *others = members
         last = (others or [first])[-1] + 1
-        groups.append(RowGroup(slice(step.query_start[first], step.query_start[last]), step.rows(first, last)))
+        groups.append((slice(step.query_start[first], step.query_start[last]), step.rows(first, last)))
     return tuple(groups)

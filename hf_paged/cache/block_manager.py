@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 from .block_pool import BlockTable, OutOfBlocksError, num_copies
 from .groups import BlockGroup
@@ -14,17 +15,15 @@ UNCACHED = object()
 """The namespace of sequences that the prefix cache neither serves nor keeps."""
 
 
+@dataclass(slots=True, eq=False)
 class SequenceBlocks:
     """What one sequence holds: a block table a layer group, all with the same number of tokens."""
 
-    __slots__ = ("capacity", "epoch", "node", "num_registered", "tables")
-
-    def __init__(self, tables: tuple[BlockTable, ...] = (), epoch: int = 0) -> None:
-        self.tables = tables
-        self.capacity = 0  # tokens for which the tables have blocks of their own: a step of one may just count it
-        self.num_registered = 0  # blocks that have been offered to the prefix index
-        self.node: Node | None = None  # that of the last of them
-        self.epoch = epoch  # the manager's when the first token was stored
+    tables: tuple[BlockTable, ...] = ()
+    epoch: int = 0  # the manager's when the first token was stored
+    node: Node | None = None  # of the last block that was offered to the prefix index
+    num_registered: int = 0  # blocks that have been
+    capacity: int = 0  # tokens for which the tables have blocks of their own: a step of one may just count it
 
 
 NO_BLOCKS = SequenceBlocks()
@@ -175,9 +174,7 @@ class BlockManager:
         taken: list[list[int]] = []
         try:
             for group, needed in zip(self.groups, needs):
-                if needed:
-                    group.make_room(needed)
-                taken.append(group.pool.allocate(needed) if needed else [])
+                taken.append(group.take(needed) if needed else [])
         except OutOfBlocksError:
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)
@@ -199,16 +196,14 @@ class BlockManager:
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
         if not blocks.tables:
             return self.new()
-        twin = SequenceBlocks(tuple(table.fork() for table in blocks.tables))
-        twin.node, twin.num_registered, twin.epoch = blocks.node, blocks.num_registered, blocks.epoch
+        tables = tuple(table.fork() for table in blocks.tables)
+        twin = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
         twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # the tail is shared now
         self._alive[twin] = None
         return twin
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Gives every block back. The sequence is no longer the manager's."""
-        if blocks is NO_BLOCKS:
-            return
         for table in blocks.tables:
             table.free()
         blocks.capacity = blocks.num_registered = 0
@@ -286,13 +281,6 @@ class BlockManager:
         self._dropped[namespace] = self._epoch
         for name in self.index.namespaces if namespace is ALL_NAMESPACES else [namespace]:
             self.index.clear(name)
-
-    def __repr__(self) -> str:
-        counts = ", ".join(
-            f"{pool.num_free} free + {pool.num_cached} cached + {pool.num_used} used"
-            for pool in (group.pool for group in self.groups)
-        )
-        return f"BlockManager({len(self._alive)} sequences; blocks: {counts})"
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 class OutOfBlocksError(RuntimeError):
@@ -162,19 +163,17 @@ class BlockPool:
             raise AssertionError(f"(free, cached, used, shared) is {counts} of {self.num_blocks} blocks")
 
 
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token `t` lives in
     `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Tables that share a block never write to it:
     `append` first replaces a shared tail block and returns the copy to make (copy-on-write)."""
 
-    __slots__ = ("block_ids", "block_size", "num_dropped", "num_tokens", "pool")
-
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.pool = pool
-        self.block_size = block_size
-        self.block_ids: list[int] = []
-        self.num_dropped = 0
-        self.num_tokens = 0
+    pool: BlockPool
+    block_size: int
+    block_ids: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+    num_tokens: int = 0
 
     @property
     def first_token(self) -> int:
@@ -235,9 +234,7 @@ class BlockTable:
 
     def num_needed(self, num_tokens: int) -> int:
         """Blocks that `append(num_tokens)` takes, copy-on-write included."""
-        if num_tokens == 0:
-            return 0
-        return self.num_new_blocks(num_tokens) + (self.shared_tail is not None)
+        return self.num_new_blocks(num_tokens) + (num_tokens > 0 and self.shared_tail is not None)
 
     def append(self, num_tokens: int, new_ids: Sequence[int] | None = None) -> tuple[int, int] | None:
         """Makes room for `num_tokens` more tokens and counts them as held, in `num_needed(num_tokens)` blocks that were
@@ -261,7 +258,7 @@ class BlockTable:
     def attach(self, block_ids: Sequence[int], num_dropped: int) -> None:
         """Lets an empty table hold these full blocks, which others computed, as if `num_dropped` had gone before."""
         if self.block_ids or self.num_tokens:
-            raise ValueError(f"attach({block_ids}) to a table that holds {self.num_tokens} tokens")
+            raise ValueError(f"a table that holds {self.num_tokens} tokens cannot begin with others")
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
         self.num_dropped = num_dropped
@@ -269,19 +266,15 @@ class BlockTable:
 
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to a block: what is in front is never stored."""
-        if self.block_ids or self.num_tokens:
-            raise ValueError(f"skip({num_tokens}) on a table that holds {self.num_tokens} tokens")
-        self.num_dropped = num_tokens // self.block_size
-        self.num_tokens = self.num_dropped * self.block_size
+        self.attach([], num_tokens // self.block_size)
 
-    def drop_before(self, token: int) -> int:
-        """Gives back the leading blocks that hold only tokens before `token`; returns how many."""
+    def drop_before(self, token: int) -> None:
+        """Gives back the leading blocks that hold only tokens before `token`."""
         count = max(0, min(token // self.block_size - self.num_dropped, len(self.block_ids)))
         if count:
             self.pool.release(self.block_ids[:count])
             del self.block_ids[:count]
             self.num_dropped += count
-        return count
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens from `num_tokens` on and gives back the blocks that held only those."""
@@ -297,11 +290,9 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A second table over the same tokens; what is reserved for more stays this one's."""
-        table = BlockTable(self.pool, self.block_size)
-        table.block_ids = self.block_ids[: -(-self.num_tokens // self.block_size) - self.num_dropped]
-        table.num_dropped, table.num_tokens = self.num_dropped, self.num_tokens
-        self.pool.acquire(table.block_ids)
-        return table
+        block_ids = self.block_ids[: -(-self.num_tokens // self.block_size) - self.num_dropped]
+        self.pool.acquire(block_ids)
+        return BlockTable(self.pool, self.block_size, block_ids, self.num_dropped, self.num_tokens)
 
     def free(self) -> None:
         self.pool.release(reversed(self.block_ids))

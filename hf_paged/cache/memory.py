@@ -68,16 +68,6 @@ class GroupMemory(BlockGroup):
         """Bytes of one block over all layers."""
         return max(self._expected_bytes, self.storage.block_bytes)
 
-    def take(self, num_blocks: int) -> list[int]:
-        """`num_blocks` new blocks with refcount 1. Raises `OutOfBlocksError`."""
-        self.make_room(num_blocks)
-        return self.pool.allocate(num_blocks)
-
-    def expect(self, num_blocks: int, share: float) -> None:
-        """Expect up to `num_blocks` blocks; `share` is that of the memory available which a layer may set aside."""
-        with held(), self.memory.lock:
-            self.storage.reserve(num_blocks, share, drops=not (self.pool.num_used or self.pool.num_cached))
-
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
         as far as that allows before cached blocks are given up; without one it grows only when there are no more cached

@@ -122,8 +122,10 @@ class PagedCache(DynamicCache):
     def reserve(self, num_blocks: int) -> None:
         """Expect up to `num_blocks` blocks a layer, so that memory need not grow step by step."""
         share = 0.5 / max(1, len(self.layers))
-        for group in self.groups.values():
-            group.blocks.expect(num_blocks, share)
+        with held(), self.memory.lock:
+            for blocks in (group.blocks for group in self.groups.values()):
+                is_used = blocks.pool.num_used or blocks.pool.num_cached
+                blocks.storage.reserve(num_blocks, share, drops=not is_used)
 
     def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
         """Holds, from now on, what these rows hold, with a table for each of `groups`, as if the model had written it

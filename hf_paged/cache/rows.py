@@ -105,10 +105,8 @@ class LayerGroup:
         return self._step
 
     def _make_room(self, tables: list[BlockTable], context_len: int, length: int) -> None:
-        """
-        Some of the tokens `[context_len, length)` of each row are there already where a layer holds fewer tokens than
-        another of the group. Borrowed tables have room, but for tokens that a model adds of its own.
-        """
+        """Some of the tokens `[context_len, length)` are there already where a layer holds fewer than another of
+        the group. Borrowed tables have room, but for tokens that a model adds of its own."""
         ranges = [(max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings]
         try:
             with held():

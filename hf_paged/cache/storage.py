@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -26,14 +27,11 @@ Look: TypeAlias = tuple[Any, ...]
 
 @dataclass(eq=False)
 class KVBlocks:
-    """
-    The blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of `data`, for states
-    of `dtypes`, which may be stored in another (`GroupSpec.storage_dtype`).
-
-    Where K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads, block_size,
-    head_dim)`, K heads first, so that one gather serves both. Where only the dims differ (MLA: latent and rotary key)
-    it is one tensor `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two.
-    """
+    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of `data`, for states of
+    `dtypes`, which may be stored in another (`GroupSpec.storage_dtype`). Where K and V agree in heads, dims and
+    dtype, `data` is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first, so that one gather
+    serves both; where only the dims differ (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size,
+    key_dim + value_dim)`, else two."""
 
     data: tuple[torch.Tensor, ...]
     keys: torch.Tensor
@@ -47,7 +45,6 @@ class KVBlocks:
     _store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = field(
         default=None, init=False, repr=False
     )
-    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
@@ -63,12 +60,10 @@ class KVBlocks:
             self._store, self.look = choose_store(keys, values, self.keys, self.values, slots), look
         self._store(keys, values, slots)
 
-    @property
+    @functools.cached_property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
-        if self._latents is None:
-            self._latents = KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
-        return self._latents
+        return KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
 
     @property
     def block_bytes(self) -> int:

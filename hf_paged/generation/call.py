@@ -149,9 +149,6 @@ current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
 prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)
 
 
-# -- on the engine: transformers has prepared everything, the engine decodes ---------------------------------------
-
-
 def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     """The call of a `GenerationMixin` method, by name, as the engine takes it; `None`, noting why, if it does not."""
     given = arguments.get("model_kwargs", {})
@@ -222,8 +219,6 @@ class BatchCall:
         if not self.layout.mixed_lengths and any(self.paddings):
             yield f"padding changes what its rows give, and {reason}"
 
-    # -- decoding -------------------------------------------------------------------------------------------------
-
     def run(self) -> Any:
         """What `_sample` or `_beam_search` would have returned or raised. To be called within `interrupts.held`."""
         loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.paddings))
@@ -271,25 +266,25 @@ class BatchCall:
         # the padding that follows
         kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(len(self.paddings))]
         ids = decoding.input_ids  # (rows, cached tokens + 1)
-        length, late = ids.shape[1] - 1, []
+        sequences = []
         for row, (blocks, num_tokens) in enumerate(kept):
             sequence = Sequence(ids[row, self.paddings[row] :].tolist())
             sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
-            late.append((sequence, length - self.paddings[row]))
-        while late := [(sequence, target) for sequence, target in late if sequence.num_computed_tokens < target]:
+            sequences.append(sequence)
+        while late := [each for each in sequences if each.num_computed_tokens < each.num_tokens - 1]:
             with loop.executor.lock, loop.executor.attention():
-                loop.executor.run_with(None, _step_towards(loop, late))
+                loop.executor.run_with(None, _schedule(loop, late))
         with loop.memory.lock:
-            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), length)
+            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), ids.shape[1] - 1)
         return decoding.result(past_key_values=self.cache)
 
 
-def _step_towards(loop: StepLoop, targets: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-    """One step's part of what sequences compute up to their targets, in tokens. Raises `OutOfBlocksError`."""
+def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
+    """One step's part of what sequences compute of all tokens but the last. Raises `OutOfBlocksError`."""
     items, left = [], loop.scheduler.max_num_batched_tokens
     with loop.memory.lock:
-        for sequence, target in targets:
-            count = min(left, target - sequence.num_computed_tokens)
+        for sequence in sequences:
+            count = min(left, sequence.num_tokens - 1 - sequence.num_computed_tokens)
             if not count:
                 break
             if not loop.blocks.append(sequence.blocks, count):

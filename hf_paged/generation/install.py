@@ -228,8 +228,6 @@ def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: A
             return original(model, *args, **kwargs)
 
 
-# -- public -------------------------------------------------------------------------------------------------------
-
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     compat.PREPARE_CACHE: _prepare_cache,

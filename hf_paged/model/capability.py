@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,12 +35,6 @@ _lock = forks.lock()
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
 
 
-class Runner(Protocol):
-    """`run` takes sequences with their `query_len` and gives logits `(n, vocab_size)`."""
-
-    def run(self, items: list[Any], /) -> torch.Tensor: ...
-
-
 class Layout(NamedTuple):
     """How rows go through a model's forward: packed, unless `unsupported_reason` says why not; then as rectangles."""
 
@@ -60,7 +54,7 @@ class Layout(NamedTuple):
 
 
 ONE_BY_ONE = Layout(mixed_lengths=False, side_by_side=False, replays=True)
-MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Runner]]
+MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]  # `execution.executor.Runner`
 
 
 class ForwardFailedError(Exception):
@@ -112,9 +106,6 @@ def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     return kinds, switches, functions, attention, model.dtype, autocast_dtype(model.device), model.device
 
 
-# -- what the model is made of ------------------------------------------------------------------------------------
-
-
 def is_stock(model: PreTrainedModel, name: str) -> bool:
     """Whether a method of the model is transformers' own."""
     return getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
@@ -146,10 +137,6 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs:
     is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
     if packs and not is_loaded_with_ours and not switchable_configs(module for _, module in modules):
         yield "its attention does not go through the attention interface"
-    yield from _reasons_of_modules(model, modules)
-
-
-def _reasons_of_modules(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
     # functions of the user's own are called as often as plain calls them, with the rows that it would give them
     if reason := foreign_attention(module for _, module in modules):
         yield reason
@@ -207,10 +194,8 @@ _SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1
 
 
 def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
-    """
-    Why packed steps differ from plain forwards, of whole sequences and of decode steps, or `None`. Raises
-    `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out.
-    """
+    """Why packed steps differ from plain forwards, of whole sequences and of decode steps, or `None`. Raises
+    `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out."""
     with _forwards(model):
         rows = _test_tokens(model)
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits

@@ -72,9 +72,8 @@ def fingerprint(model: nn.Module) -> bytes | None:
 
 
 class ModelState:
-    """
-    What of a model decides what its forward computes, read now; it is asked within the same window, in which no code of
-    the user's runs.
+    """What of a model decides what its forward computes, read now; it is asked within the same window, in which no code
+    of the user's runs.
 
     Covered are names, shapes and dtypes of all parameters, buffers, tensors and arrays that are plain attributes; all
     attributes of modules and configs that are Python scalars, nested containers of them (the adapters of PEFT among
@@ -83,8 +82,7 @@ class ModelState:
     Not covered is what such code reads elsewhere: globals of Python modules, files, attributes of objects that
     libraries made. Comparable within one process only. Subclasses of `Tensor` (quantised or sharded weights) are read
     by `__tensor_flatten__`; those without it, sparse tensors and those without content (meta) raise `ValueError`, and
-    code of the user's may raise others.
-    """
+    code of the user's may raise others."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []  # the distinct ones, which `structure` names by number
@@ -122,11 +120,9 @@ class ModelState:
         self._parts, self._content = self._read_parts(), self._read_content()
 
     def is_same(self) -> bool:
-        """
-        Whether a look of microseconds finds the model as it was at `watch`: its modules, the versions and addresses of
-        its tensors, on the CPU one cache line of each at a random place, and the active adapters. Of writes that move
-        neither version nor address it sees those to whole tensors, and may miss those to a few elements.
-        """
+        """Whether a look of microseconds finds the model as it was at `watch`: its modules, the versions and addresses
+        of its tensors, on the CPU one cache line of each at a random place, and the active adapters. Of writes that
+        move neither version nor address it sees those to whole tensors, and may miss those to a few elements."""
         parts = self._read_parts()
         is_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
         return is_same and self._read_content() == self._content
@@ -141,8 +137,6 @@ class ModelState:
         ]
         versions, places = [x._version for x in self._counted], list(map(Tensor.data_ptr, self._all_tensors))
         return versions, places, adapters, b"".join(self._lines)
-
-    # -- the walk -----------------------------------------------------------------------------------------------------
 
     def _object(self, item: Any) -> tuple[Any, Any]:
         kind = self._class(type(item))
@@ -322,11 +316,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def hash_portable(tensor: Tensor) -> Tensor:
-    """
-    `(2,)` int64, on the tensor's device: the hash of a contiguous tensor's bytes, exact in any order of summation. Each
-    8 bytes are scrambled with their position by a bijection, and the results are summed modulo 2^64: a changed word
-    always changes the first sum, and any two different contents agree in both with a chance of about 2^-128.
-    """
+    """`(2,)` int64, on the tensor's device: the hash of a contiguous tensor's bytes, exact in any order of summation.
+    Each 8 bytes are scrambled with their position by a bijection, and the results are summed modulo 2^64: a changed
+    word always changes the first sum, and any two different contents agree in both with a chance of about 2^-128."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...cache.storage import KVBlocks
-from ...step import StepMetadata
+from ...step import StepMetadata, row_groups
 
 
 class AttentionCall(NamedTuple):
@@ -52,7 +52,7 @@ class AttentionCall(NamedTuple):
             return [self]
         return [
             self._replace(query=self.query[at], step=step, fresh=self.fresh and tuple(x[at] for x in self.fresh))
-            for at, step in self.step.row_groups()
+            for at, step in self.step.plan(row_groups)
         ]
 
 

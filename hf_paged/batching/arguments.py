@@ -100,7 +100,6 @@ def as_list(name: str, value: Any) -> list[Any]:
 
 
 def check_streamer(value: Any) -> None:
-    """Raises `ValueError` for what is no streamer, unless it is `None`."""
     if value is not None and not all(callable(getattr(value, method, None)) for method in ("put", "end")):
         raise ValueError(f"`streamer` is {shown(value)}: it must have the methods `put` and `end`")
 

@@ -160,7 +160,6 @@ class EngineCore:
         self.unread[:] = [output for output in self.unread if id(output) not in dropped]
 
     def wait_for_resume(self) -> None:
-        """Until no thread has paused the engine. Raises `RuntimeError` in one that has."""
         if threading.get_ident() in self.paused_by:
             raise RuntimeError(
                 "the engine was paused by this thread, which would wait for itself: call `resume`, or leave the "

@@ -102,7 +102,6 @@ class Request:
         return all(sequence.num_answered_tokens == len(sequence.token_ids) for sequence in self.open_sequences)
 
     def fork(self, blocks: BlockManager, count: int) -> None:
-        """Its one sequence becomes `count` sequences that share its blocks."""
         first = self.sequences[0]
         self.adopt(Sequence([]) for _ in range(count - len(self.sequences)))
         for twin in self.sequences[1:]:

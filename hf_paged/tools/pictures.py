@@ -102,7 +102,6 @@ def require(module: str) -> Any:
 
 
 def _new_axes(height: float) -> Any:
-    """Axes in a figure of their own, 800 pixels wide and `height` inches high."""
     figure = require("matplotlib.figure").Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
 
     def png() -> bytes:

@@ -144,7 +144,6 @@ class SampleDecoding(Decoding):
         return (drawn if len(rows) == self.num_rows else drawn[rows]).to(device)
 
     def tail(self, row: int, count: int) -> list[int]:
-        """The last `count` tokens of a row, or as many as it has."""
         new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]
         return new if len(new) == count else self._ids[row, len(new) - count :].tolist() + new
 

@@ -258,7 +258,6 @@ class Executor:
             return self.runner.run(items, adapter)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
-        """[`RunAhead`]'s, where the runner can launch a step before the host has its tokens."""
         return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_capture else None
 
     def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:

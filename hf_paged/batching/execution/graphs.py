@@ -57,7 +57,6 @@ class Key(NamedTuple):
     variant: Hashable  # adapter, autocast, mode
 
     def serves(self, other: Key) -> bool:
-        """Whether its graph is right for steps of `other`, with padding."""
         return (
             self.variant == other.variant
             and self.num_rows >= other.num_rows
@@ -195,7 +194,6 @@ class DecodeGraphs:
         return key
 
     def _output(self, logits: Tensor) -> Tensor:
-        """Memory for such logits, which the graphs share."""
         num_rows, vocab_size = logits.shape
         kind = vocab_size, logits.dtype
         found = self._outputs.get(kind)
@@ -273,9 +271,6 @@ def _reason(error: BaseException) -> str:
 @functools.cache
 def _log_once(obstacle: str) -> None:
     logger.warning("Decode steps are launched kernel by kernel, which is slower than replaying a graph: %s", obstacle)
-
-
-# -- recording on a device ------------------------------------------------------------------------------------------
 
 
 class NothingUnrecorded(TorchDispatchMode):

@@ -108,7 +108,6 @@ class StaticInputs:
             self._copied.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Each group's share of the step, as the buffers say when it is computed."""
         return [
             StepMetadata.rectangle(tables, (), self.block_size, window=window, slots=slots, lengths=Lengths(*lengths))
             for slots, window, tables, lengths in zip(self._slots, self.windows, self._tables, self._lengths)

@@ -80,7 +80,6 @@ class Preemption:
         size, rows = self.blocks.block_size, request.num_rows
         # rows that are recomputed share all full blocks short of a prompt's last token
         shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 and self.chunks else 0
-        # the last token of all is never computed
         longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
         common = self.blocks.num_spanned(0, shared, 1)
         own = self.blocks.num_spanned(shared, longest, 1)

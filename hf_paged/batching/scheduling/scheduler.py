@@ -280,7 +280,6 @@ class Scheduler:
             self._wait(request)
 
     def _stop(self, request: Request) -> None:
-        """Takes a running request out; its blocks are the caller's to see to."""
         self._running.remove(request)
         self._num_rows -= request.num_open_rows
 

@@ -78,7 +78,6 @@ def check_generates(model: Any) -> None:
 
 
 def check_names(request_id: Any, adapter: Any) -> None:
-    """Raises `ValueError` for a request id that is not hashable, and an adapter that is no name."""
     try:
         hash(request_id)
     except TypeError:

@@ -105,10 +105,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
-        """
-        Ends a request at any point and gives its blocks back; its result, with what it has, comes with the next step.
-        Raises `ValueError` if no unfinished request has that id.
-        """
+        """Ends a request at any point and gives its blocks back; its result, with what it has, comes with the next
+        step. Raises `ValueError` if no unfinished request has that id."""
         with self._core.lock:
             state = self._core.requests.get(request_id)
             if state is None:
@@ -180,27 +178,21 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     def stream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> Generator[RequestOutput, None, None]:
-        """
-        Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
-        iterator cancels what is left. Arguments and errors are those of `generate`.
-        """
+        """Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
+        iterator cancels what is left. Arguments and errors are those of `generate`."""
         return RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options).stream()
 
     def astream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """
-        `stream` for `async for`: steps run in a worker thread, and several streams share them. A reader that is
-        cancelled goes at once; its requests do after the step in progress.
-        """
+        """`stream` for `async for`: steps run in a worker thread, and several streams share them. A reader that is
+        cancelled goes at once; its requests do after the step in progress."""
         return read_in_thread(self.stream(prompts, generation_config, attention_mask=attention_mask, **options))
 
     def pause(self) -> contextlib.ExitStack:
-        """
-        Waits until the step in progress is done; then no thread takes a step until `resume`, or until the end of `with
-        engine.pause():`. Requests may be added meanwhile. Other threads wait in `step`, `generate`, `stream` and
-        `astream`, which raise in this one. Several threads may pause: steps go on after the last has resumed.
-        """
+        """Waits until the step in progress is done; then no thread takes a step until `resume`, or until the end of
+        `with engine.pause():`. Requests may be added meanwhile. Other threads wait in `step`, `generate`, `stream` and
+        `astream`, which raise in this one. Several threads may pause: steps go on after the last has resumed."""
         with self._core.lock:
             self._core.paused_by.append(threading.get_ident())
         stack = contextlib.ExitStack()
@@ -267,20 +259,16 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
-        """
-        For each layer group, by its window (`None`: full attention), what every block of the pool is: 0 free, -1
-        cached, else the number of sequences that hold it.
-        """
+        """For each layer group, by its window (`None`: full attention), what every block of the pool is: 0 free, -1
+        cached, else the number of sequences that hold it."""
         with self._core.lock, self.memory.lock:
             groups = self._core.loop.blocks.groups if self._core.loop is not None else []
             return {group.spec.window: group.pool.states() for group in groups if group.spec.kind == "self"}
 
     def plot_memory(self, ax: Any = None) -> Any:
-        """
-        A matplotlib `Figure` of `block_map`: which blocks are free, used, shared by how many, cached. It is drawn into
-        `ax` (`matplotlib.axes.Axes`), otherwise into a new figure, 800 pixels wide. Raises `ImportError` without
-        matplotlib, which the extra `viz` brings.
-        """
+        """A matplotlib `Figure` of `block_map`: which blocks are free, used, shared by how many, cached. It is drawn
+        into `ax` (`matplotlib.axes.Axes`), otherwise into a new figure, 800 pixels wide. Raises `ImportError` without
+        matplotlib, which the extra `viz` brings."""
         block_map, total = self.block_map(), self.config.num_blocks
         used = sum(state > 0 for states in block_map.values() for state in states)
         title = f"{type(self.model).__name__}: {used:,} blocks in use"
@@ -290,11 +278,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         return plot_block_map(block_map, title, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS) -> Any:
-        """
-        As `plot_memory`, who was in the batch when, over `unit` (`"steps"` or `"seconds"`), a row for each of the last
-        `max_requests` requests: prefill, decode, recompute; waiting, preempted, swapped out. It is drawn from
-        `timeline.intervals()`, the last thousands. Raises `ValueError` for another unit or less than one request.
-        """
+        """As `plot_memory`, who was in the batch when, over `unit` (`"steps"` or `"seconds"`), a row for each of the
+        last `max_requests` requests: prefill, decode, recompute; waiting, preempted, swapped out. It is drawn from
+        `timeline.intervals()`, the last thousands. Raises `ValueError` for another unit or less than one request."""
         with self._core.lock:
             intervals = self.timeline.intervals()
         return plot_intervals(intervals, unit, ax, max_requests)

@@ -261,7 +261,6 @@ def _config_text(model: PreTrainedModel) -> str:
 
 
 def _layers(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
-    """The kind of each layer of the cache, and its window in tokens."""
     return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
 
 

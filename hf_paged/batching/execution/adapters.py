@@ -13,8 +13,6 @@ _STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
 
 
 class AdapterError(ValueError):
-    """Forwards cannot run with this adapter."""
-
     def __init__(self, adapter: str, message: str) -> None:
         super().__init__(message)
         self.adapter = adapter

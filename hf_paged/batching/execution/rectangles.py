@@ -35,7 +35,6 @@ class Rectangle:
     row_bytes: int = 0  # of the states of a row
 
     def append(self, sequences: Items[Sequence], blocks: list[SequenceBlocks]) -> None:
-        """The next token of each row, which has these blocks."""
         self.blocks = blocks
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
         tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]

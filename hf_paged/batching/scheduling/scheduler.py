@@ -67,7 +67,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
         return len(self._running)
 
     @property

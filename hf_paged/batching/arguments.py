@@ -241,7 +241,7 @@ def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
         return ids, is_one
     masks = _listed("attention_mask", inputs["attention_mask"])
     masks = [masks] if is_one else masks
-    if [len(mask) for mask in masks] != [len(tokens) for tokens in ids]:
+    if any(not isinstance(mask, (list, tuple)) for mask in masks) or [*map(len, masks)] != [*map(len, ids)]:
         raise ValueError("the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them")
     return _unpadded(ids, masks), is_one
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..kernels import cpp
@@ -29,15 +30,15 @@ def implements(torch_function: Callable[..., Any]) -> Callable[[Function], Funct
     return register
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(Tensor):
     """A tensor without memory: any operation is given an ordinary tensor in its place."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         raise TypeError(f"a {type(self).__name__} has no numbers")
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Tensor:
         """`dense` for code that is not ours."""
         return self.dense()
 
@@ -58,10 +59,10 @@ class PagedTensor(LazyTensor):
 
     step: StepMetadata
     layer: KVBlocks
-    blocks: torch.Tensor
-    fresh: torch.Tensor | None
+    blocks: Tensor
+    fresh: Tensor | None
     on_read: Callable[[], None] | None
-    _dense: torch.Tensor | None
+    _dense: Tensor | None
 
     @staticmethod
     def __new__(
@@ -69,7 +70,7 @@ class PagedTensor(LazyTensor):
         step: StepMetadata,
         layer: KVBlocks,
         is_value: bool,
-        fresh: torch.Tensor | None = None,
+        fresh: Tensor | None = None,
         on_read: Callable[[], None] | None = None,
     ) -> PagedTensor:
         """`fresh`: this step's own states, `(batch, heads, n, dim)`, when there was nothing before them or rows are
@@ -83,12 +84,12 @@ class PagedTensor(LazyTensor):
             shape = torch.Size((step.num_rows, heads, length, dim))
             # views are worked out from these strides, so they must be those of what `dense` returns
             strides, dtype = (heads * length * dim, length * dim, dim, 1), layer.dtypes[is_value]
-        handle = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
+        handle = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.fresh = step, layer, blocks, fresh
         handle.on_read, handle._dense = on_read, None
         return handle
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """The same as an ordinary tensor, gathered once. Raises [`NotPackable`] for packed rows."""
         if self._dense is None:
             if self.step.columns is None:
@@ -96,7 +97,7 @@ class PagedTensor(LazyTensor):
             self._dense = gather(self.step, self.blocks, self.dtype) if self.fresh is None else self.fresh
         return self._dense
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Tensor:
         if self.on_read is not None:
             self.on_read()
         return self.dense()
@@ -104,7 +105,7 @@ class PagedTensor(LazyTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense().clone().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.dense().clone()
 
     @classmethod
@@ -119,21 +120,21 @@ class PagedTensor(LazyTensor):
 
 # Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.
 _MEMORY_READERS = {
-    torch.Tensor.__array__,
-    torch.Tensor.__cuda_array_interface__.__get__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.apply_,
-    torch.Tensor.data_ptr,
-    torch.Tensor.map_,
-    torch.Tensor.numpy,
-    torch.Tensor.share_memory_,
-    torch.Tensor.storage,
-    torch.Tensor.tolist,
-    torch.Tensor.untyped_storage,
+    Tensor.__array__,
+    Tensor.__cuda_array_interface__.__get__,
+    Tensor.__dlpack__,
+    Tensor.apply_,
+    Tensor.data_ptr,
+    Tensor.map_,
+    Tensor.numpy,
+    Tensor.share_memory_,
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.untyped_storage,
 }
 
 
-def gather(step: StepMetadata, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """All `step.columns` of every row as one tensor `(batch, heads, len(columns), dim)`, contiguous, padding as zeros.
     `blocks` `(num_blocks, heads, block_size, dim)` are keys or values of one layer."""
     assert step.columns is not None
@@ -156,7 +157,7 @@ def gather(step: StepMetadata, blocks: torch.Tensor, dtype: torch.dtype) -> torc
 
 def _rows(
     step: StepMetadata, step_block: int, step_head: int, heads: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Where `gather` finds what it returns, and which of it is padding, for all layers that are laid out alike."""
     assert step.columns is not None
     tables, columns = step.block_tables.to(device), step.columns

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import cache_utils
 
 from ..step import NotPackable
@@ -36,9 +37,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores new states `(batch, heads, n, dim)` and returns handles to all that the layer shows. Raises
         `OutOfBlocksError` with nothing allocated, `ValueError` with nothing stored for another batch size or keys and
         values that do not fit, `NotPackable` for states of another shape than a packed step's."""
@@ -46,7 +45,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
 
-    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         key_shape, value_shape = key_states.shape, value_states.shape
         if len(key_shape) != 4 or len(value_shape) != 4 or key_shape[::2] != value_shape[::2]:
             raise ValueError(
@@ -92,7 +91,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _note_read(self) -> None:
         self.gathers = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Notes dtype and device; blocks are taken by `update`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -106,7 +105,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             step = self.group.view(self.num_seen, blocks.keys.device)
             return self.group.rows.remember(PagedTensor(step, blocks, is_value))
 
-        def refuse(self: PagedLayer, value: torch.Tensor | None) -> None:
+        def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:
                 raise AttributeError(
                     "keys and values of a paged layer live in blocks and cannot be assigned: use `update`, `crop`, "
@@ -143,7 +142,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "given, with which it shares block tables: call it on the cache, and `reset` this cache"
             )
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes row `beam_idx[i]`, by permuting block tables. Raises `IndexError`, with nothing changed."""
         beam_idx = torch.as_tensor(beam_idx)
         if beam_idx.numel() and (beam_idx.dim() != 1 or beam_idx.dtype not in (torch.int32, torch.int64)):
@@ -153,7 +152,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             )
         self._once(self.group.rows.select, beam_idx.tolist())
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
         self.reorder_cache(row_numbers(indices, len(self.group.rows.held)))
 
@@ -161,7 +160,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Each row `repeats` times in a row, sharing its blocks."""
         self._once(self.group.rows.select, torch.arange(len(self.group.rows.held)).repeat_interleave(repeats).tolist())
 
-    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last `-tokens_to_remove` positions (and, in a sliding layer, what left the window)."""
         count = int(tokens_to_remove)
         if count > 0:
@@ -246,7 +245,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         self._linear.reset(self)
         PagedLayer.reset(self)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._linear.reorder_cache(self, torch.as_tensor(beam_idx))
         PagedLayer.reorder_cache(self, beam_idx)
 
@@ -254,12 +253,12 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         self._linear.reorder_cache(self, torch.arange(num_state_rows(self)).repeat_interleave(repeats))
         PagedLayer.batch_repeat_interleave(self, repeats)
 
-    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         self._linear.crop(self, int(tokens_to_remove))
         PagedLayer.crop(self, tokens_to_remove)
 
 
-def row_numbers(indices: torch.Tensor, num_rows: int) -> torch.Tensor:
+def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
     """The rows that `indices` names among `num_rows`: positions, or a boolean mask. Raises `IndexError`."""
     indices = torch.as_tensor(indices)
     if indices.dtype != torch.bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..interrupts import held
 from ..step import NotPackable, ReadCounters, StepMetadata
@@ -46,7 +47,7 @@ class LayerGroup:
         """The tables are others than they were."""
         self._step: StepMetadata | None = None
         self._view: StepMetadata | None = None
-        self._block_tables: torch.Tensor | None = None  # None: tables changed since they were taken
+        self._block_tables: Tensor | None = None  # None: tables changed since they were taken
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -222,7 +223,7 @@ class LayerGroup:
         self.forget_steps()
 
 
-def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
     """An array's buffer becomes a tensor three times as fast as a list does."""
     return torch.frombuffer(values, dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
 

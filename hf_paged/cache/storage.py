@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import psutil
 import torch
+from torch import Tensor
 
 from ..kernels import cpp, uses_triton
 from ..kernels.cpp import attention as cpp_attention
@@ -23,6 +23,7 @@ except ImportError:  # Windows
 _UNLIMITED = -1 if resource is None else resource.RLIM_INFINITY
 
 Look: TypeAlias = tuple[Any, ...]
+Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(eq=False)
@@ -33,37 +34,38 @@ class KVBlocks:
     serves both; where only the dims differ (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size,
     key_dim + value_dim)`, else two."""
 
-    data: tuple[torch.Tensor, ...]
-    keys: torch.Tensor
-    values: torch.Tensor
+    data: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     look: Look | None = field(default=None, init=False, repr=False)
     """That of the states that were last stored (`looks`), which these blocks fit."""
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
     """The C++ kernel's last call on these blocks, for the next one that looks the same."""
 
-    _store: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = field(
-        default=None, init=False, repr=False
-    )
+    _store: Store | None = field(default=None, init=False, repr=False)
+    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
 
     @property
-    def pair(self) -> tuple[tuple[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.dtype]]:
+    def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
         """Keys and values, each with the dtype of the states that it stands for."""
         return (self.keys, self.dtypes[0]), (self.values, self.dtypes[1])
 
-    def store(self, look: Look, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def store(self, look: Look, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes states of this look (`choose_store`). Finding out how takes longer than a small store."""
         if look != self.look or self._store is None:
             self._store, self.look = choose_store(keys, values, self.keys, self.values, slots), look
         self._store(keys, values, slots)
 
-    @functools.cached_property
+    @property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
-        return KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
+        if self._latents is None:
+            self._latents = KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
+        return self._latents
 
     @property
     def block_bytes(self) -> int:
@@ -74,8 +76,8 @@ class KVBlocks:
         cls,
         num_blocks: int,
         block_size: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
         spec: GroupSpec = FULL_ATTENTION,
     ) -> KVBlocks:
         """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
@@ -92,7 +94,7 @@ class KVBlocks:
 
     @classmethod
     def view(
-        cls, data: tuple[torch.Tensor, ...], heads: int, key_dim: int, dtypes: tuple[torch.dtype, torch.dtype]
+        cls, data: tuple[Tensor, ...], heads: int, key_dim: int, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> KVBlocks:
         """Keys, of this many heads and dims, and values as views of `data`."""
         if len(data) == 2:
@@ -102,7 +104,7 @@ class KVBlocks:
             return cls(data, both[:, :heads], both[:, heads:], dtypes)
         return cls(data, both[..., :key_dim], both[..., key_dim:], dtypes)
 
-    def like(self, data: Sequence[torch.Tensor]) -> KVBlocks:
+    def like(self, data: Sequence[Tensor]) -> KVBlocks:
         return self.view(tuple(data), self.keys.shape[1], self.keys.shape[3], self.dtypes)
 
     def grown(self, num_blocks: int) -> KVBlocks:
@@ -112,13 +114,13 @@ class KVBlocks:
         return self.like(tensors)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # outlives the call: a tensor made in inference mode could not be written to by a call outside it
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _sizes(keys: torch.Tensor, values: torch.Tensor) -> list[tuple[int, int, torch.device]]:
+def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
     return [(states.shape[1], states.shape[3], states.device) for states in (keys, values)]
 
 
@@ -144,7 +146,7 @@ class Storage:
         if drops:
             self.layers = {index: layer for index, layer in self.layers.items() if layer.keys.shape[0] >= num_blocks}
 
-    def promote(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
+    def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """The blocks of layer `index` in a dtype that holds both what is stored and new states. Raises `ValueError` if
         heads, dims or device differ."""
         layer = self.layers[index]
@@ -178,13 +180,13 @@ class Storage:
                     grown = layer.grown(self.capacity)
                 self.layers[index] = grown
 
-    def find(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks | None:
+    def find(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks | None:
         layer = self.layers.get(index)
         if layer is None or layer.dtypes != (keys.dtype, values.dtype):
             return None
         return layer if _sizes(layer.keys, layer.values) == _sizes(keys, values) else None
 
-    def make(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVBlocks:
+    def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         num_blocks = self.capacity
         if keys.device.type == "cpu" and self._reserved > num_blocks:
             block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
@@ -235,14 +237,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
-def looks(keys: torch.Tensor, values: torch.Tensor) -> Look:
+def looks(keys: Tensor, values: Tensor) -> Look:
     """Equal for states that the same blocks and the same way of storing serve."""
     return keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride(), values.dtype
 
 
-def choose_store(
-    keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> Store:
     """What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
     their dtype, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size + offset` of
     each token, each at most once; negative for a token that is not stored."""
@@ -259,15 +259,13 @@ def choose_store(
         with contextlib.suppress(TypeError):  # the kernel does not take such tensors
             return cpp_attention.Store(keys, values, key_blocks, value_blocks, slots)
 
-    def store_again(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def store_again(keys: Tensor, values: Tensor, slots: Tensor) -> None:
         chosen(keys, values, key_blocks, value_blocks, slots)
 
     return store_again
 
 
-def store_portable(
-    keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, slots: torch.Tensor
-) -> None:
+def store_portable(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
     """The store of `choose_store` in plain PyTorch, on any device."""
     slots = slots.to(key_blocks.device)
     rows, tokens = (slots >= 0).nonzero(as_tuple=True)

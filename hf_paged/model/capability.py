@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
@@ -255,7 +255,7 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
                     now.update(buffers)
 
 
-def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
+def _plain_logits(model: Any, rows: Tensor, prompt: int) -> Tensor:
     """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`."""
     ids, cache = rows[:, :prompt], DynamicCache(config=model.config.get_text_config(decoder=True))
     inputs = first_inputs(model, ids, torch.ones_like(ids), cache)
@@ -266,7 +266,7 @@ def _plain_logits(model: Any, rows: torch.Tensor, prompt: int) -> torch.Tensor:
     return torch.stack(logits, dim=1)
 
 
-def first_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None) -> dict[str, Any]:
+def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache | None) -> dict[str, Any]:
     """What `generate` prepares the first forward from, over `ids` with an attention mask, both `(rows, length)`."""
     inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
     parameters = inspect.signature(model.forward).parameters
@@ -277,9 +277,7 @@ def first_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Dynam
     return inputs
 
 
-def next_logits(
-    model: Any, ids: torch.Tensor, inputs: dict[str, Any], begins: bool
-) -> tuple[torch.Tensor, dict[str, Any]]:
+def next_logits(model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool) -> tuple[Tensor, dict[str, Any]]:
     """`(rows, vocab_size)` after `ids`, of which only the last is new unless the rows begin; the next inputs."""
     count = ids.shape[1] if begins else 1
     prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
@@ -291,10 +289,10 @@ def _step_logits(
     model: PreTrainedModel,
     make: MakeRunner,
     layout: Layout,
-    rows: torch.Tensor,
+    rows: Tensor,
     prompts: tuple[int, int, int],
     steps: tuple[tuple[tuple[int, int], ...], ...],
-) -> torch.Tensor:
+) -> Tensor:
     """`(n, vocab_size)`: what `Runner.run` gives for `steps` of rows and `query_len`, by each prompt's length."""
     tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
     with _forwards(model):
@@ -315,9 +313,7 @@ def _step_logits(
         return torch.cat(logits)
 
 
-def _difference(
-    model: PreTrainedModel, cache: PagedCache, plain: torch.Tensor, packed: torch.Tensor, what: str
-) -> str | None:
+def _difference(model: PreTrainedModel, cache: PagedCache, plain: Tensor, packed: Tensor, what: str) -> str | None:
     """How far logits `(n, vocab_size)` are apart, if that is too far; NaN and infinities must agree."""
     plain, packed, finite = plain.float(), packed.float(), plain.isfinite()
     gap = torch.full((len(plain),), float("inf"))
@@ -332,7 +328,7 @@ def _difference(
     return None
 
 
-def _test_tokens(model: PreTrainedModel) -> torch.Tensor:
+def _test_tokens(model: PreTrainedModel) -> Tensor:
     """`(3, _LENGTH)` int64, none of them a token with a meaning of its own."""
     config = model.config.get_text_config(decoder=True)
     values = (value for name, value in {**vars(model.config), **vars(config)}.items() if name.endswith("token_id"))

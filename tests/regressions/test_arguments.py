@@ -246,6 +246,10 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
         {"input_ids": [[5, 6, 7], [5]], "attention_mask": [[1, 1, 1]]},
         "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them",
     ),
+    "a flat mask": (
+        {"input_ids": [[5, 6, 7]], "attention_mask": [1, 1, 1]},
+        "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made them",
+    ),
     "one text": (
         {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]},
         "pass a list of prompts, or one prompt to `add_request`",

@@ -73,11 +73,15 @@ class Attention:
         """Without `query_len`, the number of queries of each row, the tensors are checked and nothing can be called.
         Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
         tensors = (query, key_blocks, value_blocks)
-        is_taken = query.dtype in DTYPES and [x.dim() for x in tensors] == [3, 4, 4]
-        if not is_taken or any(not x.is_cpu or x.dtype is not query.dtype or x.stride(-1) != 1 for x in tensors):
+        if query.dtype not in DTYPES or any(not x.is_cpu or x.dtype is not query.dtype for x in tensors):
+            raise TypeError(  # without sizes: the reason is told once
+                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU: queries are {}, keys "
+                "{}, values {}".format(*(str(x.dtype).removeprefix("torch.") for x in tensors))
+            )
+        if [x.dim() for x in tensors] != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
             raise TypeError(
-                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU, with 3, 4 and 4 "
-                "dimensions, the last one contiguous: queries, keys and values are " + "; ".join(map(_kind, tensors))
+                "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last one contiguous; they "
+                "are " + "; ".join(map(_kind, tensors))
             )
         keys, values = key_blocks.shape, value_blocks.shape
         if keys[:3] != values[:3] or not keys[1] or not keys[2] or query.size(1) % keys[1] or query.size(2) != keys[3]:

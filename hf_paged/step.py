@@ -77,7 +77,7 @@ class StepMetadata:
     origins: tuple[int, ...] = ()  # with `columns`, the column of each row's position 0
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # where all rows have equally many; without rows 1
-    _plans: dict[tuple[object, ...], Any] = dataclasses.field(init=False, repr=False)
+    _plans: dict[object, Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         found = {end - start for start, end in itertools.pairwise(self.query_start)} or {1}
@@ -86,7 +86,7 @@ class StepMetadata:
 
     def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
         """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
-        key = (make, *args)
+        key = (make, *args) if args else make
         try:
             found: Plan = self._plans[key]
         except KeyError:

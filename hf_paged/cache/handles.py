@@ -61,20 +61,15 @@ class PagedTensor(LazyTensor):
     layer: KVBlocks
     blocks: Tensor
     fresh: Tensor | None
-    on_read: Callable[[], None] | None
+    reader: Any
     _dense: Tensor | None
 
     @staticmethod
     def __new__(
-        cls,
-        step: StepMetadata,
-        layer: KVBlocks,
-        is_value: bool,
-        fresh: Tensor | None = None,
-        on_read: Callable[[], None] | None = None,
+        cls, step: StepMetadata, layer: KVBlocks, is_value: bool, fresh: Tensor | None = None, reader: Any = None
     ) -> PagedTensor:
         """`fresh`: this step's own states, `(batch, heads, n, dim)`, when there was nothing before them or rows are
-        packed. `on_read` is called when code other than our attention function reads the numbers."""
+        packed. `reader.gathers` is set when code other than our attention function reads the numbers."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape, strides, dtype = fresh.shape, fresh.stride(), fresh.dtype
@@ -86,7 +81,7 @@ class PagedTensor(LazyTensor):
             strides, dtype = (heads * length * dim, length * dim, dim, 1), layer.dtypes[is_value]
         handle = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.fresh = step, layer, blocks, fresh
-        handle.on_read, handle._dense = on_read, None
+        handle.reader, handle._dense = reader, None
         return handle
 
     def dense(self) -> Tensor:
@@ -98,8 +93,8 @@ class PagedTensor(LazyTensor):
         return self._dense
 
     def read(self) -> Tensor:
-        if self.on_read is not None:
-            self.on_read()
+        if self.reader is not None:
+            self.reader.gathers = True
         return self.dense()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

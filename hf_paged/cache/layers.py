@@ -15,7 +15,7 @@ from ..step import NotPackable
 from .groups import GroupSpec
 from .handles import PagedTensor, gather
 from .rows import LayerGroup
-from .storage import looks
+from .storage import Look, looks
 
 # Until 5.17, `crop` also took the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
@@ -34,6 +34,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group, self.index = group, index
         self.num_seen = 0
         self.gathers = False  # code of the model's own read values of a decode step: it gets ordinary tensors from then
+        self._packed: tuple[PagedTensor, PagedTensor, Look] | None = None  # the handles of the last packed step
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
@@ -72,7 +73,13 @@ class PagedLayer(cache_utils.DynamicLayer):
         if context_len == 0:
             if needs_grad:
                 return key_states, value_states
-            return PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
+            handles = self._packed
+            if step.columns is None and handles is not None and handles[0].layer is blocks and handles[2] == look:
+                (handles[0].step, handles[0].fresh), (handles[1].step, handles[1].fresh) = (step, keys), (step, values)
+                return handles[:2]
+            made = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
+            self._packed = (*made, look) if step.columns is None else None
+            return made
         if needs_grad:
             # the past is stored without its graph; the new states keep theirs
             past = [gather(step, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
@@ -83,13 +90,10 @@ class PagedLayer(cache_utils.DynamicLayer):
         remember = group.rows.remember
         return (
             remember(PagedTensor(step, blocks, False)),
-            remember(PagedTensor(step, blocks, True, on_read=self._note_read if query_len == 1 else None)),
+            remember(PagedTensor(step, blocks, True, reader=self if query_len == 1 else None)),
         )
 
     _update_untraced = torch.compiler.disable(_update)
-
-    def _note_read(self) -> None:
-        self.gathers = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Notes dtype and device; blocks are taken by `update`."""

@@ -115,17 +115,8 @@ class PagedTensor(LazyTensor):
 
 # Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.
 _MEMORY_READERS = {
-    Tensor.__array__,
-    Tensor.__cuda_array_interface__.__get__,
-    Tensor.__dlpack__,
-    Tensor.apply_,
-    Tensor.data_ptr,
-    Tensor.map_,
-    Tensor.numpy,
-    Tensor.share_memory_,
-    Tensor.storage,
-    Tensor.tolist,
-    Tensor.untyped_storage,
+    *(Tensor.__array__, Tensor.__cuda_array_interface__.__get__, Tensor.__dlpack__, Tensor.apply_, Tensor.data_ptr),
+    *(Tensor.map_, Tensor.numpy, Tensor.share_memory_, Tensor.storage, Tensor.tolist, Tensor.untyped_storage),
 }
 
 

@@ -34,7 +34,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group, self.index = group, index
         self.num_seen = 0
         self.gathers = False  # code of the model's own read values of a decode step: it gets ordinary tensors from then
-        self._packed: tuple[PagedTensor, PagedTensor, Look] | None = None  # the handles of the last packed step
+        self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None  # of the last packed step
+        self._packed_look: Look | None = None
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
@@ -73,12 +74,13 @@ class PagedLayer(cache_utils.DynamicLayer):
         if context_len == 0:
             if needs_grad:
                 return key_states, value_states
-            handles = self._packed
-            if step.columns is None and handles is not None and handles[0].layer is blocks and handles[2] == look:
-                (handles[0].step, handles[0].fresh), (handles[1].step, handles[1].fresh) = (step, keys), (step, values)
-                return handles[:2]
+            made = self.packed_handles
+            if step.columns is None and made is not None and made[0].layer is blocks and self._packed_look == look:
+                (made[0].step, made[0].fresh), (made[1].step, made[1].fresh) = (step, keys), (step, values)
+                return made
             made = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
-            self._packed = (*made, look) if step.columns is None else None
+            if step.columns is None:
+                self.packed_handles, self._packed_look = made, look
             return made
         if needs_grad:
             # the past is stored without its graph; the new states keep theirs

@@ -151,6 +151,10 @@ class PagedCache(DynamicCache):
         `groups`; `None` ends it. The cache holds nothing itself."""
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
+        if None in steps:
+            for layer in self.layers:  # their handles are used again; what these show goes now
+                for handle in getattr(layer, "packed_handles", None) or ():
+                    handle.step = handle.fresh = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

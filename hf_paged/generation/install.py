@@ -149,10 +149,10 @@ def _prefill(
     **kwargs: Any,
 ) -> Any:
     """Rows that were expanded from one prompt are computed once, where that gives what all rows give."""
-    call = current.get()
-    first = None
-    if call is not None and call.model is model and call.caches and call.repeats > 1 and _rows_are_independent(model):
-        first = _of_first_rows(input_ids, model_kwargs, call.repeats)
+    call, first = current.get(), None
+    is_whole = generation_config.prefill_chunk_size is None  # chunks are refused where plain refuses them
+    if call is not None and call.model is model and call.caches and call.repeats > 1 and is_whole:
+        first = _of_first_rows(input_ids, model_kwargs, call.repeats) if _rows_are_independent(model) else None
     if call is None or first is None:
         return original(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
     ids, inputs = first

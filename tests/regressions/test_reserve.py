@@ -63,8 +63,9 @@ print(result.error)
 engine.check_integrity()
 assert PagedEngine(model, PagedConfig(num_blocks=1)).generate([prompt], options)[0].token_ids == expected
 """
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 1024}
-    message = run(code, megabytes=72, **heads)  # 64 in each of two layers for a block of 256 tokens, 4 for one of 16
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 2048}
+    # 128 in each of two layers for a block of 256 tokens, 8 for one of 16; an allocator's arena that goes may free 64
+    message = run(code, megabytes=72, **heads)
     assert "needs 1 blocks of 256 tokens, for which there is no memory" in message
     assert "`num_blocks` (8) or `memory_fraction` (None)" in message
 

@@ -37,9 +37,10 @@ def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_
     """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty."""
     memory, config = cache.memory, cache.memory.config
     blocks, runner = make_runner(model, cache, layout)
-    blocks.prefix_caching &= config.prefix_caching
+    is_packed = layout.unsupported_reason is None  # else prefixes would need the states at the end of each block
+    blocks.prefix_caching = config.prefix_caching and is_packed  # the manager outlives a call, its config does not
     guard = WeightsGuard(model, memory, blocks)
-    if layout.unsupported_reason is not None:
+    if not is_packed:
         max_tokens, preemption = UNLIMITED, Preemption(blocks, chunks=False)
     else:
         swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
@@ -59,7 +60,6 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
         specs.append(StateSpec())
         states = cache.memory.group(StateSpec()).storage
     blocks = cache.memory.manager(specs)
-    blocks.prefix_caching = False  # it would need the states at the end of each block
     return blocks, RectangleRunner(model, cache, states, layout)
 
 

@@ -95,9 +95,8 @@ class LayerGroup:
             if step.columns.stop == length:
                 return step
         tables = self.tables
-        if self.rows.borrows and all(
-            padding + table.num_tokens >= length for table, padding in zip(tables, self.paddings)
-        ):
+        has_room = (padding + table.num_tokens >= length for table, padding in zip(tables, self.paddings))
+        if self.rows.borrows and context_len == self.length and all(has_room):
             self.length, self._block_tables = length, None  # the tables' owner made room, and copied what was shared
         else:
             self._make_room(tables, context_len, length)

@@ -378,3 +378,13 @@ def test_item_09_an_engine_follows_a_config_whose_windows_change(name: str) -> N
         assert after != before, "the change does nothing: the test is void"
         assert [engine.generate([PROMPT], greedy(20))[0].token_ids for _ in range(2)] == [after, after]
         engine.check_integrity()
+
+
+def test_a_call_without_the_prefix_cache_does_not_end_it() -> None:
+    """The manager of the blocks outlives the call: what one config says is not what the next one says."""
+    model, ids = models.build("llama"), models.token_ids(2, 100)
+    options = {**greedy(40), "cache_implementation": "paged"}
+    model.generate(ids, **options, cache_config={"prefix_caching": False})
+    assert hf_paged.memory_stats(model).cached_blocks == 0
+    model.generate(ids, **options)
+    assert hf_paged.memory_stats(model).cached_blocks > 0

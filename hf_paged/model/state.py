@@ -46,7 +46,6 @@ _PLUMBING = (
 _LIBRARIES = sys.stdlib_module_names - {"__main__", "types"} | {"accelerate", "numpy", "peft", "torch", "transformers"}
 _MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read
 
-
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that cannot be read, once that is said
 
 

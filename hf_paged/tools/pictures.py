@@ -23,7 +23,6 @@ _HEADING = 1 / 20  # of the width: room above a group among several
 
 COLUMNS, MAX_ROWS = 64, 12  # cells of a strip in HTML; of larger pools a cell shows several blocks
 _CELL = 10  # pixels
-
 MAX_REQUESTS = 40
 _MAX_NAME = 16  # characters of a request's id
 _STYLES: dict[str, dict[str, Any]] = {  # by the name of what a request does

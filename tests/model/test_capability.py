@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+import hf_paged
 from hf_paged.batching.factory import choose_layout
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.paged_cache import PagedCache
@@ -137,6 +139,18 @@ class OwnInputs(transformers.LlamaForCausalLM):
         return inputs
 
 
+class OwnFirstInputs(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, sign: int = 1, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * sign
+        return outputs
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs | {"sign": -1} if kwargs.get("is_first_iteration") else inputs
+
+
 class OwnUpdate(transformers.LlamaForCausalLM):
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return super()._update_model_kwargs_for_generation(*args, **kwargs)
@@ -154,6 +168,19 @@ def test_own_input_preparation_is_refused_if_it_gives_other_inputs() -> None:
     replaced = models.build("llama")  # as PEFT does for prompt learning
     replaced.prepare_inputs_for_generation = types.MethodType(OwnInputs.prepare_inputs_for_generation, replaced)
     assert "was replaced" in str(reason(replaced))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_own_inputs_of_the_first_forward_alone_are_found_out(dtype: torch.dtype) -> None:
+    model = OwnFirstInputs(models.config("llama")).eval()
+    models.init_weights(model, 0)
+    model.to(dtype)
+    assert "first logits" in str(reason(model))
+    if dtype is torch.float32:
+        inputs = {"input_ids": models.token_ids(2, 9), "max_new_tokens": 6, "do_sample": False}
+        expected = model.generate(**inputs)
+        assert model.generate(**inputs, cache_implementation="paged").equal(expected)
+        assert "side by side" in hf_paged.last_route(model).reason
 
 
 # -- what is found by running ---------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class EngineCore:
             with self.lock:
                 if state is not None and self.requests.get(state.request_id) is state:
                     self.remove(state)
-                    state.end_streamer("error")
+                    state.end_streamer()
             raise
 
     def end(
@@ -112,7 +112,7 @@ class EngineCore:
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         self.remove(state)
         state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
-        state.end_streamer(reason)
+        state.end_streamer()
 
     def remove(self, state: RequestState) -> None:
         """Takes a request out, of which nothing is told. With the last of them nothing is in flight any more."""

@@ -128,12 +128,17 @@ class RequestState(Generation):
         """New tokens of the last step, and text, if it has not failed. Sets `error` if the tokenizer raises."""
         if self.error is not None:
             return {}, None  # the tokens are of an earlier step
+        if self.is_done:
+            self._streamer = None  # the decoding has ended it
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
-        text = None
+        decoding, text = self.decoding, None
+        if self.new_tokens:  # without those that rows get behind their ends while others go on
+            lengths = decoding.lengths
+            self.new_tokens = {row: new for row, new in self.new_tokens.items() if lengths[row] == decoding.length}
         if self._text is not None and 0 in self.new_tokens:
             try:
-                text = self._text.add([self.new_tokens[0]], last=self.is_done)
+                text = self._text.add([self.new_tokens[0]], last=decoding.finish_reasons[0] is not None)
             except Exception as failure:
                 self.error = failure
         return self.new_tokens, text
@@ -157,9 +162,9 @@ class RequestState(Generation):
             num_preemptions=self.request.num_preemptions,
         )
 
-    def end_streamer(self, reason: str | None) -> None:
-        """After the end, once it is told. A decoding that ended by itself (`reason` is `None`) has done it."""
-        if reason is not None and self._streamer is not None:
+    def end_streamer(self) -> None:
+        """After the end, once it is told, unless the decoding has done it."""
+        if self._streamer is not None:
             with contextlib.suppress(Exception), let_in(waiting=False):
                 self._streamer.end()
 

@@ -52,7 +52,8 @@ class RequestStream:
             try:
                 name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
             except Exception as error:
-                name, ids = self.engine.make_id(), list[int]()
+                given, ids = options.request_id, list[int]()
+                name = given if isinstance(given, str) else self.engine.make_id()
                 with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
                     ids = prompt_ids(prompt, None)
                 self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))

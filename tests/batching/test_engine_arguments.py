@@ -69,6 +69,14 @@ def test_refused_prompts_have_ids_of_their_own_and_no_ids_read_into_text() -> No
         assert [result.prompt_ids for result in results] == [[5, 6], [], [5, -1]]
 
 
+def test_a_refused_request_keeps_the_id_that_it_was_given() -> None:
+    with engine_of() as engine:
+        (result,) = engine.generate([[]], GREEDY, request_id="mine")
+        assert result.request_id == "mine" and "empty" in str(result.error)
+        (result,) = engine.generate([[5, 6]], GREEDY, request_id=["no name"])
+        assert isinstance(result.request_id, str) and "hashable" in str(result.error)
+
+
 # -------------------------------------------------------------------------------------------------- prompts as a batch
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, MaxTimeCriteria
+from transformers import LogitsProcessor, MaxTimeCriteria, StoppingCriteria
 
 from hf_paged import PagedConfig, PagedEngine
 from tests.batching.test_engine import Recorder, engine_of
@@ -207,6 +207,58 @@ def test_a_reader_that_is_cancelled_in_the_middle_of_a_step(how: str, monkeypatc
         assert engine.generate([[5, 6]], GREEDY)[0].error is None
 
 
+# ------------------------------------------------------------------------------------------------- rows that end first
+
+
+class EndsWith(StoppingCriteria):
+    """Rows end at this token; it is no EOS token to transformers, so the row goes on while others do."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+class ForceRows(LogitsProcessor):
+    """Row `i` says the last of `texts[i]` once it has said all others."""
+
+    def __init__(self, length: int, texts: list[list[int]]) -> None:
+        self.length, self.texts = length, texts
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        for row, text in enumerate(self.texts):
+            forced[row, text[min(input_ids.shape[1] - self.length, len(text) - 1)]] = 0
+        return forced
+
+
+class Halves:
+    """A tokenizer whose token 77 is half a character."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join("\N{REPLACEMENT CHARACTER}" if token == 77 else f" {token}" for token in token_ids)
+
+
+@pytest.mark.parametrize("ends", ["criteria", "eos"])
+def test_what_is_told_of_a_row_ends_where_the_row_does(ends: str) -> None:
+    texts, prompt = [[50, 77, 51], [50, 51, 52, 77], [50, 51, 52, 53, 54, 77]], prompts(9)[0]
+    how: dict[str, Any] = {"eos_token_id": 77} if ends == "eos" else {}
+    config = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 9, **how}
+    own: dict[str, Any] = {"logits_processor": [ForceRows(len(prompt), texts)]}
+    if ends == "criteria":
+        own["stopping_criteria"] = [EndsWith(77)]
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=Halves()) as engine:
+        outputs = list(engine.stream([prompt], config, **own))
+    for row, token in (item for output in outputs for item in output.new_tokens.items()):
+        told[row].append(token)
+    result = outputs[-1].result
+    assert result is not None and [s.finish_reason for s in result.sequences] == [ends] * 3
+    assert [s.token_ids for s in result.sequences] == list(told.values()) == [[50, 77], *texts[1:]]
+    assert "".join(output.text or "" for output in outputs) == result.text == " 50\N{REPLACEMENT CHARACTER}"
+
+
 # ------------------------------------------------------------------------------------------------------- streamers
 
 
@@ -235,6 +287,15 @@ def test_streamers_are_ended_however_the_request_ends(how: str) -> None:
             assert run_all(engine)["a"].finish_reason == ("error" if how == "failed" else "cancelled")
         assert_drained(engine)
     assert streamer.ended == 1 and len(streamer.values) >= 2
+
+
+def test_a_streamer_is_ended_once_when_the_last_piece_of_text_cannot_be_decoded() -> None:
+    streamer = Recorder()
+    with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=Fussy()) as engine:
+        own = [ForceRows(3, [[50, 51, 77]])]
+        (result,) = engine.generate([[5, 6, 7]], {"max_new_tokens": 3}, streamer=streamer, logits_processor=own)
+    assert isinstance(result.error, OnPurpose) and result.token_ids == [50, 51, 77]
+    assert streamer.ended == 1
 
 
 def test_a_request_that_is_refused_puts_nothing_to_its_streamer() -> None:

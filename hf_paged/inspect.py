@@ -217,8 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     dtypes = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("model", metavar="MODEL")
-    block_size = PagedConfig.block_size
-    parser.add_argument("--block-size", type=int, default=block_size, help="tokens in a block (%(default)s)")
+    parser.add_argument("--block-size", type=int, default=PagedConfig.block_size, help="tokens (%(default)s)")
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="auto: what the configuration says")
     parser.add_argument("--device", type=device, default=devices[-1], help="whose memory (%(default)s)")
     parser.add_argument("--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)")

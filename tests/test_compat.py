@@ -8,11 +8,13 @@ import runpy
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
+import hf_paged
 from hf_paged import compat
+from tests.support import models
 
 PACKAGE = Path(compat.__file__).parent
 NAMES = set(re.findall(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"', Path(compat.__file__).read_text()))
@@ -31,6 +33,24 @@ def test_a_version_that_lacks_a_name_is_told_of_it(owner: object, name: str, mon
     monkeypatch.delattr(owner, name)
     with pytest.raises(ImportError, match=rf"^transformers [\d.]+\S* has no \S*\.{name}, which hf_paged uses: install"):
         runpy.run_path(compat.__file__)
+
+
+def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own, seen = models.get("llama"), GenerationMixin._prepare_cache_for_generation.__wrapped__, []
+
+    def newer(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, layout, device=None):
+        seen.append((layout, device))
+        own(self, generation_config, model_kwargs, mode, batch_size, max_cache_length)
+
+    config, inputs = GenerationConfig(cache_implementation="paged"), {}
+    hf_paged.uninstall()
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationMixin, "_prepare_cache_for_generation", newer)
+        hf_paged.install()
+        model._prepare_cache_for_generation(config, inputs, None, 1, max_cache_length=16, layout="rows", device="cpu")
+        hf_paged.uninstall()
+    hf_paged.install()
+    assert seen == [("rows", "cpu")] and type(inputs["past_key_values"]) is hf_paged.PagedCache
 
 
 def test_no_other_module_names_them() -> None:

@@ -195,3 +195,16 @@ def test_a_passed_empty_cache_shares_the_prefill_too() -> None:
     assert hf_paged.last_route(model).prefills_shared
     assert cache.stats().used_blocks == 5 + 8, "five blocks of the prompt for all, one more for each row"
     cache.check_integrity()
+
+
+def test_a_global_hook_sees_all_rows_of_the_prefill() -> None:
+    model, inputs, rows = models.build("llama"), models.prompt("llama", 2), []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: rows.append(len(output)) if module is model.lm_head else None
+    )
+    try:
+        for mode in ({}, models.PAGED):
+            generate(model, inputs, num_beams=3, do_sample=False, max_new_tokens=3, **mode)
+    finally:
+        handle.remove()
+    assert rows == [6] * 6

@@ -68,7 +68,7 @@ def _paged_attention(
         if key.fresh is None:
             found = key.step, query, _pair(key, value), None
     elif isinstance(key, LatentTensor):
-        found = key.absorb(module, query)
+        found = key.absorb(module, query, value)
     if found is not None:
         step, in_place_query, blocks, expand = found
         is_causal = kwargs.get("is_causal")

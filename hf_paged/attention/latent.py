@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.storage import KVBlocks
 from ..step import StepMetadata
+from .switch import is_from_transformers
 
 
 class LatentTensor(LazyTensor):
@@ -42,12 +44,14 @@ class LatentTensor(LazyTensor):
         return self.expansion()[self.which].contiguous()
 
     def absorb(
-        self, module: nn.Module, query: Tensor
+        self, module: nn.Module, query: Tensor, value: Tensor
     ) -> tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
         """Instead of the expanded keys and values: the step, queries of width `rank + rope_dim`, the blocks of that
         width that serve as both, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to
-        `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side."""
+        `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side, or `value` is none of theirs."""
         layer, rank = self.latent.layer, self.latent.shape[3]
+        if not isinstance(value, LatentTensor) or value.expansion is not self.expansion or value.which <= self.which:
+            return None
         if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
             return None
         weight, nope = module.kv_b_proj.weight, module.qk_nope_head_dim
@@ -55,11 +59,8 @@ class LatentTensor(LazyTensor):
         to_keys, to_values = weight[:, :nope], weight[:, nope:]
         in_latents = torch.matmul(query[..., :nope], to_keys)  # (batch, heads, query_len, rank)
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
-
-        def expand(output: Tensor) -> Tensor:
-            return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], to_values)
-
-        return self.latent.step, query, layer.latents, expand
+        values = "bqhr,hvr->bqhv"
+        return self.latent.step, query, layer.latents, lambda x: torch.einsum(values, x[..., :rank], to_values)
 
 
 def can_absorb(module: nn.Module) -> bool:
@@ -68,21 +69,28 @@ def can_absorb(module: nn.Module) -> bool:
     return (
         type(projection) is nn.Linear
         and projection.bias is None
-        and not projection._forward_hooks
-        and not projection._forward_pre_hooks
+        and "forward" not in vars(projection)
+        and not is_hooked(projection)
         and all(hasattr(module, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether forward hooks, its own or those of all modules, see its inputs or outputs."""
+    own = module._forward_hooks or module._forward_pre_hooks
+    return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles. Undone by `unwrap_expansions`."""
+    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles, where it is transformers' own: there
+    all are one. Undone by `unwrap_expansions`."""
     for cls in {type(module) for module in modules}:
-        if cls not in _wrapped and "expand_kv" in vars(cls):
-            _wrapped[cls] = vars(cls)["expand_kv"]
-            cls.expand_kv = _lazy(_wrapped[cls])
+        own = vars(cls).get("expand_kv")
+        if cls not in _wrapped and own is not None and is_from_transformers(own):
+            _wrapped[cls], cls.expand_kv = own, _lazy(own)
 
 
 def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +106,8 @@ def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unwrap_expansions() -> None:
-    """Puts back every `expand_kv` that `wrap_expansions` replaced."""
+    """Puts back every `expand_kv` that `wrap_expansions` replaced, and others have not."""
     while _wrapped:
         cls, original = _wrapped.popitem()
-        cls.expand_kv = original  # type: ignore[attr-defined]
+        if getattr(vars(cls)["expand_kv"], "__wrapped__", None) is original:
+            cls.expand_kv = original  # type: ignore[attr-defined]

@@ -148,11 +148,11 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     if function in STOCK_FUNCTIONS:
         return function
     is_eager = function is not None and function is _of_file(cls, "eager_attention_forward")
-    return function if is_eager and _is_from_transformers(function) else None
+    return function if is_eager and is_from_transformers(function) else None
 
 
 @functools.cache
-def _is_from_transformers(function: Any) -> bool:
+def is_from_transformers(function: Any) -> bool:
     """Whether the code is that of the file that the function says it comes from: a wrapper says the same."""
     file, code = getattr(sys.modules.get(function.__module__), "__file__", None), getattr(function, "__code__", None)
     return function.__module__.startswith("transformers.") and code is not None and code.co_filename == file

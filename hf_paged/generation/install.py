@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
 from ..attention import interface
-from ..attention.latent import unwrap_expansions
+from ..attention.latent import is_hooked, unwrap_expansions
 from ..attention.switch import NAME
 from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
@@ -79,16 +79,9 @@ def _option(name: str, model: Any, config: GenerationConfig | None, kwargs: dict
     return next((value for value in values if value is not None), None)
 
 
-def _prepare_cache(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    generation_mode: Any,
-    batch_size: int,
-    max_cache_length: int,
-) -> Any:
+def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
     call = current.get()
     requested = generation_config.cache_implementation in REQUESTED
     config = PagedConfig.coerce(generation_config.cache_config) if requested else None
@@ -96,14 +89,14 @@ def _prepare_cache(
     if requested:
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
-    result = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    result = original(model, *args, **kwargs)
     with held():
         if call is None or call.model is not model:
             call = Call(model)
             prepared.set(call)
         if config is not None and not passed:
-            blocks_per_row = (max_cache_length or 0) // config.block_size + 1
-            num_blocks = (batch_size or 1) * rows_per_prompt(generation_config) * blocks_per_row
+            blocks_per_row = (arguments.get("max_cache_length") or 0) // config.block_size + 1
+            num_blocks = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config) * blocks_per_row
             _swap(memory_for(model, config), num_blocks, model_kwargs, generation_config.is_assistant)
         caches = [part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name))]
         caches = [part for part in caches if isinstance(part, PagedCache)]
@@ -195,10 +188,7 @@ def _rows_are_independent(model: Any) -> bool:
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
         return False
-    return not any(
-        module.training or module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_setup_cache")
-        for module in model.modules()
-    )
+    return not any(x.training or is_hooked(x) or hasattr(x, "_setup_cache") for x in model.modules())
 
 
 def _repeat(value: Any, rows: int, repeats: int) -> Any:

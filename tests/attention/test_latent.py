@@ -1,0 +1,115 @@
+"""Latent attention is absorbed only where the expansion is transformers' own and one plain matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+import hf_paged
+from tests.support import models
+
+OPTIONS = {"max_new_tokens": 10, "do_sample": False}
+CONFIG: dict[str, Any] = {
+    "vocab_size": models.VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "pad_token_id": models.PAD,
+    "eos_token_id": None,
+}
+
+
+def build() -> DeepseekV3ForCausalLM:
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**CONFIG)).eval()
+    models.init_weights(model, 0)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = models.PAD, None
+    return model
+
+
+def scale_forward(model: Any) -> None:
+    for layer in model.model.layers:
+        own = layer.self_attn.kv_b_proj
+        own.forward = lambda x, own=own: 1.7 * nn.functional.linear(x, own.weight)
+
+
+def scale_in_global_hook(model: Any) -> None:
+    projections = {layer.self_attn.kv_b_proj for layer in model.model.layers}
+    hook = nn.modules.module.register_module_forward_hook
+    hook(lambda module, _, output: 1.7 * output if module in projections else None)
+
+
+def offload(model: Any) -> None:
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # weights lie elsewhere between forwards
+
+
+def scale_expansion(model: Any) -> None:
+    own = DeepseekV3Attention.expand_kv
+
+    def expand_kv(self: Any, *latents: Any) -> Any:
+        keys, values = own(self, *latents)
+        return keys, 1.7 * values
+
+    DeepseekV3Attention.expand_kv = expand_kv
+
+
+CHANGES = [scale_forward, scale_in_global_hook, offload, scale_expansion]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    hf_paged.uninstall()
+    own, hooks = DeepseekV3Attention.expand_kv, nn.modules.module._global_forward_hooks
+    hf_paged.install()
+    yield
+    DeepseekV3Attention.expand_kv = own
+    hooks.clear()
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_of_the_users_own_is_not_left_out(change: Callable[[Any], None], calls_before: int) -> None:
+    model, inputs = build(), models.padded_prompt("llama")
+    for _ in range(calls_before):
+        before = model.generate(**inputs, **OPTIONS, **models.PAGED)
+        assert hf_paged.last_route(model).latent
+    change(model)
+    expected = model.generate(**inputs, **OPTIONS)
+    assert not calls_before or change is offload or not torch.equal(expected, before)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+    assert not hf_paged.last_route(model).latent
+
+
+def test_uninstall_leaves_what_others_put_there() -> None:
+    own = DeepseekV3Attention.expand_kv
+    model, inputs = build(), models.padded_prompt("llama")
+    model.generate(**inputs, **OPTIONS, **models.PAGED)
+    assert DeepseekV3Attention.expand_kv is not own
+    hf_paged.uninstall()
+    assert DeepseekV3Attention.expand_kv is own
+    hf_paged.install()
+    model.generate(**inputs, **OPTIONS, **models.PAGED)
+    scale_expansion(model)
+    theirs = DeepseekV3Attention.expand_kv
+    hf_paged.uninstall()
+    hf_paged.install()
+    assert DeepseekV3Attention.expand_kv is theirs

@@ -141,7 +141,7 @@ class PagedCache(DynamicCache):
                 group.forget_steps()
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:  # others read what another layer wrote
-                layer.num_seen = length
+                layer.num_seen, layer.packed_handles = length, None  # a copy would gather what these no longer show
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)

@@ -92,6 +92,20 @@ def test_item_11_configs_copied_during_a_call_name_the_models_attention() -> Non
     assert found == ["sdpa"] * 4
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_a_copy_of_the_cache_that_a_call_returned_goes_on_like_it(name: str, how: str) -> None:
+    model, inputs = models.build(name), models.prompt(name)
+    returned = model.generate(**inputs, **OPTIONS, **models.PAGED, return_dict_in_generate=True)
+    assert hf_paged.last_route(model).road == "engine"
+    twin, ids = HOW[how](returned.past_key_values), returned.sequences
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    for cache in (twin, returned.past_key_values):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS, past_key_values=cache), expected)
+    hf_paged.check_integrity(model)
+
+
 # -------------------------------------------------------------------------------------------------------- forks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")

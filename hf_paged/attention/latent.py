@@ -56,11 +56,10 @@ class LatentTensor(LazyTensor):
             return None
         weight, nope = module.kv_b_proj.weight, module.qk_nope_head_dim
         weight = weight.view(query.shape[1], nope + module.v_head_dim, -1)  # (heads, nope + value_dim, rank)
-        to_keys, to_values = weight[:, :nope], weight[:, nope:]
-        in_latents = torch.matmul(query[..., :nope], to_keys)  # (batch, heads, query_len, rank)
+        in_latents = torch.matmul(query[..., :nope], weight[:, :nope])  # (batch, heads, query_len, rank)
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
-        values = "bqhr,hvr->bqhv"
-        return self.latent.step, query, layer.latents, lambda x: torch.einsum(values, x[..., :rank], to_values)
+        values = weight[:, nope:]
+        return self.latent.step, query, layer.latents, lambda x: torch.einsum("bqhr,hvr->bqhv", x[..., :rank], values)
 
 
 def can_absorb(module: nn.Module) -> bool:

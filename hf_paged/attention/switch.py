@@ -46,7 +46,8 @@ class _Switches:
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            known = self.held.setdefault(id(config), (config, compat.attention_of(config), []))
+            named = compat.attention_of(config)  # switched, too, in a shallow copy that was made during a call
+            known = self.held.setdefault(id(config), (config, getattr(named, "named", named), []))
             known[2].append(threading.get_ident())
             name = _Switched(NAME)
             name.named = known[1]
@@ -183,9 +184,10 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     other readers behave the same under our name as under the one they have."""
     switchable = []
     for config, classes in _readers(modules):
-        named = model_attention(config)
-        if compat.attention_of(config) == NAME and id(config) not in _switches.held:
+        named = compat.attention_of(config)  # one look: a call of another thread may end before the next
+        if named == NAME and not isinstance(named, _Switched):
             continue  # loaded with ours: nothing to switch
+        named = model_attention(config)
         if any(map(_calls_interface, classes)) and not any(_branches(cls, named) for cls in classes):
             switchable.append(config)
     return switchable

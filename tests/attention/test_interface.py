@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers.models.granite_swa import modeling_granite_swa
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_eager
 
 import hf_paged
+from hf_paged import compat
 from hf_paged.attention.interface import paged_attention, paged_mask
 from hf_paged.attention.switch import (
     NAME,
@@ -95,6 +98,46 @@ def test_switch_counts_calls_and_restores_once() -> None:
             assert model_attention(model.config) == own
         assert model.config._attn_implementation == NAME
     assert model.config._attn_implementation == own
+
+
+def test_a_call_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = build("llama"), compat.attention_of
+    begun, may_end = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with use_paged_attention(switchable_configs(model.modules())):
+            begun.set()
+            may_end.wait()
+
+    def then_the_other_ends(config: Any) -> Any:
+        named = own(config)
+        if threading.current_thread() is not other and not may_end.is_set():
+            may_end.set()
+            other.join(0.2)
+        return named
+
+    other = threading.Thread(target=call)
+    other.start()
+    begun.wait()
+    monkeypatch.setattr(compat, "attention_of", then_the_other_ends)
+    assert switchable_configs(model.modules()) == [model.config]
+    other.join()
+    assert own(model.config) == "sdpa"
+
+
+def test_a_shallow_copy_made_during_a_call_gets_its_own_attention_back() -> None:
+    model = build("llama").eval()
+    with use_paged_attention(switchable_configs(model.modules())):
+        copied = copy.copy(model.config)
+    other = build("llama").eval()
+    for module in other.modules():
+        if hasattr(module, "config"):
+            module.config = copied
+    ids = torch.randint(3, 64, (1, 5))
+    expected = model.generate(ids, max_new_tokens=4)
+    assert torch.equal(other.generate(ids, max_new_tokens=4, cache_implementation="paged"), expected)
+    assert hf_paged.last_route(other).road == "engine"
+    assert type(compat.attention_of(copied)) is str and copied._attn_implementation == "sdpa"
 
 
 def test_a_class_that_branches_on_the_name_is_left_alone() -> None:

@@ -155,17 +155,17 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
         table.append(size.context)
         request = SimpleNamespace(sequences=[SimpleNamespace(blocks=SimpleNamespace(tables=(table,)), swapped=None)])
         swapper = BlockSwapper([group], lambda: None)
-        outs, backs, num_bytes = [], [], 0
+        outs, backs = [], []
         for _ in range(size.repeats + 1):
             times = [time.perf_counter()]
             if not swapper.swap_out(request):
                 raise MemoryError(f"the host has no room for {count} blocks of {block} tokens")
             times.append(time.perf_counter())
-            num_bytes = swapper.num_bytes
             swapper.swap_in(request)
             times.append(time.perf_counter())
             outs.append(times[1] - times[0])
             backs.append(times[2] - times[1])
+        num_bytes = count * group.storage.block_bytes
         found[block] = statistics.median(outs[1:]), statistics.median(backs[1:]), num_bytes  # the first warms up
         table.free()
     return found

@@ -52,6 +52,7 @@ class EngineCore:
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
+        self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
         self._numbers = itertools.count()  # of the ids that are made up
         forks.in_child(self)
 
@@ -106,7 +107,11 @@ class EngineCore:
     def end(
         self, state: RequestState, reason: str | None, tokens: dict[int, int] | None = None, text: str | None = None
     ) -> None:
-        """Takes a request out, whose blocks go back, and tells how it ended, with what its last step brought."""
+        """Takes a request out, whose blocks go back, and tells how it ended, with what its last step brought. Code
+        that runs within a step, or a finalizer that comes then, cancels it for the end of that step."""
+        if self._leaving is not None and reason == "cancelled":
+            self._leaving.append(state)
+            return
         result = state.result(reason)
         self._counts["num_finished"] += 1
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
@@ -136,7 +141,7 @@ class EngineCore:
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
         if self.lock.lock in freed:
-            self.requests, self._unstarted, self.unread = {}, [], []
+            self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
             self.retire()
 
     def step_for(self, outbox: deque[RequestOutput], request_ids: set[str], window: Window) -> None:
@@ -175,16 +180,25 @@ class EngineCore:
         for limit in (limit for state in self._unstarted for limit in state.limits):
             limit.initial_timestamp = now
         num_known = len(loop.executor.slowed_by)
-        loop.step(window)
-        while loop.untold:  # one stays there if an interrupt comes while it is told
-            state = loop.untold[0]
-            if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:  # else it has ended
-                tokens, text = state.output()
-                if state.error is not None or state.is_done:
-                    self.end(state, None if state.error is None else "error", tokens, text)
-                else:
-                    state.outbox.append(RequestOutput(state.request_id, tokens, text))
-            loop.untold.popleft()
+        outer, self._leaving = self._leaving, []
+        try:
+            loop.step(window)
+            while loop.untold:  # one stays there if an interrupt comes while it is told
+                state = loop.untold[0]
+                if (
+                    isinstance(state, RequestState) and self.requests.get(state.request_id) is state
+                ):  # else it has ended
+                    tokens, text = state.output()
+                    if state.error is not None or state.is_done:
+                        self.end(state, None if state.error is None else "error", tokens, text)
+                    else:
+                        state.outbox.append(RequestOutput(state.request_id, tokens, text))
+                loop.untold.popleft()
+        finally:
+            leaving, self._leaving = self._leaving, outer
+            for state in leaving or ():
+                if self.requests.get(state.request_id) is state:
+                    self.end(state, "cancelled")
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
 

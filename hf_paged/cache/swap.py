@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,11 +55,6 @@ class HostBlocks:
 
     groups: list[dict[int, HostLayer]]
 
-    @property
-    def num_bytes(self) -> int:
-        layers = (layer for layers in self.groups for layer in layers.values())
-        return sum(tensor.nbytes for layer in layers for tensor in layer.blocks.data)
-
 
 @dataclass(frozen=True, eq=False)
 class SwappedSequence:
@@ -78,12 +72,6 @@ class BlockSwapper:
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
         self.groups = list(groups)
         self.flush_copies = flush_copies
-        self._held: weakref.WeakSet[HostBlocks] = weakref.WeakSet()
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that swapped requests take now."""
-        return sum(host.num_bytes for host in list(self._held))
 
     def num_blocks(self, request: Any) -> int:
         """Blocks that `swap_in` takes, over all groups."""
@@ -119,7 +107,6 @@ class BlockSwapper:
                 for table in tables:
                     table.pool.release(reversed(table.block_ids))
                     table.block_ids = []
-        self._held.add(host)
         return True
 
     def swap_in(self, request: Any) -> None:
@@ -146,12 +133,10 @@ class BlockSwapper:
             finally:  # the tables hold what they need by themselves now
                 for group, new_ids in zip(self.groups, taken):
                     group.pool.release(reversed(new_ids))
-        self._held.discard(host)
 
     def discard(self, request: Any) -> None:
         """Forgets what is held of `request`: it was cancelled, or will be computed again."""
-        for sequence, state in _swapped(request):
-            self._held.discard(state.host)
+        for sequence in request.sequences:
             sequence.swapped = None
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:

@@ -259,6 +259,71 @@ def test_what_is_told_of_a_row_ends_where_the_row_does(ends: str) -> None:
     assert "".join(output.text or "" for output in outputs) == result.text == " 50\N{REPLACEMENT CHARACTER}"
 
 
+# ------------------------------------------------------------------------------------- what is cancelled within a step
+
+
+@pytest.mark.parametrize("how", ["cancel", "free", "finalizer"])
+def test_what_is_cancelled_in_a_forward_changes_no_other_request(how: str) -> None:
+    model, texts = models.get("llama"), prompts(5, 9, 14)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        streams = [engine.stream([texts[0]], LONG)]
+        if how == "finalizer":  # a reader that is left, and goes when the collector comes by
+            next(streams[0])
+        else:
+            engine.add_request(texts[0], GREEDY, request_id="0")
+        for i in (1, 2):
+            engine.add_request(texts[i], GREEDY, request_id=str(i))
+        engine.step()
+        calls: list[Any] = []
+
+        def within(*inputs: Any) -> None:
+            calls.append(inputs)
+            if len(calls) != 3:
+                return
+            if how == "cancel":
+                engine.cancel("0")
+            elif how == "free":
+                engine.free()
+            else:
+                streams.clear()
+
+        hook = model.model.layers[0].register_forward_hook(within)
+        try:
+            results = run_all(engine)
+        finally:
+            hook.remove()
+        assert_drained(engine)
+        if how == "finalizer":
+            assert sorted(results) == ["1", "2"]
+        else:
+            assert results["0"].finish_reason == "cancelled" and len(results["0"].token_ids) in (3, 4)
+        for i in (1, 2):
+            expected = lone_run(model, texts[i], GREEDY)[0]
+            if how == "free":
+                assert results[str(i)].token_ids == expected[: len(results[str(i)].token_ids)]
+            else:
+                assert results[str(i)].token_ids == expected
+
+
+@pytest.mark.parametrize("at", [3, 6])  # in the middle, and at its last token
+def test_a_request_that_its_own_streamer_cancels_is_told_of_all_its_tokens(at: int) -> None:
+    class Leaves(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.values) == at + 1:
+                engine.cancel("a")
+
+    streamer, told = Leaves(), list[int]()
+    with engine_of() as engine:
+        engine.add_request([5, 6, 7], {"max_new_tokens": 6}, request_id="a", streamer=streamer)
+        while engine.has_unfinished:
+            outputs = engine.step()
+            told += [token for output in outputs for token in output.new_tokens.values()]
+        result = outputs[-1].result
+    assert result is not None and result.token_ids == told and len(told) == at
+    assert result.finish_reason == ("length" if at == 6 else "cancelled") and streamer.ended == 1
+
+
 # ------------------------------------------------------------------------------------------------------- streamers
 
 

@@ -67,6 +67,7 @@ def can_absorb(module: nn.Module) -> bool:
     projection: Any = getattr(module, "kv_b_proj", None)
     return (
         type(projection) is nn.Linear
+        and type(projection.weight) is nn.Parameter  # none that is quantized
         and projection.bias is None
         and "forward" not in vars(projection)
         and not is_hooked(projection)

@@ -107,8 +107,9 @@ class PagedTensor(LazyTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OVERRIDES:
             return _OVERRIDES[func](*args, **(kwargs or {}))
-        if func in _MEMORY_READERS:
-            args = tree_map_only(PagedTensor, PagedTensor.dense, args)
+        if func in _MEMORY_READERS or len(types) > 1:  # other subclasses, as of quantized weights, take it from here
+            args, kwargs = tree_map_only(PagedTensor, PagedTensor.read, (args, kwargs or {}))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

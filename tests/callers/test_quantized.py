@@ -14,12 +14,13 @@ from torchao.quantization import (
     PerGroup,
     quantize_,
 )
-from transformers import PreTrainedModel
+from transformers import DeepseekV3ForCausalLM, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.callers.test_callers import BEAMS, GREEDY, assert_used_pool
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_same_tokens
 
 # int4 is what runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
@@ -59,6 +60,18 @@ def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
         assert_same_tokens(expected, model.generate(**inputs, **MODES[mode], **models.PAGED))
         assert_used_pool(model)
     assert hf_paged.last_route(model).road == ("hf_loop" if name == "t5" else "engine")
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4 in eights"])
+def test_torchao_where_latents_are_expanded(scheme: str) -> None:
+    """The weight that expands cached latents has functions of its own: it is no matrix to be multiplied elsewhere."""
+    model = tiny_model(DeepseekV3ForCausalLM)
+    eights = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8))
+    quantize_(model, SCHEMES["int8"]() if scheme == "int8" else eights)
+    inputs = models.padded_prompt("llama", LENGTHS)
+    expected = model.generate(**inputs, **GREEDY)
+    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
+    assert hf_paged.last_route(model).road == "engine"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

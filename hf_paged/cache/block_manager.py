@@ -62,10 +62,6 @@ class BlockManager:
     def num_total(self) -> int:
         return self.num_free + sum(group.pool.num_used for group in self.groups)
 
-    def num_needed(self, blocks: SequenceBlocks, num_tokens: int) -> int:
-        """Blocks that `append` takes, copy-on-write included."""
-        return sum(table.num_needed(num_tokens) for table in blocks.tables)
-
     def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
         """`GroupSpec.num_spanned` of each group, beside what `blocks` has of the tokens in front."""
         held = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
@@ -88,7 +84,7 @@ class BlockManager:
         return True
 
     def tables(self, group: int) -> Iterator[BlockTable]:
-        return (blocks.tables[group] for blocks in self._alive)
+        return (blocks.tables[group] for blocks in list(self._alive))  # a collected cache frees its own
 
     def new(self) -> SequenceBlocks:
         tables = (BlockTable(group.pool, size) for group, size in zip(self.groups, self._block_sizes))

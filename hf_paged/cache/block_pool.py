@@ -66,6 +66,13 @@ class BlockPool:
         self._refcounts.extend([0] * num_blocks)
         self._free.update((block_id, None) for block_id in range(first, first + num_blocks))
 
+    def shrink(self) -> None:
+        """Forgets the last blocks, as far as none of them is used."""
+        self.evict(self.num_cached)
+        while self._refcounts and not self._refcounts[-1]:
+            self._refcounts.pop()
+            del self._free[len(self._refcounts)]
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Raises
         `OutOfBlocksError`, having taken and evicted none."""

@@ -199,8 +199,6 @@ class PagedLayer(cache_utils.DynamicLayer):
 class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer):
     """A layer that looks back `sliding_window` tokens; stands for `DynamicSlidingWindowLayer`."""
 
-    is_sliding = True
-
     def __init__(self, group: LayerGroup, index: int) -> None:
         super().__init__(group, index)
         assert group.spec.window is not None
@@ -217,8 +215,6 @@ class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer)
     @record_past.setter
     def record_past(self, value: bool) -> None:
         self.group.record_past = value
-
-    lazy_initialization = PagedLayer.lazy_initialization
 
 
 class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):

@@ -62,6 +62,7 @@ class GroupMemory(BlockGroup):
         self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
         self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec)
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
+        self._is_short = False  # a layer got no memory for all blocks of the pool
 
     @property
     def block_bytes(self) -> int:
@@ -73,6 +74,11 @@ class GroupMemory(BlockGroup):
         as far as that allows before cached blocks are given up; without one it grows only when there are no more cached
         blocks, so that caching takes no memory beyond what the calls need."""
         memory, pool, config = self.memory, self.pool, self.memory.config
+        if self._is_short:  # those of the call that failed went back since
+            pool.shrink()
+            self.storage.capacity = pool.num_blocks
+            if not pool.num_blocks:
+                self.storage.layers.clear()
         has_budget = config.num_blocks is not None or config.memory_fraction is not None
         memory.make_place(num_blocks, self)
         missing = num_blocks - (pool.num_free if has_budget else pool.num_available)
@@ -121,10 +127,12 @@ class GroupMemory(BlockGroup):
             self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
             sizes = (x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
             self._expected_bytes = num_layers * self.block_size * sum(sizes)
+            self._is_short = True
             try:
                 layer = self.storage.make(index, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
+            self._is_short = False
             return layer
 
     def live_tables(self) -> Iterable[BlockTable]:

@@ -63,10 +63,10 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_begun(self, context_len: int) -> int | None:
-        """Tables that a step behind `context_len` positions writes to; `None` if one of them holds tokens already."""
+        """Tables with blocks that a step behind `context_len` positions writes to; `None` if one has content."""
         step = self.packed
         if step is None:
-            return None if context_len else len(self.rows.held)
+            return None if context_len else sum(bool(table.block_ids) for table in self.tables)
         query_lens = tuple(end - start for start, end in itertools.pairwise(step.query_start))
         return step.num_rows if step.seq_lens == query_lens else None
 
@@ -82,18 +82,17 @@ class LayerGroup:
                     f"{batch_size} x {query_len} states came in a packed step of {self.packed.num_tokens} tokens"
                 )
             return self.packed
+        if (self.length or self.rows.held) and batch_size != len(self.rows.held):
+            raise ValueError(f"the cache holds {len(self.rows.held)} rows, but keys of {batch_size} rows came")
         if not self.paddings and not self.length:  # begins with empty rows
             (paddings, expected_length), self.expected_paddings = self.expected_paddings or ((), 0), None
             is_expected = len(paddings) == batch_size and expected_length == query_len
             self.paddings = paddings if is_expected else (0,) * batch_size
             if not self.rows.held:
                 self.rows.held = [self.rows.manager.new() for _ in range(batch_size)]
-        if batch_size != len(self.rows.held):
-            raise ValueError(f"the cache holds {len(self.rows.held)} rows, but keys of {batch_size} rows came")
         length, step = context_len + query_len, self._step
-        if step is not None and step.query_len == query_len and step.columns is not None:
-            if step.columns.stop == length:
-                return step
+        if step is not None and step.query_len == query_len and step.columns and step.columns.stop == length:
+            return step
         tables = self.tables
         has_room = (padding + table.num_tokens >= length for table, padding in zip(tables, self.paddings))
         if self.rows.borrows and context_len == self.length and all(has_room):
@@ -217,6 +216,7 @@ class LayerGroup:
         for table, padding in zip(tables, self.paddings):
             table.truncate(max(0, length - padding))
         self.length = min(self.length, length)
+        self.paddings = tuple(min(padding, length) for padding in self.paddings) if length else ()
         if self.spec.window is not None:
             self._drop_outside_window(tables, self.length)
         self.forget_steps()

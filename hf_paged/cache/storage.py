@@ -167,18 +167,16 @@ class Storage:
 
     def grow(self, num_blocks: int, exactly: bool = False) -> None:
         """Makes room for `num_blocks` blocks in every layer; half as much again as there was, unless `exactly`."""
-        self.capacity = max(self.capacity, num_blocks)
         for index, layer in self.layers.items():
             rows = layer.keys.shape[0]
-            if rows < self.capacity:
-                wanted = self.capacity if exactly else max(self.capacity, rows + rows // 2)
+            if rows < num_blocks:
+                wanted = num_blocks if exactly else max(num_blocks, rows + rows // 2)
                 try:
                     grown = layer.grown(wanted)
                 except (MemoryError, RuntimeError):  # torch raises the latter
-                    if wanted == self.capacity:
-                        raise
-                    grown = layer.grown(self.capacity)
+                    grown = layer.grown(num_blocks)
                 self.layers[index] = grown
+        self.capacity = max(self.capacity, num_blocks)
 
     def find(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks | None:
         layer = self.layers.get(index)

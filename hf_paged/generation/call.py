@@ -288,9 +288,10 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence,
             if not count:
                 break
             if not loop.blocks.append(sequence.blocks, count):
+                needed = sum(table.num_needed(count) for table in sequence.blocks.tables)
                 raise OutOfBlocksError(
-                    f"needs {loop.blocks.num_needed(sequence.blocks, count)} blocks for the cache that is returned, "
-                    f"{loop.blocks.num_free} are free: raise `num_blocks`"
+                    f"needs {needed} blocks for the cache that is returned, {loop.blocks.num_free} are free: raise "
+                    "`num_blocks`"
                 )
             sequence.num_computed_tokens += count
             items.append((sequence, count))

@@ -142,3 +142,18 @@ def test_item_16_a_write_to_a_block_that_others_read_is_seen_ever_after() -> Non
             pool.note_write([own, block_id])
         with pytest.raises(AssertionError, match=message):
             pool.check_integrity(tables)
+
+
+def test_a_pool_shrinks_to_its_last_used_block() -> None:
+    pool = BlockPool(4)
+    first, second, third, _ = pool.allocate(4)
+    pool.keep(third, lambda block_id: None)
+    pool.release([first, third, 3])
+    pool.shrink()
+    assert (pool.num_blocks, pool.num_free, pool.num_cached, pool.states()) == (2, 1, 0, [0, 1])
+    pool.check_integrity([[second]])
+    pool.release([second])
+    pool.shrink()
+    assert pool.num_blocks == 0
+    pool.grow(2)
+    assert pool.allocate(2) == [0, 1]

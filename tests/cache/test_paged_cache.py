@@ -11,9 +11,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
 
+import hf_paged
 from hf_paged import OutOfBlocksError, PagedCache
+from hf_paged.cache import storage
 
 TINY = dict(
     vocab_size=64,
@@ -28,6 +37,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "full": LlamaConfig(**TINY),
     "window": MistralConfig(**TINY, sliding_window=11),
 }
+MIXED = Gemma3TextConfig(**TINY, layer_types=["sliding_attention", "full_attention", "full_attention"])
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -386,3 +396,74 @@ def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded() -> Non
     with pytest.raises(ValueError, match=r"starts with 9 tokens where another of its kind holds 5, .* first \(0, 2\)"):
         cache.update(keys[9], keys[9], 1)
     cache.check_integrity()
+
+
+def test_a_group_that_was_given_another_batch_size_first_is_as_it_was() -> None:
+    cache, keys = PagedCache(MIXED, {"block_size": 8}), torch.randn(2, 2, 5, 8)
+    cache.update(keys, keys, 0)
+    with pytest.raises(ValueError, match="holds 2 rows, but keys of 1 rows came"):
+        cache.update(keys[:1], keys[:1], 1)
+    cache.update(keys, keys, 1)
+    assert torch.equal(cache.layers[1].keys + 0, keys)
+
+
+def test_another_dtype_in_a_second_group_leaves_caches_of_fewer_rows_alone() -> None:
+    held = PagedCache(MIXED, {"block_size": 8})
+    other = PagedCache(MIXED, memory=held.memory)
+    keys = torch.randn(1, 2, 5, 8)
+    for index in (0, 1):
+        held.update(keys, keys, index)
+    for index in (0, 1):
+        other.update(*2 * [torch.zeros(3, 2, 5, 8, dtype=torch.float64)], index)
+    for layer in held.layers[:2]:
+        assert torch.equal(layer.keys + 0, keys)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_crop_forgets_the_padding_that_it_removes(length: int) -> None:
+    cache, chunks = PagedCache(paged_config={"block_size": 8}), [torch.randn(2, 2, n, 4) for n in (5, 6)]
+    cache.expect_padding((3, 0), 5)
+    cache.update(chunks[0], chunks[0], 0)
+    cache.crop(length - 5)
+    keys, _ = cache.update(chunks[1], chunks[1], 0)
+    assert torch.equal((keys + 0)[:, :, length:], chunks[1])
+    assert torch.equal(cache.layers[0].keys[:, :, length:], chunks[1])
+
+
+def test_a_step_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_blocks(monkeypatch, 60)
+    cache = PagedCache(paged_config={"block_size": 8})
+    for rows, length in ((1, 5), (9, 90), (2, 90)):
+        states = torch.ones(rows, 1, length, 4)
+        for index in (0, 1):
+            if rows == 9:
+                with pytest.raises(OutOfBlocksError, match="more blocks of 8 tokens, for which there is no memory"):
+                    cache.update(states, states, index)
+            else:
+                cache.update(states, states, index)
+        cache.check_integrity()
+        cache.reset()
+
+
+def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["full"]).eval()
+    options = dict(max_new_tokens=4, eos_token_id=None, pad_token_id=0, cache_config={"block_size": 8})
+    plain = model.generate(tokens(2, 30), **options | {"cache_config": None})
+    options["cache_implementation"] = "paged"
+    limit_blocks(monkeypatch, 60)
+    with pytest.raises(OutOfBlocksError, match="for which there is no memory"):
+        model.generate(tokens(8, 120), **options)
+    assert torch.equal(model.generate(tokens(2, 30), **options), plain)
+    hf_paged.check_integrity(model)
+
+
+def limit_blocks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """There is no memory for more blocks of a layer."""
+    right = storage._empty
+
+    def empty(shape: tuple[int, ...], *args: Any) -> torch.Tensor:
+        if shape[0] > most:
+            raise RuntimeError("can't allocate memory")
+        return right(shape, *args)
+
+    monkeypatch.setattr(storage, "_empty", empty)

@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = _load()
-        for name in ("attention", "store", "hash", "draw"):
+        for name in ("attention", "store", "gather", "hash", "draw"):
             getattr(loaded, f"hf_paged_{name}").argtypes = [ctypes.c_char_p]
         return loaded
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:

@@ -31,7 +31,7 @@ from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.capability import Layout
+from ..model.capability import Layout, is_stock
 from ..model.registry import note_route, route_of
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
-# What transformers passes beside the inputs and the engine has no use for, or looks at.
+# What the engine has no use for, or looks at; so with a Trainer's labels, where transformers' own code drops them.
 _KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
 
@@ -113,7 +113,7 @@ class Call:
         else:
             self.reason = "the caller's PagedCache is used"
         if config.output_attentions:
-            self.reason += "; keys and values are gathered, since only the model's own attention returns its weights"
+            self.reason += "; the model's own attention runs, since only that returns its weights"
         elif not self.reads_in_place:
             self.reads_in_place = True
             if self.is_running:
@@ -190,7 +190,8 @@ class BatchCall:
             yield f"use_cache is {given['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             yield "is_assistant, prefill_chunk_size or low_memory is set"
-        if other := [name for name, value in given.items() if name not in _KNOWN_INPUTS and not _is_unset(value)]:
+        known = _KNOWN_INPUTS | ({"labels"} if is_stock(self.call.model, "prepare_inputs_for_generation") else set())
+        if other := [name for name, value in given.items() if name not in known and not _is_unset(value)]:
             yield f"model inputs other than token ids: {', '.join(sorted(other))}"
         if (keep := given.get("logits_to_keep")) is not None and not (isinstance(keep, int) and keep == 1):
             yield "logits_to_keep is set"

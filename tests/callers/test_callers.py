@@ -152,6 +152,37 @@ def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> No
     assert_used_pool(model)
 
 
+def test_seq2seq_trainer_runs_a_decoder_on_the_engine(tmp_path: Path) -> None:
+    """The trainer hands `generate` the labels, too; transformers' own preparation of inputs drops them."""
+    predictions, pairs = [], Pairs()
+    pairs.labels = pairs.inputs
+    for paged in (False, True):
+        model = models.build("llama")
+        if paged:
+            model.generation_config.cache_implementation = "paged"
+        trainer = seq2seq_trainer(model, tmp_path, num_beams=1)
+        predictions.append(torch.tensor(trainer.predict(pairs).predictions))
+    assert_same_tokens(*predictions)
+    assert_used_pool(model)
+    assert hf_paged.last_route(model).road == "engine"
+
+
+def test_labels_that_a_model_itself_prepares_stay_off_the_engine() -> None:
+    class Own(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+            prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
+            if labels is not None and kwargs.get("is_first_iteration"):
+                prepared["input_ids"] = labels
+            return prepared
+
+    model, inputs = models.build("llama"), models.prompt("llama")
+    model.__class__ = Own
+    inputs["labels"] = inputs["input_ids"].flip(0)
+    expected = model.generate(**inputs, max_new_tokens=6)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, **models.PAGED), expected)
+    assert "model inputs other than token ids: labels" in hf_paged.last_route(model).reason
+
+
 def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:
     """A call leaves nothing behind that changes a training step."""
     gradients = []

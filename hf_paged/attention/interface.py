@@ -39,8 +39,7 @@ def paged_mask(**arguments: Any) -> Tensor | None:
     if make not in switch.STOCK_MASKS:
         return None if make is None else make(**arguments)
     mask = PagedMask(arguments, implementation)
-    observe = mask_observer.get()
-    if observe is not None:
+    if observe := mask_observer.get():
         observe(mask)
     return mask
 
@@ -154,8 +153,7 @@ def _features(module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict
             return None
         sinks = None
     elif function not in switch.STOCK_FUNCTIONS:  # a file's eager one
-        does = switch.eager_features(function)
-        if does is None:
+        if (does := switch.eager_features(function)) is None:
             return None
         softcap = softcap if "softcap" in does else None
         sinks = getattr(module, "sinks", None) if "sinks" in does else None

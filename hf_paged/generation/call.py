@@ -123,8 +123,7 @@ class Call:
         modules = list(self.model.modules())
         wrap_expansions(modules)
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
-        foreign = foreign_attention(modules)
-        if foreign is not None:
+        if foreign := foreign_attention(modules):
             self.reason += f"; keys and values are gathered: {foreign}"
             return  # what it makes of padding is not known either, so that is stored
         self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
@@ -136,8 +135,7 @@ class Call:
         config = self.model.config.get_text_config(decoder=True)
         if getattr(config, "cross_attention_layers", None):  # what those hold is not the text that is padded
             return
-        columns = mask.visible_columns
-        if columns is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
+        if (columns := mask.visible_columns) is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
             return
         for cache in self.built:
             if cache.kind == "self" and cache.is_empty:
@@ -234,8 +232,7 @@ class BatchCall:
             while not generation.is_done:
                 loop.step(window)
                 while loop.untold:
-                    error = loop.untold.popleft().error
-                    if error is not None:
+                    if (error := loop.untold.popleft().error) is not None:
                         raise error
             return self._result(loop, generation)
         finally:

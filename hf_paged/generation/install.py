@@ -208,11 +208,9 @@ def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: A
     with held(), running:
         if call is not None and call.model is model and call.built:
             arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-            batch = batch_of(call, original.__name__, arguments)
-            if batch is not None:
+            if batch := batch_of(call, original.__name__, arguments):
                 return batch.run()
-            streamer = arguments.get("streamer")
-            if isinstance(streamer, RowStreamers):
+            if isinstance(streamer := arguments.get("streamer"), RowStreamers):
                 kwargs["stopping_criteria"] = ObservedCriteria(arguments["stopping_criteria"], streamer)
         with let_in():
             return original(model, *args, **kwargs)

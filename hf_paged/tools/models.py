@@ -193,8 +193,7 @@ def find_route(model: PreTrainedModel) -> Route:
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
     unsupported = "the model has an encoder"
     if len(built) == 1:
-        checked = _check_forwards(model, built[0])
-        if checked is None:
+        if (checked := _check_forwards(model, built[0])) is None:
             reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
             return Route("undecided", reason, in_place)
         layout, what = checked

@@ -252,7 +252,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         PagedLayer.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._linear.reorder_cache(self, torch.arange(num_state_rows(self)).repeat_interleave(repeats))
+        self._linear.reorder_cache(self, torch.arange(num_state_rows(self), device="cpu").repeat_interleave(repeats))
         PagedLayer.batch_repeat_interleave(self, repeats)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

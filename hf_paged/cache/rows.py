@@ -224,7 +224,7 @@ class LayerGroup:
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
     """An array's buffer becomes a tensor three times as fast as a list does."""
-    return torch.frombuffer(values, dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
+    return (torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")).view(shape)
 
 
 class CacheRows:

@@ -206,7 +206,7 @@ class Storage:
         return layer
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        pairs = torch.tensor(copies)
+        pairs = torch.tensor(copies, device="cpu")
         for layer in self.layers.values():
             for tensor in layer.data:
                 sources, targets = pairs.to(tensor.device).unbind(1)

@@ -318,7 +318,7 @@ def _step_logits(
 def _difference(model: PreTrainedModel, cache: PagedCache, plain: Tensor, packed: Tensor, what: str) -> str | None:
     """How far logits `(n, vocab_size)` are apart, if that is too far; NaN and infinities must agree."""
     plain, packed, finite = plain.float(), packed.float(), plain.isfinite()
-    gap = torch.full((len(plain),), float("inf"))
+    gap = torch.full((len(plain),), float("inf"), device=plain.device)
     if torch.equal(finite, packed.isfinite()):  # root mean square of each row, in standard deviations
         gap = torch.where(finite, plain - packed, 0.0).square().mean(1).sqrt() / plain[finite].std().clamp_min(1e-6)
     computed = autocast_dtype(model.device) or model.dtype  # some models widen their logits
@@ -336,6 +336,6 @@ def _test_tokens(model: PreTrainedModel) -> Tensor:
     values = (value for name, value in {**vars(model.config), **vars(config)}.items() if name.endswith("token_id"))
     special = {value for value in values if isinstance(value, int)}
     vocab_size = min(model.get_input_embeddings().weight.shape[0], getattr(config, "vocab_size", 1 << 30))
-    usable = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special])
-    chosen = torch.randint(len(usable), (3, _LENGTH), generator=torch.Generator().manual_seed(0))
-    return usable[chosen].to(model.device)
+    usable = [token for token in range(min(vocab_size, 4096)) if token not in special]
+    chosen = torch.randint(len(usable), (3, _LENGTH), generator=torch.Generator().manual_seed(0), device="cpu")
+    return torch.tensor(usable, device="cpu")[chosen].to(model.device)

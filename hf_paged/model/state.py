@@ -283,7 +283,7 @@ def _line(tensor: Tensor, chance: random.Random) -> memoryview:
     storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     size = min(tensor.nbytes, storage.nbytes() - start)  # expanded tensors hold less than they have
     first = start + chance.randrange(max(1, size - LINE + 1))
-    found = torch.empty(0, dtype=torch.uint8).set_(storage, first, (min(LINE, start + size - first),))
+    found = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, first, (min(LINE, start + size - first),))
     return memoryview(found.numpy())
 
 

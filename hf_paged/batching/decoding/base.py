@@ -69,7 +69,7 @@ class StopChecker:
         if self.max_length is not None and length >= self.max_length:
             return "length"
         if self._positions is not None and length > self._positions.max_position_embeddings:
-            self._positions(torch.zeros((1, length), dtype=torch.long), None)
+            self._positions(torch.zeros((1, length), dtype=torch.long, device="cpu"), None)
             self._positions = None
         return None
 

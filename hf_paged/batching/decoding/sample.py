@@ -186,7 +186,7 @@ class SampleDecoding(Decoding):
             with let_in(waiting=False):
                 if isinstance(self.streamer, RowStreamers):
                     self.streamer.ending.update(newly)
-                self.streamer.put(torch.tensor(tokens))
+                self.streamer.put(torch.tensor(tokens, device="cpu"))
                 if self.is_done:
                     self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)

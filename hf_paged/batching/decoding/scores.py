@@ -158,7 +158,7 @@ def argmax(scores: Tensor) -> Tensor:
         scores = torch.nn.functional.pad(scores, (0, -vocab % CHUNK), value=float("-inf"))
     chunks = scores.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
     first = chunks.amax(dim=-1).argmax(dim=-1)  # [rows]
-    return first * CHUNK + chunks[torch.arange(rows), first].argmax(dim=-1)
+    return first * CHUNK + chunks[torch.arange(rows, device="cpu"), first].argmax(dim=-1)
 
 
 def invert(probs: Tensor) -> Tensor:

@@ -284,7 +284,7 @@ def _send(tokens: Tensor) -> Callable[[], list[int]]:
         found: list[int] = tokens.tolist()
         return lambda: found
     with torch.cuda.device(tokens.device):
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
         host.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()

@@ -47,7 +47,7 @@ class TableRows:
         self._known: list[list[int]] = []
         self._width = 0
         self._buffer = array("i")
-        self._tensor = torch.empty(0, 0, dtype=torch.int32)
+        self._tensor = torch.empty(0, 0, dtype=torch.int32, device="cpu")
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
         """`(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""

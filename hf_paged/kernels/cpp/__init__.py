@@ -49,7 +49,7 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
 
 def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
     """`None`, and nothing drawn, for probabilities that torch refuses."""
-    drawn = torch.empty(len(probs), dtype=torch.int64)
+    drawn = torch.empty(len(probs), dtype=torch.int64, device="cpu")
     with _lock:  # reading, drawing and writing back are one act
         state = generator.get_state()
         if kernel("draw")(_DRAW_CALL.pack(probs.data_ptr(), *probs.shape, state.data_ptr(), drawn.data_ptr())):
@@ -65,7 +65,7 @@ def _agrees() -> bool:
     generator.manual_seed(0)
     if not is_available() or generator.get_state().nbytes != _STATE_BYTES:
         return False
-    probs = torch.randn((5, 777), generator=generator).mul_(3).softmax(dim=-1)
+    probs = torch.randn((5, 777), generator=generator, device="cpu").mul_(3).softmax(dim=-1)
     other = generator.clone_state()
     for _ in range(3):
         expected = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)

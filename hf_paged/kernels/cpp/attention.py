@@ -225,7 +225,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
 def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
     """What the kernel is told of a step, the same for all layers, and the tensors that this names."""
     tables, columns = step.block_tables.to("cpu", torch.int32).contiguous(), step.columns
-    origins = torch.tensor(step.origins, dtype=torch.int32)
+    origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
     assert columns is not None and len(origins) == len(tables) == step.num_rows
     packed = _GATHER_STEP.pack(
         *(tables.data_ptr(), origins.data_ptr(), step.num_rows, columns.start, len(columns)),

@@ -1,0 +1,69 @@
+"""Tensors of ours lie where the model or the host needs them, whatever device a caller made torch's default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import BaseStreamer
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from tests.support import models
+from tests.support.checks import assert_same_tokens
+from tests.support.engine_helpers import build_bloom
+
+# its tensors have no numbers: none of ours may be one
+DEFAULT = "meta"
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 12},
+    "greedy_eos": {"do_sample": False, "max_new_tokens": 16, "eos_token_id": list(range(20, 40))},
+    "samples": {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_a_call_under_another_default_device(name: str, mode: str) -> None:
+    model = build_bloom() if name == "bloom" else models.build(name)
+    inputs, found = models.padded_prompt("llama", (60, 3, 33, 9)), []
+    for options in ({}, models.PAGED, models.PAGED):  # the second finds cached blocks, where there are any
+        torch.manual_seed(0)
+        with torch.device(DEFAULT):
+            found.append(model.generate(**inputs, **MODES[mode], **options))
+    for tokens in found[1:]:
+        assert_same_tokens(found[0], tokens)
+    route = hf_paged.last_route(model)
+    assert route.road == "engine" and ("packed forwards" in route.reason) == (name == "llama")
+
+
+class Devices(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.device.type)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_an_engine_under_another_default_device(name: str, preemption: str) -> None:
+    model, streamer = build_bloom() if name == "bloom" else models.build(name), Devices()
+    prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (30, 9, 22)]
+    options = {**MODES["greedy"], "max_new_tokens": 20}
+    expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    with (
+        torch.device(DEFAULT),
+        PagedEngine(model, PagedConfig(block_size=8, num_blocks=11, preemption=preemption)) as e,
+    ):
+        results = e.generate(prompts, options, return_logprobs=True)
+        assert e.stats().num_preemptions
+        e.generate(prompts[:1], options, streamer=streamer)
+        sampled = e.generate(prompts[:1], {**options, "do_sample": True}, seed=3)
+    assert [result.error for result in (*results, *sampled)] == [None] * 4
+    assert [result.token_ids for result in results] == expected
+    assert set(streamer.seen) == {"cpu"}

@@ -158,7 +158,8 @@ def rectangle_step(
     if pattern is None or sizes != (query_len, len(columns), columns.start):
         return None
     visible = mask.visible_columns
-    if visible is None or (pattern.chunk is not None and query_len > 1):
+    # implementations differ in what a row gets that sees nothing
+    if visible is None or 0 in visible[1] or (pattern.chunk is not None and query_len > 1):
         return None
     is_last = arguments.get("q_offset", 0) == columns.stop - query_len
     if pattern.causal and not (is_last and all(end >= columns.stop for end in visible[1])):

@@ -13,6 +13,7 @@ from transformers import DynamicCache, Gemma3TextConfig, MllamaConfig, MllamaFor
 
 import hf_paged
 from hf_paged import PagedCache
+from tests.support import models
 
 HEADS, DIM = 2, 4
 CROSS_TOKENS = 10  # of `image_inputs`: 2 tiles of 2 x 2 patches and a class token
@@ -276,3 +277,14 @@ def test_item_16_mllama_gives_plain_tokens(length: int, padding: int) -> None:
             )
         assert torch.equal(*calls), f"{options}: {calls}"
     hf_paged.check_integrity(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_row_whose_text_is_all_padding(name: str, options: dict[str, Any]) -> None:
+    """As where a batch is filled up with empty texts: T5 then attends to all alike."""
+    model, inputs = models.build(name), models.prompt(name, length=20)
+    inputs["attention_mask"][0] = 0
+    options = {**options, "do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), expected)

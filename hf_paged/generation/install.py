@@ -228,7 +228,7 @@ _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @functools.wraps(getattr(original, "__wrapped__", original))  # as before: `generate` without its `no_grad`
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 

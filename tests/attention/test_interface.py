@@ -189,7 +189,9 @@ def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
     assert GenerationMixin.generate is wrapped
     hf_paged.uninstall()
     try:
-        assert GenerationMixin.generate is wrapped.__wrapped__
+        undone = GenerationMixin.generate
+        assert undone is not wrapped and "hf_paged" not in undone.__code__.co_filename
+        assert undone.__wrapped__ is wrapped.__wrapped__  # without `no_grad`
         assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     finally:
         hf_paged.install()

@@ -121,8 +121,7 @@ def check_ids(value: Any) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` for options that are no numbers; with `check_range`, also for counts that are bools or below
-    1."""
+    """Raises `ValueError` for options that are no numbers; with `check_range`, for bools and counts below 1, too."""
     for name in _COUNTS:
         value = options.get(name)
         is_count = isinstance(value, Integral) and (not check_range or (is_whole(value) and int(value) >= 1))

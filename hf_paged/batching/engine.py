@@ -97,7 +97,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         Raises:
             ValueError: for an empty prompt, ids outside the vocabulary, an id in use, an unknown adapter, arguments of
                 another type or outside their limits, options that contradict each other, that only `generate` serves
-                or that the engine's config decides.
+                or that the engine's config decides, and under another autocast than unfinished requests have.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer

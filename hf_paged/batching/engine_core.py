@@ -74,7 +74,7 @@ class EngineCore:
             with self.lock:
                 name, salt = options.request_id, options.cache_salt
                 check_names(name, options.adapter)
-                self._check_layer_groups()
+                self._check_fits_unfinished()
                 if name in self.requests:
                     raise ValueError(f"request id {name!r} is in use by an unfinished request: choose another")
                 options = dataclasses.replace(
@@ -221,9 +221,14 @@ class EngineCore:
             self._note_route()
         return self.loop
 
-    def _check_layer_groups(self) -> None:
-        """Raises `ValueError` if the model now asks for other layer groups than its unfinished requests have."""
-        if not self.requests or _config_text(self.model) == self._config_text:
+    def _check_fits_unfinished(self) -> None:
+        """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""
+        if not self.requests or self.loop is None:
+            return
+        began, dtype = self.loop.executor.autocast, autocast_dtype(self.model.device)
+        if dtype != began:
+            raise ValueError(f"autocast to {dtype} here, to {began} in unfinished requests: add it after their end")
+        if _config_text(self.model) == self._config_text:
             return  # as nearly always, and quickly known
         before, now = self._made_for[0], _layers(empty_cache(self.model, self.memory))
         if now != before:

@@ -111,7 +111,7 @@ class EngineStats:
     Args:
         num_blocks (`int`, *optional*): Blocks that may be in use at once; `None`: no limit was set.
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence; by more than one;
-            kept for the prefix cache; the most that were ever held.
+            kept for the prefix cache; the most that were held since `PagedEngine.memory` was made.
         used_bytes, peak_bytes (`int`): Bytes of those blocks over all layers.
         waste_percent (`float`): Slots allocated and not used at the peak.
         num_running, num_waiting (`int`): Requests in the batch, and waiting for room.

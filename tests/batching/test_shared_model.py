@@ -76,6 +76,23 @@ def test_forwards_compute_as_when_the_request_was_added() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
+def test_a_request_of_another_precision_does_not_join_unfinished_ones(first: bool) -> None:
+    """It would be computed in theirs."""
+    model, prompts = models.build("llama"), models.token_ids(2, 9).tolist()
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
+            engine.add_request(prompts[0], GREEDY)
+            engine.step()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not first):
+            with pytest.raises(ValueError, match="autocast to"):
+                engine.add_request(prompts[1], GREEDY)
+            while engine.has_unfinished:
+                engine.step()
+            assert engine.generate([prompts[1]], GREEDY)[0].error is None
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("first", [True, False])
 def test_a_verdict_under_autocast_is_not_one_outside(first: bool) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     for enabled in (first, not first):

@@ -89,9 +89,8 @@ def _constants(processor: Any) -> tuple[Any, ...]:
 
 
 class BatchableProcessors:
-    """Processors of a one-row decoding that can run together with those of others of equal `key`: these differ at most
-    in which tokens were `seen` and in numbers that `together` takes one a row. `bound` act where `_LENGTH_BOUND`
-    says."""
+    """Processors of a one-row decoding that run together with those of others of equal `key`, which differ at most in
+    the tokens that were `seen` and in numbers that `together` takes one a row. `bound`: those of `_LENGTH_BOUND`."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors = [p for p in processors if type(p) not in _LENGTH_BOUND]

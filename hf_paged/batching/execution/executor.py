@@ -168,15 +168,14 @@ class Executor:
     def begin(self, check_weights: bool = True, switch_attention: bool = True) -> None:
         """Called first, and while nothing is in flight. Without `check_weights` neither the prefix cache nor graphs are
         used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`."""
-        self._autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
+        self.autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
         self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
         self._checks_weights, self._switches_attention = check_weights, switch_attention
-        self.guard.begin(check_weights, self._autocast)
+        self.guard.begin(check_weights, self.autocast)
         self._forget_model()
 
     def open(self, window: Window) -> None:
-        """Before the first step of a window: if other code changed the model, as far as a quick look tells, forgets the
-        prefix cache and graphs."""
+        """Before the first step of a window: forgets cached prefixes and graphs if a quick look finds another model."""
         if not window.is_open:
             with self.lock:
                 self.guard.open()
@@ -269,9 +268,9 @@ class Executor:
             return self.runner.run_ahead(sequences, known, adapter)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None and autocast_dtype(self.model.device) is None:
+        if self.autocast is None and autocast_dtype(self.model.device) is None:
             return contextlib.nullcontext()  # `torch.autocast` would clear its cache of weights in every step
-        return torch.autocast(self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        return torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
 
 def _tails(sequence: Sequence) -> list[int]:

@@ -38,8 +38,7 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """The latest `max_intervals` intervals of a scheduler's requests, about 250 bytes each, and one of each unfinished
-    one."""
+    """The latest `max_intervals` intervals of requests, about 250 bytes each, and one of each unfinished request."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far

@@ -477,6 +477,11 @@ def test_generate_without_its_no_grad_is_where_transformers_has_it() -> None:
     """`generate.__wrapped__` is how callers differentiate through the logits of new tokens."""
     model = models.get("llama")
     output = type(model).generate.__wrapped__(
-        model, models.token_ids(1, 5), max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
+        model,
+        models.token_ids(1, 5),
+        max_new_tokens=2,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     assert all(logits.requires_grad for logits in output.logits)

@@ -238,7 +238,7 @@ class DecodeGraphs:
 
 
 def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: list[Tensor]) -> None:
-    """The forward that is recorded, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills."""
+    """The recorded forward, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps())[0]

@@ -99,7 +99,7 @@ class PagedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain dict that a `GenerationConfig` stores and saves."""
-        return asdict(self)
+        return {name: value.item() if hasattr(value, "item") else value for name, value in asdict(self).items()}
 
 
 def check_cache_salt(value: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +78,8 @@ def test_unknown_keys_and_other_types_are_named() -> None:
 def test_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PagedConfig().block_size = 8  # type: ignore[misc]
+
+
+def test_numbers_of_numpy_can_be_saved() -> None:
+    config = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
+    assert json.loads(json.dumps(config.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()

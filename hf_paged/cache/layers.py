@@ -75,8 +75,9 @@ class PagedLayer(cache_utils.DynamicLayer):
             if needs_grad:
                 return key_states, value_states
             made = self.packed_handles
-            if step.columns is None and made is not None and made[0].layer is blocks and self._packed_look == look:
-                (made[0].step, made[0].fresh), (made[1].step, made[1].fresh) = (step, keys), (step, values)
+            if step.columns is None and made is not None and self._packed_look == look:
+                for handle, fresh, (stored, _) in zip(made, (keys, values), blocks.pair):
+                    handle.step, handle.layer, handle.blocks, handle.fresh = step, blocks, stored, fresh
                 return made
             made = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
             if step.columns is None:
@@ -222,8 +223,7 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         PagedLayer.__init__(self, group, index)
-        self.indexer_keys = None
-        self.indexer_position_ids = None
+        self.indexer_keys = self.indexer_position_ids = None
         self.is_indexer_initialized = False
 
     update = PagedLayer.update

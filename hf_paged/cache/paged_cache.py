@@ -152,9 +152,9 @@ class PagedCache(DynamicCache):
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
-            for layer in self.layers:  # their handles are used again; what these show goes now
+            for layer in self.layers:  # their handles are used again; what these show goes now, as blocks that grow do
                 for handle in getattr(layer, "packed_handles", None) or ():
-                    handle.step = handle.fresh = None
+                    handle.step = handle.fresh = handle.layer = handle.blocks = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

@@ -23,6 +23,7 @@ from transformers import (
 import hf_paged
 from hf_paged import OutOfBlocksError, PagedCache
 from hf_paged.cache import storage
+from hf_paged.step import StepMetadata
 
 TINY = dict(
     vocab_size=64,
@@ -467,3 +468,22 @@ def limit_blocks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
         return right(shape, *args)
 
     monkeypatch.setattr(storage, "_empty", empty)
+
+
+def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step() -> None:
+    cache, states = PagedCache(paged_config={"block_size": 8}), torch.randn(1, 2, 3, 4)
+    cache.update(states, states, 0)
+    cache.reset()
+    (group,) = cache.groups.values()
+    (block,) = group.blocks.take(1)
+    slots = torch.arange(3)[None] + 8 * block
+    step = StepMetadata.rectangle(torch.tensor([[block]], dtype=torch.int32), [3], 8, query_len=3, slots=slots)
+    storage = group.blocks.storage
+    for _ in range(2):
+        cache.begin([step])
+        keys, _ = cache.update(states, states, 0)
+        assert keys.blocks is storage.layers[0].keys and torch.equal(keys.blocks[block, :, :3], states[0])
+        cache.begin([None])
+        old = weakref.ref(storage.layers[0].keys)
+        storage.grow(storage.layers[0].keys.shape[0] + 1)
+        assert old() is None

@@ -175,10 +175,6 @@ class BlockManager:
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)
             return None
-        for copies, block_ids in zip(self._copies, taken):
-            if copies:  # the table that a queued copy was for has given the block back since
-                for block_id in block_ids:
-                    copies.pop(block_id, None)
         return taken
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
@@ -200,7 +196,10 @@ class BlockManager:
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Gives every block back. The sequence is no longer the manager's."""
-        for table in blocks.tables:
+        for copies, table in zip(self._copies, blocks.tables):
+            for block_id in table.block_ids if copies else ():
+                if table.pool.refcount(block_id) == 1:  # its next holder may write to it before a queued copy is made
+                    copies.pop(block_id, None)
             table.free()
         blocks.capacity = blocks.num_registered = 0
         blocks.node = None

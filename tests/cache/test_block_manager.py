@@ -184,6 +184,22 @@ def test_a_copy_whose_target_went_back_is_not_made() -> None:
     assert blocks.flush_copies() == 0 and made == []
 
 
+def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> None:
+    """A step that was interrupted leaves no copies to the next one: a cache of the same memory may hold the blocks."""
+    made: list[tuple[int, int]] = []
+    group = BlockGroup(BlockPool(3))
+    group.copy_blocks = made.extend  # type: ignore[method-assign]
+    blocks = BlockManager([group], SIZE)
+    first = blocks.new()
+    blocks.append(first, 6)
+    second = blocks.fork(first)
+    assert blocks.append(second, 1)
+    blocks.free(first)
+    blocks.free(second)
+    blocks.extend(0, [blocks.new().tables[0]], [(0, 12)])
+    assert blocks.flush_copies() == 0 and made == []
+
+
 def test_undo_step_forgets_what_was_never_computed() -> None:
     blocks = manager(None)
     blocks.index.begin_step()

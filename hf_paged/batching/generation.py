@@ -39,6 +39,9 @@ class Generation:
     new_tokens: dict[int, int] = field(default_factory=dict, init=False)  # of the last step, by row; empty for beams
     error: Exception | None = field(default=None, init=False)  # what ended it early
     is_closed: bool = field(default=False, init=False)  # its rows need no step any more
+    is_sampling: bool = field(default=False, init=False)  # it has the logits of all open rows, and no tokens yet
+    is_released: bool = field(default=False, init=False)  # the loop has given it back, for another to add it
+    whole: Generation | None = field(default=None, init=False)  # what this is a part of
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)  # of rows that wait for the others
 
     @property
@@ -52,13 +55,13 @@ class Generation:
     @property
     def can_split(self) -> bool:
         """Whether it has several requests, whose rows need not wait for one another."""
-        return len(self.requests) > 1 and not self.parts and self.decoding.can_split
+        return len(self.requests) > 1 and not (self.parts or self.is_sampling) and self.decoding.can_split
 
     def split(self) -> None:
         """From here on each row advances by itself, as one of `parts`; blocks and logits go over to these."""
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks)
-            part.is_closed = decoding.is_done
+            part.whole, part.is_closed = self, decoding.is_done
             if row in self.kept:
                 part.kept[0] = self.kept[row]
             if row in self._logits and not part.is_closed:

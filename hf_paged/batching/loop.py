@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
-from .decoding.base import SampledTokens
+from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
@@ -23,6 +23,9 @@ from .scheduling.scheduler import Scheduler, StepPlan
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
 _INTERRUPTED = "interrupted by {!r} while its token was chosen"
+
+Ready = list[tuple[Generation, Tensor]]
+"""Generations with the logits `(rows, vocab)` of all their open rows, in order."""
 
 
 class EngineStalledError(RuntimeError):
@@ -51,9 +54,27 @@ class StepLoop:
     def add(self, generation: Generation) -> None:
         """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
         with self.memory.lock:
-            self.scheduler.add(*generation.requests)
-            for row, (request, _) in enumerate(generation.rows):
-                self._rows.setdefault(request, []).append((generation, row))
+            self.scheduler.add(*(request for request in generation.requests if not request.is_finished))
+            for part in generation.parts or [generation]:
+                for row, (request, _) in enumerate(part.rows):
+                    if not request.is_finished:
+                        self._rows.setdefault(request, []).append((part, row))
+            self._split += generation.parts
+
+    def release(self, generation: Generation) -> None:
+        """Between steps: takes out an unfinished generation, with nothing computed, for another loop to `add`."""
+        with self.memory.lock:
+            for request in generation.requests:
+                if self._rows.pop(request, None) is not None:
+                    self.scheduler.withdraw(request)
+            self._split = [part for part in self._split if part.whole is not generation]
+        generation.is_released = True
+
+    @property
+    def first_waiting(self) -> Generation | None:
+        """Whose request is to be admitted next."""
+        request = self.scheduler.first_waiting
+        return None if request is None else self._rows[request][0][0]
 
     def drop(self, generation: Generation) -> None:
         for part in generation.parts:
@@ -81,14 +102,8 @@ class StepLoop:
         self.executor.open(window)
         try:
             with self.executor.attention():
-                batch, logits = self._compute()
-                interrupt = self._sample(batch, logits)
-            self._idle_steps = 0 if batch.items or self.untold else self._idle_steps + 1
-            self._fruitless_steps = 0 if self.untold or not batch.preempted else self._fruitless_steps + 1
-            if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
-                steps = max(self._idle_steps, self._fruitless_steps)
-                blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks can be had"
-                raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {blocks}")
+                ready = self.compute(self.untold)
+                interrupt = self.sample(ready, self.untold, self.executor.fetch_while_running_ahead(ready))
             if not self.scheduler.has_unfinished:
                 self.executor.ahead.clear()
             self.num_steps += 1
@@ -101,37 +116,86 @@ class StepLoop:
             self.executor.leave(window)
             raise
 
-    def _compute(self) -> tuple[StepPlan, Tensor | None]:
+    def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:
+        """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows have
+        their logits now; those whose forward failed are added to `untold` or, if it `isolates` and there are several,
+        released. Raises as `step`."""
+        batch, logits = self._compute(untold, isolates)
+        try:
+            ready = self._deliver(batch, logits)
+        except BaseException as cause:  # out of memory, say
+            lost = self._generations_of([sequence for sequence, _ in batch.items if not sequence.num_to_compute])
+            self._fail_all(lost, cause, untold)
+            raise
+        has_news = bool(ready or untold)
+        self._idle_steps = 0 if batch.items or has_news else self._idle_steps + 1
+        self._fruitless_steps = 0 if has_news or not batch.preempted else self._fruitless_steps + 1
+        if self._idle_steps >= MAX_IDLE_STEPS or self._fruitless_steps >= MAX_FRUITLESS_STEPS:
+            steps = max(self._idle_steps, self._fruitless_steps)
+            blocks = f"{self.blocks.num_free} of {self.blocks.num_total} blocks can be had"
+            raise EngineStalledError(f"no token for {steps} steps: {self.scheduler!r}, {blocks}")
+        return ready
+
+    def sample(self, ready: Ready, untold: deque[Generation], fetch: Fetch | None = None) -> BaseException | None:
+        """The next tokens of generations that `compute` returned, which are added to `untold`; `fetch` is
+        `sample_step`'s. Returns what interrupted a caller's own code. Another thread may compute others meanwhile."""
+        interrupt: BaseException | None = None
+        try:
+            results: list[Any] = sample_step([(generation.decoding, taken) for generation, taken in ready], fetch)
+            for (generation, _), result in zip(ready, results):
+                error = result if isinstance(result, BaseException) else self._unknown_token(result)
+                if error is not None:
+                    interrupt = self._fail(generation, error, untold) or interrupt
+                else:
+                    with self.memory.lock:
+                        self._apply(generation, result)
+                    generation.is_sampling = False
+                    untold.append(generation)
+        except BaseException as cause:  # how far those that are not settled came is not known
+            self._fail_all([generation for generation, _ in ready], cause, untold)
+            raise
+        return interrupt
+
+    def _compute(self, untold: deque[Generation], isolates: bool) -> tuple[StepPlan, Tensor | None]:
         """What was scheduled, and its logits, unless there was nothing to compute or that failed."""
         with self.executor.lock:
-            with self.memory.lock:
+            with self.memory.lock:  # no other thread changes tables before the copies that they await are made
                 batch = self.scheduler.schedule()
-            try:
-                with self.memory.lock:
+                try:
                     self.blocks.flush_copies()
                     self.memory.note_peak()
+                except BaseException:
+                    self.undo_step()
+                    raise
+            try:
                 self.executor.notice_model()  # a hit may have been looked into
                 self._loosen(batch.preempted)
-                logits = self._run(batch) if batch.items else None
+                logits = self._run(batch, untold, isolates) if batch.items else None
             except BaseException:
-                self._fail_step()
+                self.undo_step()
                 raise
         now = time.perf_counter()
         for request in batch.admitted:
             request.admitted_at = now if request.admitted_at is None else request.admitted_at
         return batch, logits
 
-    def _run(self, batch: StepPlan) -> Tensor | None:
+    def _run(self, batch: StepPlan, untold: deque[Generation], isolates: bool) -> Tensor | None:
         start = time.perf_counter()
         try:
             logits = self.executor.run(batch.items)
         except Exception as error:
-            self._fail_step()
+            self.undo_step()
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
+            wholes = dict.fromkeys(generation.whole or generation for generation in failed)
+            if isolates and len(wholes) > 1:
+                for generation in wholes:
+                    if not any(part.is_sampling for part in (generation, *generation.parts)):
+                        self.release(generation)
+                return None
             for generation in failed:
-                self._fail(generation, error)
+                self._fail(generation, error, untold)
             return None
         num_tokens = sum(count for _, count in batch.items)
         cost = self.scheduler.preemption.cost
@@ -139,40 +203,14 @@ class StepLoop:
             cost.observe_prefill(num_tokens, time.perf_counter() - start)
         return logits
 
-    def _fail_step(self) -> None:
+    def undo_step(self) -> None:
         """Blocks already have the names of what was not computed, and states may have moved on."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
                 self._loosen(self.scheduler.recompute())
 
-    def _sample(self, batch: StepPlan, logits: Tensor | None) -> BaseException | None:
-        """The next tokens. Returns what interrupted a caller's own code."""
-        ready: list[tuple[Generation, Tensor]] | None = None
-        interrupt: BaseException | None = None
-        try:
-            ready = self._deliver(batch, logits)
-            fetch = self.executor.fetch_while_running_ahead(ready) if ready else None
-            results: list[Any] = sample_step([(generation.decoding, taken) for generation, taken in ready], fetch)
-            for (generation, _), result in zip(ready, results):
-                error = result if isinstance(result, BaseException) else self._unknown_token(result)
-                if error is not None:
-                    interrupt = self._fail(generation, error) or interrupt
-                else:
-                    with self.memory.lock:
-                        self._apply(generation, result)
-                    self.untold.append(generation)
-        except BaseException as cause:  # out of memory, say: how far those that are not settled came is not known
-            answered = [sequence for sequence, _ in batch.items if not sequence.num_to_compute]
-            lost = self._generations_of(answered) if ready is None else [generation for generation, _ in ready]
-            for generation in lost:
-                if generation not in self.untold:
-                    self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))
-            raise
-        return interrupt
-
-    def _deliver(self, batch: StepPlan, logits: Tensor | None) -> list[tuple[Generation, Tensor]]:
-        """The generations all of whose open rows have their logits now, with those in the order of the rows."""
+    def _deliver(self, batch: StepPlan, logits: Tensor | None) -> Ready:
         found: dict[Generation, dict[int, int]] = {}
         answered = [sequence for sequence, _ in batch.items if not sequence.num_to_compute]
         for place, sequence in enumerate(answered if logits is not None else ()):
@@ -192,6 +230,8 @@ class StepLoop:
             taken = None if generation.is_closed else generation.add_logits(logits, places)
             if taken is not None:
                 ready.append((generation, taken))
+        for generation, _ in ready:
+            generation.is_sampling = True
         return ready
 
     def _unknown_token(self, sampled: SampledTokens) -> Exception | None:
@@ -238,28 +278,34 @@ class StepLoop:
         """Once blocks are short, rows that need not wait for one another no longer do."""
         self.num_preemptions += len(preempted)
         for request in preempted:
-            for generation in self._generations_of(request.sequences):
-                if generation.can_split:
-                    generation.split()
-                    for part in generation.parts:
-                        ((of, index),) = part.rows
-                        if of in self._rows:
-                            self._rows[of][index] = (part, 0)
-                    self._split += generation.parts
+            with self.memory.lock:  # other threads may end requests
+                for generation in self._generations_of(request.sequences):
+                    if generation.can_split:
+                        generation.split()
+                        for part in generation.parts:
+                            ((of, index),) = part.rows
+                            if of in self._rows:
+                                self._rows[of][index] = (part, 0)
+                        self._split += generation.parts
 
     def _generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
         requests = dict.fromkeys(sequence.request for sequence in sequences)
         return list(dict.fromkeys(generation for request in requests for generation, _ in self._rows.get(request, ())))
 
-    def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
+    def _fail(self, generation: Generation, error: BaseException, untold: deque[Generation]) -> BaseException | None:
         """Ends it with an error, which is still to be told. Returns an interrupt, which is the caller's to raise."""
         self.drop(generation)
-        self.untold.append(generation)
+        untold.append(generation)
         if isinstance(error, Exception):
             generation.error = error
             return None
         generation.error = RuntimeError(_INTERRUPTED.format(error))
         return error
+
+    def _fail_all(self, generations: list[Generation], cause: BaseException, untold: deque[Generation]) -> None:
+        for generation in generations:
+            if generation not in untold:
+                self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
 
     def _end_row(self, generation: Generation, row: int) -> None:
         request, index = generation.rows[row]

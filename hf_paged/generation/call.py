@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,17 +25,19 @@ from ..attention.switch import foreign_attention, switchable_configs, use_paged_
 from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.execution.executor import Window
-from ..batching.factory import choose_layout, make_loop
+from ..batching.factory import UNLIMITED, choose_layout, empty_cache, make_loop
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
+from ..batching.shared_loop import shared_loop
 from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
+from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.capability import Layout, is_stock
 from ..model.registry import note_route, route_of
+from ..step import ReadCounters
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class Call:
         self.stack = contextlib.ExitStack()
         self.built: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # those built, or the caller's
+        self.counters: list[ReadCounters] = []  # of how their keys and values were read
         self.repeats = 1
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = False
@@ -98,8 +104,7 @@ class Call:
                 cache.discard()
             raise
         finally:
-            counters = [cache.counters for cache in self.caches]
-            route = route_of(self.road, self.reason, counters, self.slowed_by, **self.details)
+            route = route_of(self.road, self.reason, self.counters, self.slowed_by, **self.details)
             note_route(self.model, route)
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
@@ -108,6 +113,7 @@ class Call:
         self.road, self.repeats = "hf_loop", rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
         self.caches += caches
+        self.counters += [cache.counters for cache in caches]
         if is_built:
             self.built += caches
         else:
@@ -220,26 +226,42 @@ class BatchCall:
 
     def run(self) -> Any:
         """What `_sample` or `_beam_search` would have returned or raised. To be called within `interrupts.held`."""
-        loop = make_loop(self.call.model, self.cache, self.layout, max_num_seqs=len(self.paddings))
-        model, inputs, window = self.call.model, self.inputs, Window(is_call=True)
+        model, inputs = self.call.model, self.inputs
         decoding: Decoding = BeamDecoding(model, inputs) if self.uses_beams else SampleDecoding(inputs, self.streamer)
         # whether the prefix cache could save more time than it takes to see that the weights are what they were
         keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
         generation = self._generation(decoding, keeps_prefixes)
-        try:
-            loop.executor.begin(check_weights=keeps_prefixes, switch_attention=False)
-            loop.add(generation)
-            while not generation.is_done:
-                loop.step(window)
-                while loop.untold:
-                    if (error := loop.untold.popleft().error) is not None:
-                        raise error
-            return self._result(loop, generation)
-        finally:
-            loop.executor.leave(window)
-            loop.drop(generation)
-            self.call.details["num_captured_steps"] = loop.executor.runner.num_captured_steps
-            self.call.slowed_by |= loop.executor.slowed_by
+        self.call.built.remove(self.cache)  # it may become the loop's
+        with shared_loop(self.cache, self._loop_key(), self._make_loop) as shared:
+            executor = shared.loop.executor
+            try:
+                return shared.run(
+                    generation, keeps_prefixes, functools.partial(self._result, generation), self._make_loop
+                )
+            finally:
+                self.call.details["num_captured_steps"] = executor.runner.num_captured_steps
+                self.call.counters.append(executor.runner.counters)
+                self.call.slowed_by |= executor.slowed_by
+
+    def _make_loop(self, cache: PagedCache | None = None) -> StepLoop:
+        cache = empty_cache(self.call.model, self.cache.memory) if cache is None else cache
+        return make_loop(self.call.model, cache, self.layout, max_num_seqs=UNLIMITED)
+
+    def _loop_key(self) -> Hashable:
+        """Calls of equal keys can share a forward, whichever of their threads computes it."""
+        device = self.call.model.device
+        config = PagedConfig.coerce(self.inputs.generation_config.cache_config)
+        modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+        return (
+            dataclasses.replace(config, cache_salt=None),
+            self.layout,
+            tuple(self.cache.groups),
+            self.call.model.training,
+            autocast_dtype(device),
+            torch.is_inference_mode_enabled(),
+            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
+            threading.get_ident() if modes else None,  # a mode, of torch's overrides, is of its thread
+        )
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats = self.inputs, self.call.repeats
@@ -254,7 +276,7 @@ class BatchCall:
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 
-    def _result(self, loop: StepLoop, generation: Generation) -> Any:
+    def _result(self, generation: Generation, loop: StepLoop) -> Any:
         decoding, parts = generation.decoding, generation.parts
         if parts:
             decoding = decoding.join([part.decoding for part in parts])
@@ -272,9 +294,10 @@ class BatchCall:
         while late := [each for each in sequences if each.num_computed_tokens < each.num_tokens - 1]:
             with loop.executor.lock, loop.executor.attention():
                 loop.executor.run_with(None, _schedule(loop, late))
+        cache = empty_cache(self.call.model, loop.memory)
         with loop.memory.lock:
-            self.cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), ids.shape[1] - 1)
-        return decoding.result(past_key_values=self.cache)
+            cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), ids.shape[1] - 1)
+        return decoding.result(past_key_values=cache)
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:

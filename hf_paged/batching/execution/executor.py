@@ -20,6 +20,7 @@ from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in, step_lock
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
+from ...step import ReadCounters
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
 from ..decoding.sample import SampleDecoding
@@ -49,6 +50,7 @@ class Runner(Protocol):
     can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
     has_states: bool = False  # whether a step that failed cannot be taken again
     num_captured_steps: int = 0  # that were replays
+    counters: ReadCounters  # of how its forwards read keys and values
 
     def begin(self, state: ModelState | None) -> None:
         """Work begins on a model in this state; `None`: its state is unknown."""
@@ -161,6 +163,7 @@ class Executor:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
         self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
+        self.checks_weights = False  # whether prefixes and graphs are used (`begin`)
         self.ahead = RunAhead(memory, scheduler)
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
         self._num_changes = -1  # of the model, when the runner was last told of it
@@ -170,7 +173,7 @@ class Executor:
         used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`."""
         self.autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
         self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
-        self._checks_weights, self._switches_attention = check_weights, switch_attention
+        self.checks_weights, self._switches_attention = check_weights, switch_attention
         self.guard.begin(check_weights, self.autocast)
         self._forget_model()
 
@@ -215,7 +218,7 @@ class Executor:
         if self.guard.num_changes != self._num_changes:
             self._forget_model()
             self._num_changes = self.guard.num_changes
-            if self._checks_weights and self.runner.can_capture:
+            if self.checks_weights and self.runner.can_capture:
                 self.runner.begin(read_state(self.model))
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ class PackedRunner(Runner):
     `cache`, built for the model and empty, tells which layers share tables, and owns the memory."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
-        self.model, self.device, self.cache = model, model.device, cache
+        self.model, self.device, self.cache, self.counters = model, model.device, cache, cache.counters
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
         """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
         self._block_size = cache.memory.config.block_size

@@ -78,6 +78,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._running or self._waiting or self._parked)
 
+    @property
+    def first_waiting(self) -> Request | None:
+        """The request that is to be admitted next."""
+        return next(iter(self._waiting), None)
+
     def add(self, *requests: Request) -> None:
         """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
         for request in requests:
@@ -312,14 +317,27 @@ class Scheduler:
             return
         if request.status is Status.RUNNING:
             self._stop(request)
-        elif request in self._parked:
-            self._parked.remove(request)
         else:
-            del self._waiting[bisect_left(self._waiting, request.key, key=_by_key)]
+            self._stop_waiting(request)
         request.status = Status.FINISHED
         self.timeline.finished(request)
         for sequence in request.open_sequences:
             self.preemption.end_sequence(sequence)
+
+    def withdraw(self, request: Request) -> None:
+        """Between steps: takes an unfinished request out, with nothing computed, for another scheduler to add."""
+        if request.status is Status.RUNNING:
+            self._preempt(request, keeps=False)
+        else:
+            self.preemption.forget(request)
+        self._stop_waiting(request)
+        self.timeline.finished(request)
+
+    def _stop_waiting(self, request: Request) -> None:
+        if request in self._parked:
+            self._parked.remove(request)
+        else:
+            del self._waiting[bisect_left(self._waiting, request.key, key=_by_key)]
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"

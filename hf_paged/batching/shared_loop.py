@@ -1,0 +1,236 @@
+"""One `StepLoop` for the `generate` calls that overlap on a model: they share forwards, and each samples by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .. import forks
+from ..cache.block_pool import OutOfBlocksError
+from ..cache.memory import PagedMemory
+from ..cache.paged_cache import PagedCache
+from ..interrupts import let_in
+from .decoding.base import Fetch
+from .execution.executor import Window
+from .generation import Generation
+from .loop import Ready, StepLoop
+
+MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05  # seconds that a step waits for callers that sample
+_POLL = 0.05  # seconds after which a waiting thread looks for signals
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Caller:
+    """A call in the loop, and the thread that made it."""
+
+    generation: Generation
+    wake: threading.Condition
+    thread: int = field(default_factory=threading.get_ident)
+    ready: Ready = field(default_factory=list)  # logits that it has not taken yet
+    error: Exception | None = None
+    samples_since: float | None = None  # by `time.perf_counter`; `None` while it waits for logits
+    is_late: bool = False  # its last tokens took longer than the others wait
+
+
+class SharedLoop:
+    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits for logits takes the
+    step, a forward for all of them, if no other does. It waits for callers that still sample, but not for long, and not
+    for one that was late before. Each caller's processors, criteria and streamer run in its own thread, with no lock
+    held."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self.loop = loop
+        self.num_users = 0  # of `shared_loop`, which counts them
+        self._lock = forks.rlock()
+        self._callers: dict[Generation, Caller] = {}
+        self._stepper: Caller | None = None  # whose thread computes now
+        self._leaving: list[Generation] = []  # dropped once the step is over, which may write to their blocks
+        self._step_seconds = 0.0  # of the last step
+        forks.in_child(self)
+
+    def run(
+        self,
+        generation: Generation,
+        checks_weights: bool,
+        finish: Callable[[StepLoop], T],
+        make: Callable[[], StepLoop],
+    ) -> T:
+        """Runs the generation to its end and returns `finish(loop)`, called before its blocks go. Raises what ended it:
+        an error of its forward once that was computed without the other callers' rows, in a loop of its own that `make`
+        returns. `checks_weights` as in `Executor.begin`. For use within `interrupts.held`."""
+        if self._stepper is None or self._stepper.thread != threading.get_ident():  # else within a forward of its own
+            executor, window = self.loop.executor, Window(True, not checks_weights, not checks_weights)
+            try:
+                with executor.lock:
+                    executor.begin(checks_weights or executor.checks_weights, switch_attention=False)
+                executor.open(window)
+                with self._lock:
+                    self.loop.add(generation)
+                    caller = self._callers[generation] = Caller(generation, threading.Condition(self._lock))
+                while ready := self._wait_for_logits(caller):
+                    self._sample(caller, ready)
+                    if generation.is_done:
+                        return finish(self.loop)
+                    executor.settle(window)
+            finally:
+                executor.leave(window)
+                self._leave(generation)
+        return SharedLoop(make()).run(generation, checks_weights, finish, make)
+
+    def _sample(self, caller: Caller, ready: Ready) -> None:
+        told: deque[Generation] = deque()
+        fetch = self.loop.executor.fetch_while_running_ahead(ready)
+        if fetch is not None:
+            fetch = functools.partial(self._fetch, caller, fetch)
+        interrupt = self.loop.sample(ready, told, fetch)
+        if interrupt is not None:
+            raise interrupt
+        for generation in told:
+            if generation.error is not None:
+                raise generation.error
+
+    def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
+        """The next step is launched ahead by a caller that is alone."""
+        with self._lock:
+            if len(self._callers) > 1 or self._stepper is not None:
+                found: list[int] = tokens.tolist()
+                return found
+            self._stepper = caller
+        try:
+            return run_ahead(tokens)
+        finally:
+            self._end_step([], [])
+
+    def _wait_for_logits(self, caller: Caller) -> Ready:
+        """Logits of the caller's rows; an empty list once it is released. Raises what a forward raised."""
+        now = time.perf_counter()
+        with self._lock:
+            if caller.samples_since is not None:
+                caller.is_late = now - caller.samples_since > self._patience
+                caller.samples_since = None
+        while True:
+            with self._lock:
+                if caller.error is not None:
+                    raise caller.error
+                if caller.ready or caller.generation.is_released:
+                    ready, caller.ready, caller.samples_since = caller.ready, [], time.perf_counter()
+                    return ready
+                delay = self._delay()
+                steps = self._stepper is None and delay <= 0
+                if steps:
+                    self._stepper = caller
+                else:
+                    caller.wake.wait(min(delay, _POLL) if delay > 0 else _POLL)
+            if steps:
+                self._step()
+            else:
+                with let_in():
+                    pass
+
+    @property
+    def _patience(self) -> float:
+        return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
+
+    def _delay(self) -> float:
+        """Seconds that the next step waits for callers that sample."""
+        since = [each.samples_since for each in self._callers.values() if each.samples_since and not each.is_late]
+        return max(since) + self._patience - time.perf_counter() if since else 0.0
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        ready: Ready = []
+        failed: deque[Generation] = deque()
+        try:
+            with self.loop.executor.attention():
+                ready = self.loop.compute(failed, isolates=True)
+        except OutOfBlocksError as error:  # that of the first request in the queue, whose blocks others hold
+            first = self.loop.first_waiting
+            if first is None:
+                raise
+            first.error = error
+            failed.append(first)
+        finally:
+            self._step_seconds = time.perf_counter() - start
+            self._end_step(ready, failed)
+
+    def _end_step(self, ready: Ready, failed: Iterable[Generation]) -> None:
+        now = time.perf_counter()
+        with self._lock:
+            self._stepper = None
+            while self._leaving:
+                self.loop.drop(self._leaving.pop())
+            for caller in self._callers.values():
+                caller.is_late |= caller.samples_since is not None
+            for generation in failed:
+                owner = self._callers.get(generation.whole or generation)
+                if owner is not None:
+                    owner.error = generation.error
+            for generation, logits in ready:
+                owner = self._callers.get(generation.whole or generation)
+                if owner is not None:  # else it left meanwhile
+                    owner.ready.append((generation, logits))
+                    owner.samples_since = now if owner.samples_since is None else owner.samples_since
+            for caller in self._callers.values():
+                if caller.ready or caller.error is not None or caller.generation.is_released:
+                    caller.wake.notify()
+
+    def _leave(self, generation: Generation) -> None:
+        with self._lock:
+            self._callers.pop(generation, None)
+            if generation.is_released:
+                generation.is_released = False
+            elif self._stepper is None or generation.is_done:
+                self.loop.drop(generation)
+            else:
+                self._leaving.append(generation)
+            waiting = next((each for each in self._callers.values() if each.samples_since is None), None)
+            if waiting is not None:  # it may take the next step
+                waiting.wake.notify()
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """In a child process, where the calls of other threads do not go on."""
+        me = threading.get_ident()
+        if self._stepper is not None and self._stepper.thread != me:
+            self.loop.undo_step()
+            self._stepper = None
+        for caller in list(self._callers.values()):
+            caller.wake = threading.Condition(self._lock)
+            if caller.thread != me:
+                self._leave(caller.generation)
+
+
+_guard = forks.lock()
+_loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = weakref.WeakKeyDictionary()
+if hasattr(os, "register_at_fork"):  # those of the parent have callers that do not go on
+    os.register_at_fork(after_in_child=lambda: _loops.clear())
+
+
+@contextlib.contextmanager
+def shared_loop(cache: PagedCache, key: Hashable, make: Callable[..., StepLoop]) -> Iterator[SharedLoop]:
+    """The loop of the calls of this key that run on the memory of `cache`; it goes with the last of them, since it
+    holds the model. Calls of equal keys can share a forward. The first of them gives its empty cache to `make`."""
+    with _guard:
+        loops = _loops.setdefault(cache.memory, {})
+        if key not in loops:
+            loops[key] = SharedLoop(make(cache))
+        shared = loops[key]
+        shared.num_users += 1
+    try:
+        yield shared
+    finally:
+        with _guard:
+            shared.num_users -= 1
+            if not shared.num_users and loops.get(key) is shared:
+                del loops[key]

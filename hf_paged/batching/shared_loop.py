@@ -72,6 +72,7 @@ class SharedLoop:
         returns. `checks_weights` as in `Executor.begin`. For use within `interrupts.held`."""
         if self._stepper is None or self._stepper.thread != threading.get_ident():  # else within a forward of its own
             executor, window = self.loop.executor, Window(True, not checks_weights, not checks_weights)
+            is_released = False
             try:
                 with executor.lock:
                     executor.begin(checks_weights or executor.checks_weights, switch_attention=False)
@@ -84,9 +85,10 @@ class SharedLoop:
                     if generation.is_done:
                         return finish(self.loop)
                     executor.settle(window)
+                is_released, generation.is_released = True, False
             finally:
                 executor.leave(window)
-                self._leave(generation)
+                self._leave(generation, drops=not is_released)
         return SharedLoop(make()).run(generation, checks_weights, finish, make)
 
     def _sample(self, caller: Caller, ready: Ready) -> None:
@@ -186,14 +188,12 @@ class SharedLoop:
                 if caller.ready or caller.error is not None or caller.generation.is_released:
                     caller.wake.notify()
 
-    def _leave(self, generation: Generation) -> None:
+    def _leave(self, generation: Generation, drops: bool = True) -> None:
         with self._lock:
             self._callers.pop(generation, None)
-            if generation.is_released:
-                generation.is_released = False
-            elif self._stepper is None or generation.is_done:
+            if drops and (self._stepper is None or generation.is_done):
                 self.loop.drop(generation)
-            else:
+            elif drops:
                 self._leaving.append(generation)
             waiting = next((each for each in self._callers.values() if each.samples_since is None), None)
             if waiting is not None:  # it may take the next step

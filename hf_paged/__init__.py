@@ -1,4 +1,20 @@
-"""Paged KV memory for Hugging Face `generate`: `model.generate(**inputs, cache_implementation="paged")`."""
+"""
+Paged KV memory for Hugging Face `generate`: plain's tokens, in blocks of a pool that rows share.
+
+    import hf_paged                                                   # once, after transformers
+
+    model.generate(**inputs, cache_implementation="paged")            # any model; calls of threads share forwards
+    model.generate(**inputs, cache_implementation="paged",            # a limit: num_blocks, or memory_fraction
+                   cache_config={"block_size": 16, "num_blocks": 4096})
+    hf_paged.last_route(model)                                        # which road the call took, and why
+    hf_paged.memory_stats(model)                                      # blocks and bytes; hf_paged.free(model) frees all
+
+    with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:  # many requests: continuous batching
+        results = engine.generate(["a prompt", "another"], {"max_new_tokens": 64})
+        for output in engine.stream(prompts): ...                     # or astream; add_request and step by hand
+
+`PagedConfig` has every knob. `PagedCache` is a `transformers.Cache` of its own, for decoding loops that you write.
+"""
 
 from .batching.engine import PagedEngine
 from .batching.loop import EngineStalledError
@@ -10,7 +26,7 @@ from .config import PagedConfig
 from .generation.install import install, uninstall
 from .model.registry import Route, check_integrity, free, last_route, memory_stats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EngineStalledError",

@@ -165,7 +165,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             attention_mask (`torch.Tensor`, *optional*): Of the shape of `prompts`, a 2-D tensor; zero where these are
                 padding, on the left or right, which is dropped.
             progress (`bool`): Show a progress bar (tqdm).
-            options: Other arguments of `add_request`, for all.
+            options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
+                (of a single prompt), `adapter`, `seed`, `return_logprobs` and `cache_salt` of `add_request`, for all.
 
         Raises:
             TypeError: for options that `add_request` does not have.
@@ -179,7 +180,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
     ) -> Generator[RequestOutput, None, None]:
         """Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
-        iterator cancels what is left. Arguments and errors are those of `generate`."""
+        iterator cancels what is left. Arguments, `options` and errors are those of `generate`."""
         return RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options).stream()
 
     def astream(

@@ -71,7 +71,8 @@ class SharedLoop:
         an error of its forward once that was computed without the other callers' rows, in a loop of its own that `make`
         returns. `checks_weights` as in `Executor.begin`. For use within `interrupts.held`."""
         if self._stepper is None or self._stepper.thread != threading.get_ident():  # else within a forward of its own
-            executor, window = self.loop.executor, Window(True, not checks_weights, not checks_weights)
+            executor = self.loop.executor
+            window = Window(is_call=True, is_open=not checks_weights, is_settled=not checks_weights)
             is_released = False
             try:
                 with executor.lock:

@@ -108,6 +108,17 @@ def test_item_15_tensors_that_the_kernel_does_not_take(on_engine: bool, caplog: 
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
+def test_without_the_kernel_the_route_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "is_available", lambda: False)
+    model = models.build(name)
+    model.generate(**models.padded_prompt(name), **OPTIONS, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and route.in_place
+    assert [("no C++ kernel" in reason, "HF_PAGED_CPP=0" in reason) for reason in route.slowed_by] == [(True, True)]
+
+
+@pytest.mark.skipif(not cpp.is_available(), reason="without the kernel it is slow, and says so")
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_item_15_a_fast_call_says_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = models.build(name)
     model.generate(**models.padded_prompt(name), **OPTIONS, **models.PAGED)

@@ -34,6 +34,8 @@ def select(call: AttentionCall) -> ModuleType:
     name = call.step.plan(_preferred)
     backend = BACKENDS[name]
     reason = backend.unsupported_reason(call) if backend in (cpp, triton) else None
+    if backend is gather and call.query.is_cpu:
+        reason = "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be built, of which the log says why"
     if reason is None:
         return backend
     if backend is triton:
@@ -67,5 +69,4 @@ def attend(call: AttentionCall) -> Tensor:
     backend = select(call)
     if call.step.lengths is not None and backend in (gather, reference):
         raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
-    output = backend.attend(call)
-    return output
+    return backend.attend(call)

@@ -174,19 +174,15 @@ def sdpa_on_handles(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     """For handles: what a model calls whose config was not switched, as in a user's own decoding loop."""
     is_plain = not (is_causal or dropout_p or (query.requires_grad and torch.is_grad_enabled())) and query.dim() == 4
     if is_plain and isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
+        scale = options.get("scale")
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         output = _in_place(query, key.step, _pair(key, value), attn_mask, False, (factor, None, None, None))
         if output is not None:
             return output.transpose(1, 2)
-    query, key, value, attn_mask = (
-        x.dense() if isinstance(x, LazyTensor) else x for x in (query, key, value, attn_mask)
-    )
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    query, key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in (query, key, value, attn_mask))
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)

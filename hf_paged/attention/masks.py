@@ -83,8 +83,7 @@ class PagedMask(LazyTensor):
             arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if self.model_attention == "eager" else "sdpa"]
             self._made["dense"] = make(**arguments).expand(self.shape)
-        dense: Tensor = self._made["dense"]
-        return dense
+        return self._made["dense"]
 
     @property
     def visible_columns(self) -> Columns | None:
@@ -93,8 +92,7 @@ class PagedMask(LazyTensor):
             arguments = self.arguments
             end = arguments["kv_length"] + arguments.get("kv_offset", 0)
             self._made["columns"] = padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
-        columns: Columns | None = self._made["columns"]
-        return columns
+        return self._made["columns"]
 
 
 def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int) -> Columns | None:

@@ -78,15 +78,11 @@ _switches = _Switches()
 def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
     """Within it, attention layers that read `configs`, `switchable_configs` of a model, call our attention function. To
     be entered and left within `interrupts.held`."""
-    entered: list[PreTrainedConfig] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for config in configs:
             _switches.enter(config)
-            entered.append(config)
+            stack.callback(_switches.leave, config)
         yield
-    finally:
-        for config in reversed(entered):
-            _switches.leave(config)
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
@@ -119,8 +115,7 @@ def model_attention_function(cls: type, implementation: str) -> Callable[..., An
     """What an attention layer of class `cls` would have called with that implementation."""
     # a file may have an interface of its own, with functions that no other file sees
     interface = _of_file(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
-    found: Callable[..., Any] = interface.get_interface(implementation, _of_file(cls, "eager_attention_forward"))
-    return found
+    return interface.get_interface(implementation, _of_file(cls, "eager_attention_forward"))
 
 
 def model_mask_function(implementation: str) -> Callable[..., Any] | None:

@@ -98,9 +98,8 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
             blocks_per_row = (arguments.get("max_cache_length") or 0) // config.block_size + 1
             num_blocks = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config) * blocks_per_row
             _swap(memory_for(model, config), num_blocks, model_kwargs, generation_config.is_assistant)
-        caches = [part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name))]
-        caches = [part for part in caches if isinstance(part, PagedCache)]
-        if caches:
+        parts = (part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
+        if caches := [part for part in parts if isinstance(part, PagedCache)]:
             call.use(caches, generation_config, is_built=not passed)
         elif requested:
             call.reason = "the caller's own cache is used" if passed else "the model has a cache of its own"
@@ -131,25 +130,17 @@ def _swap(memory: PagedMemory, num_blocks: int, model_kwargs: dict[str, Any], is
             model_kwargs[name] = paged(cache, "self")
 
 
-def _prefill(
-    original: Callable[..., Any],
-    model: Any,
-    /,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _prefill(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Rows that were expanded from one prompt are computed once, where that gives what all rows give."""
-    call, first = current.get(), None
-    is_whole = generation_config.prefill_chunk_size is None  # chunks are refused where plain refuses them
+    call, bound, first = current.get(), inspect.signature(original).bind(model, *args, **kwargs), None
+    given = bound.arguments
+    is_whole = given["generation_config"].prefill_chunk_size is None  # chunks are refused where plain refuses them
     if call is not None and call.model is model and call.caches and call.repeats > 1 and is_whole:
-        first = _of_first_rows(input_ids, model_kwargs, call.repeats) if _rows_are_independent(model) else None
-    if call is None or first is None:
-        return original(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    ids, inputs = first
-    outputs = original(model, ids, generation_config, inputs, *args, **kwargs)
+        first = _of_first_rows(given["input_ids"], given["model_kwargs"], call.repeats)
+    if call is None or first is None or not _rows_are_independent(model):
+        return original(model, *args, **kwargs)
+    given["input_ids"], given["model_kwargs"] = ids, inputs = first
+    outputs = original(*bound.args, **bound.kwargs)
     for value in inputs.values():  # every layer must know how to reorder its rows; to repeat one is a case of that
         if isinstance(value, Cache):
             value.reorder_cache(torch.arange(len(ids), device=ids.device).repeat_interleave(call.repeats))

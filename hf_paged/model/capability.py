@@ -238,7 +238,8 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
     devices = [] if model.device.type in ("cpu", "meta") else [model.device]
     rng = torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda")
     with held(), rng, torch.no_grad():
-        before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+        held_by = (x for module in model.modules() for x in (vars(module), module._buffers))
+        before = [(attributes, dict(attributes)) for attributes in held_by]
         try:
             with let_in():
                 yield
@@ -247,14 +248,10 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
                 raise
             raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
         finally:
-            for module, attributes, buffers in before:
-                for name in vars(module).keys() - attributes.keys():
-                    del vars(module)[name]
-                vars(module).update(attributes)
-                now = module._buffers
-                if now.keys() != buffers.keys() or any(now[name] is not buffers[name] for name in buffers):
-                    now.clear()
-                    now.update(buffers)
+            for now, known in before:
+                for name in now.keys() - known.keys():
+                    del now[name]
+                now.update(known)
 
 
 def _plain_logits(model: Any, rows: Tensor, prompt: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import os
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             message = f"{file} is no configuration that this transformers can read: {first_line(error)}"
             raise ValueError(message) from error
         return _with_class(config)
-    if name in CONFIG_MAPPING:
-        return _with_class(CONFIG_MAPPING[name]())
-    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    found: Any = CONFIG_MAPPING[name] if name in CONFIG_MAPPING else getattr(transformers, name, None)
     if _is_a(found, PreTrainedConfig) and found is not PreTrainedConfig:
         return _with_class(found())
     if _is_a(found, PreTrainedModel) and found.config_class is not None:
@@ -67,9 +64,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         if not found.can_generate():
             raise ValueError(f"{name} does not generate: use {_with_class(config)[1].__name__}")
         return config, found
-    if os.sep in name or "/" in name:
-        with contextlib.suppress(OSError, ValueError):
-            return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
+    with contextlib.suppress(OSError, ValueError):  # not on this machine
+        return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
     ends = ("Config", "ForCausalLM", "ForConditionalGeneration")
     types = list(CONFIG_MAPPING.keys())  # which are not what it counts
     names = {each.lower(): each for each in [*filter(lambda each: each.endswith(ends), dir(transformers)), *types]}

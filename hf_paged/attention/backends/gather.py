@@ -186,19 +186,13 @@ def _attend_explicitly(call: AttentionCall, part: Part, key: Tensor, value: Tens
     for added in (call.bias, _mask(call.step, part, queries, key.shape[2], compute)):
         if added is not None:
             scores = scores + added.to(compute)
-    # The largest logit, sink included; 0 where all are -inf, so that such a row becomes zeros and not NaN.
-    top = scores.amax(dim=-1, keepdim=True)
-    if sinks is not None:
-        sinks = sinks.to(compute)[:, None, None]
-        top = torch.maximum(top, sinks)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    weights = torch.exp(scores - top)
-    total = weights.sum(dim=-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
+    if sinks is not None:  # one more column without a value
+        scores = torch.cat([scores, sinks.to(compute)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    blind = scores.amax(dim=-1, keepdim=True) == -math.inf  # whose softmax is NaN: zeros
+    weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)[..., : key.shape[2]]
     weights = weights.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, M, keys]
     result = torch.matmul(weights, value.to(compute)).unflatten(2, (-1, queries)).flatten(1, 2)
-    return (result / total.masked_fill(total == 0, 1.0)).to(query.dtype).transpose(1, 2)
+    return result.to(query.dtype).transpose(1, 2)
 
 
 def _mask(step: StepMetadata, part: Part, queries: int, keys: int, dtype: torch.dtype, heads: int = 1) -> Tensor | None:

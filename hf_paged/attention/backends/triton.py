@@ -54,12 +54,11 @@ def attend(call: AttentionCall) -> Tensor:
 
     step, keys, values = call.step, call.blocks.keys, call.blocks.values
     if step.query_len is not None and step.query_len <= MAX_QUERIES:
-        return _attend_rows(call, call.query, step)
+        return _attend_rows(call)
     num_decodes, decodes, chunks = step.plan(_split)
-    first = None if decodes is None else _attend_rows(call, call.query[:num_decodes], decodes)
-    features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
-    rest: Tensor = attention.prefill_attention(call.query[num_decodes:], keys, values, chunks or step, **features)
-    return rest if first is None else torch.cat([first, rest])
+    first = [] if decodes is None else [_attend_rows(call._replace(query=call.query[:num_decodes], step=decodes))]
+    rest = attention.prefill_attention(call.query[num_decodes:], keys, values, chunks or step, **_features(call))
+    return torch.cat([*first, rest]) if first else rest
 
 
 def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:
@@ -69,16 +68,17 @@ def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata |
     return (count, step.rows(0, count), step.rows(count, step.num_rows)) if count else (0, None, None)
 
 
-def _attend_rows(call: AttentionCall, query: Tensor, step: StepMetadata) -> Tensor:
-    """`attend` for the rows of `step`, equally many and few queries each: with a cascade where that pays off."""
+def _attend_rows(call: AttentionCall) -> Tensor:
+    """`attend` for rows of equally many and few queries: with a cascade where that pays off."""
     from ...kernels.triton import attention  # needs Triton
 
-    keys, values = call.blocks.keys, call.blocks.values
-    features: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+    query, step, keys, values = call.query, call.step, call.blocks.keys, call.blocks.values
     if step.block_ids and _prefill_reason(call) is None:
         found = step.plan(cascade.find_cascade, cascade.default_costs(query, keys, values))
         if found is not None:
-            shared: Tensor = attention.cascade_attention(query, keys, values, found, **features)
-            return shared
-    out: Tensor = attention.decode_attention(query, keys, values, step, bias=call.bias, **features)
-    return out
+            return attention.cascade_attention(query, keys, values, found, **_features(call))
+    return attention.decode_attention(query, keys, values, step, bias=call.bias, **_features(call))
+
+
+def _features(call: AttentionCall) -> dict[str, Any]:
+    return {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}

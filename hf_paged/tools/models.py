@@ -6,14 +6,14 @@ import contextlib
 import copy
 import difflib
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,17 +22,15 @@ from .. import compat
 from ..attention import backends
 from ..attention.backends.reference import AttentionCall
 from ..attention.latent import can_absorb
-from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs
+from ..attention.switch import foreign_attention, switchable_configs
 from ..batching.factory import choose_layout, empty_cache
 from ..cache.groups import GroupSpec
-from ..cache.layers import PagedLayer, spec_of
+from ..cache.layers import spec_of
 from ..cache.memory import PagedMemory
-from ..cache.paged_cache import PagedCache
 from ..cache.storage import KVBlocks
 from ..config import PagedConfig
-from ..generation.call import prepared
-from ..model.capability import Layout, first_line
-from ..model.registry import Route
+from ..model.capability import first_line
+from ..model.registry import Route, last_route
 from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # of a model that is run on the CPU for its shapes
@@ -180,70 +178,42 @@ def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """How a `generate` call would go, by the code that decides it in a call, for a model on the meta device: its road,
-    or `"undecided"` between the engine and transformers' own loop; `in_place`: attention can read the blocks in
-    place."""
-    built, reason = _built_caches(model)
-    if not built:
-        return Route("plain", reason)
+    """How a `generate` call would go for a model on the meta device: how a short one goes with random weights on the
+    CPU, and fewer layers if need be; the road is `"undecided"` where that is still large."""
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
-    unsupported = "the model has an encoder"
-    if len(built) == 1:
-        if (checked := _check_forwards(model, built[0])) is None:
-            reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
-            return Route("undecided", reason, in_place)
-        layout, what = checked
-        if layout.unsupported_reason is None or layout.side_by_side:
-            padded = "" if layout.mixed_lengths else "; padded prompts under transformers' own loop"
-            return Route("engine", f"{layout.reason} ({what}){padded}", in_place)
-        unsupported = layout.unsupported_reason
-    if not any(cache.groups for cache in built):
-        how = "nothing of its cache is in blocks"
-    elif in_place:
-        how = "blocks are read in place"
-    else:
-        own = model_attention(model.config.get_text_config(decoder=True))
-        how = f"its own {own} attention gets gathered keys and values"
-    return Route("hf_loop", f"{how}; not on the engine: {unsupported}", in_place)
-
-
-def _built_caches(model: PreTrainedModel) -> tuple[list[PagedCache], str]:
-    """The caches that `generate` would put in blocks, and why there are none."""
-    config = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
-    config.cache_implementation, config.use_cache = NAME, True
-    token = prepared.set(None)
-    try:
-        compat.prepare_cache(model, config, {}, GenerationMode.GREEDY_SEARCH, 1, 16)
-        call = prepared.get()
-        return (call.built, call.reason) if call is not None else ([], "the model prepares its cache by itself")
-    except Exception as error:
-        return [], f"its cache cannot be prepared: {first_line(error)}"
-    finally:
-        prepared.reset(token)
-
-
-def _check_forwards(model: PreTrainedModel, cache: PagedCache) -> tuple[Layout, str] | None:
-    """The layout that the engine's checks choose, which compare forwards, and of what; `None` if it is too large."""
-    config: PreTrainedConfig
-    for config, cut in ((model.config, ""), (_cut(model.config, cache), " and fewer layers")):
+    if model.config.is_encoder_decoder:
+        road = "hf_loop" if compat.supports_dynamic_cache(model) else "plain"
+        return Route(road, "not on the engine: the model has an encoder", in_place)
+    reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
+    for cut in ("", " and fewer layers"):
         try:
+            config = _cut(model.config) if cut else model.config
             if build(config, type(model), torch.float32, "meta").get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
             small = build(config, type(model), torch.float32, "cpu")
-        except ValueError:
+            ids = torch.ones(1, _LENGTH, dtype=torch.long)
+            options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+            small.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation="paged", **options)
+            route = last_route(small)
+            layout = choose_layout(small, empty_cache(small, PagedMemory(PagedConfig())))
+        except Exception as error:  # not every configuration can be cut, or leaves a model that can be called so
+            reason = f"a short call fails: {first_line(error)}"
             continue
-        return choose_layout(small, empty_cache(small, PagedMemory(PagedConfig()))), f"checked on random weights{cut}"
-    return None
+        if route is not None:
+            is_limited = route.road == "engine" and not layout.mixed_lengths
+            padded = "; padded prompts under transformers' own loop" if is_limited else ""
+            return replace(route, reason=f"{route.reason} (of a call on random weights{cut}){padded}")
+    return Route("undecided", reason, in_place)
 
 
-def _cut(config: PreTrainedConfig, cache: PagedCache) -> PreTrainedConfig:
+def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
     """With as many layers as have one of each kind, and narrow where that changes nothing of keys and values."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():
         if isinstance(part, PreTrainedConfig) and part is not text and hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = 1
-    kinds = [(type(layer), layer.group.spec if isinstance(layer, PagedLayer) else None) for layer in cache.layers]
+    kinds = [(type(layer), spec_of(layer, "self")) for layer in DynamicCache(config=text).layers]
     before = text.num_hidden_layers
     count = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
     text.num_hidden_layers = count = min(max(2, count), before)

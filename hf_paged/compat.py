@@ -38,7 +38,6 @@ ASSISTED_DECODING = _name(GenerationMixin, "_assisted_decoding")
 LOOP_CONDITION = _name(GenerationMixin, "_has_unfinished_sequences")
 UPDATE_INPUTS = _name(GenerationMixin, "_update_model_kwargs_for_generation")
 
-prepare_cache = _method(PREPARE_CACHE)
 prepare_generation_config = _method("_prepare_generation_config")
 prepare_special_tokens = _method("_prepare_special_tokens")
 prepare_generated_length = _method("_prepare_generated_length")
@@ -88,9 +87,10 @@ def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
     setattr(config, _IMPLEMENTATION, implementation)
 
 
-def makes_masks(implementation: str) -> bool:
-    """Whether there is a function of masks of that name; transformers looks for it here, whatever an instance adds."""
-    return implementation in getattr(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
+def mask_function(implementation: str) -> Callable[..., Any] | None:
+    """What makes the masks of that implementation; `None` if it gets none, whatever an instance of the mapping adds."""
+    known = ALL_MASK_ATTENTION_FUNCTIONS
+    return known[implementation] if implementation in getattr(known, _MAPPING) else None
 
 
 def forget_attention(implementation: str) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .. import compat
 from ..cache.handles import LazyTensor, PagedTensor, implements
 from ..cache.storage import KVBlocks
 from ..step import NotPackable, StepMetadata
@@ -35,7 +36,7 @@ def paged_mask(**arguments: Any) -> Tensor | None:
     """The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name: a
     [`PagedMask`], or what the model's own implementation gets where that is not a mask of transformers."""
     implementation = switch.model_attention(arguments.get("config"))
-    make = switch.model_mask_function(implementation)
+    make = compat.mask_function(implementation)
     if make not in switch.STOCK_MASKS:
         return None if make is None else make(**arguments)
     mask = PagedMask(arguments, implementation)

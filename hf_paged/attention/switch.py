@@ -118,12 +118,6 @@ def model_attention_function(cls: type, implementation: str) -> Callable[..., An
     return interface.get_interface(implementation, _of_file(cls, "eager_attention_forward"))
 
 
-def model_mask_function(implementation: str) -> Callable[..., Any] | None:
-    """What makes the masks of that implementation; `None` if it gets no masks."""
-    known = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    return known[implementation] if compat.makes_masks(implementation) else None
-
-
 STOCK_MASKS = {
     *(masking_utils.sdpa_mask, masking_utils.eager_mask),
     *(masking_utils.flash_attention_mask, masking_utils.flex_attention_mask),
@@ -135,7 +129,7 @@ STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attenti
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     """`model_attention_function` where that and its mask are transformers' own, so that its maths are known; `None` for
     what others registered, or put in the place of one of theirs."""
-    if model_mask_function(implementation) not in STOCK_MASKS:
+    if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
         function = model_attention_function(cls, implementation)

@@ -187,7 +187,8 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _CONFIG = PagedConfig(block_size=8)  # of a memory of its own: the model's may be bounded and full
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND, _CHUNK = 8, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
-# Rows with their `query_len`: prompts side by side; decodes beside a chunk; a chunk after what is cached.
+StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompts' lengths; rows with `query_len`
+# Prompts side by side; decodes beside a chunk; a chunk after what is cached.
 _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
 # A short and a long row; a row that joins them; one that has left.
 _SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
@@ -201,7 +202,7 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> s
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
         decoded = _plain_logits(model, rows[:, : _FIRST + 2], _FIRST)
     try:
-        found = _step_logits(model, make, Layout(), rows, (_FIRST, _SECOND, _LENGTH), _PACKED_STEPS)
+        found = _step_logits(model, make, Layout(), rows, ((_FIRST, _SECOND, _LENGTH), _PACKED_STEPS))
     except ForwardFailedError as error:
         return f"packed, {error}"
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
@@ -226,7 +227,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
         with contextlib.suppress(ForwardFailedError):
-            found = _step_logits(model, make, layout, rows, (_FIRST, _SECOND, _CHUNK), _SIDE_STEPS)
+            found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _CHUNK), _SIDE_STEPS))
             if _difference(model, cache, torch.stack(order), found, "logits") is None:
                 return layout
     return ONE_BY_ONE
@@ -284,15 +285,9 @@ def next_logits(model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool) -
     return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs)
 
 
-def _step_logits(
-    model: PreTrainedModel,
-    make: MakeRunner,
-    layout: Layout,
-    rows: Tensor,
-    prompts: tuple[int, int, int],
-    steps: tuple[tuple[tuple[int, int], ...], ...],
-) -> Tensor:
-    """`(n, vocab_size)`: what `Runner.run` gives for `steps` of rows and `query_len`, by each prompt's length."""
+def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows: Tensor, plan: StepPlan) -> Tensor:
+    """`(n, vocab_size)`: what `Runner.run` gives for the steps of a plan."""
+    prompts, steps = plan
     tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
     with _forwards(model):
         if not is_packed:

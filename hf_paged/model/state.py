@@ -8,7 +8,6 @@ import functools
 import hashlib
 import logging
 import marshal
-import operator
 import random
 import sys
 import types
@@ -116,26 +115,23 @@ class ModelState:
         self._layers = [vars(x) for x in modules if any(name in vars(x) for name in adapters)]
         self._counted = [x for x in self._all_tensors if not x.is_inference()]
         self._lines = [_line(x, chance) for x in self.tensors if x.is_cpu and x.nbytes]
-        self._parts, self._content = self._read_parts(), self._read_content()
+        self._parts = [part for held in self._held for part in held.values()]  # so that no others get their addresses
+        self._content = self._read_content()
 
     def is_same(self) -> bool:
         """Whether a look of microseconds finds the model as it was at `watch`: its modules, the versions and addresses
         of its tensors, on the CPU one cache line of each at a random place, and the active adapters. Of writes that
         move neither version nor address it sees those to whole tensors, and may miss those to a few elements."""
-        parts = self._read_parts()
-        is_same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
-        return is_same and self._read_content() == self._content
-
-    def _read_parts(self) -> list[Any]:
-        return [part for held in self._held for part in held.values()]
+        return self._read_content() == self._content
 
     def _read_content(self) -> tuple[Any, ...]:
         adapters = [
             (str(layer.get("_active_adapter")), layer.get("_disable_adapters"), str(layer.get("merged_adapters")))
             for layer in self._layers
         ]
+        parts = [id(part) for held in self._held for part in held.values()]
         versions, places = [x._version for x in self._counted], list(map(Tensor.data_ptr, self._all_tensors))
-        return versions, places, adapters, b"".join(self._lines)
+        return parts, versions, places, adapters, b"".join(self._lines)
 
     def _object(self, item: Any) -> tuple[Any, Any]:
         kind = self._class(type(item))

@@ -227,8 +227,6 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     try:
-        if not as_json:
-            require("rich")
         report = examine(**options)
         if as_json:
             print(json.dumps(report.to_dict(), indent=2))

@@ -53,9 +53,9 @@ def paged_attention(
     them. Keys and values that are handles of a [`PagedCache`] are read in place where that gives what the own one
     would; else it is called, with ordinary tensors. `attention_mask`: a [`PagedMask`] or what the own one takes, as
     `kwargs` are (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...)."""
-    if torch.compiler.is_dynamo_compiling():  # asked here, since the wrapper of `disable` costs every layer its time
-        return _untraced(module, query, key, value, attention_mask, **kwargs)
-    return _paged_attention(module, query, key, value, attention_mask, **kwargs)
+    # asked here, since the wrapper of `disable` costs every layer its time
+    function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
+    return function(module, query, key, value, attention_mask, **kwargs)
 
 
 def _paged_attention(

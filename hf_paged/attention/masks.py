@@ -168,14 +168,11 @@ def rectangle_step(
 def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
     """`bias` `(rows or 1, ..., len(columns))`, the columns of each row counted as its table counts; others hidden."""
     assert step.columns is not None
-    shifts = [step.columns.start - origin for origin in step.origins]
-    if len(set(shifts)) == 1:
-        shift = shifts[0]  # a negative one cuts columns off
-        return F.pad(bias, (shift, 0), value=float("-inf")) if shift else bias
-    width = bias.shape[-1] + max(shifts)
-    rows = bias.expand(len(shifts), *bias.shape[1:])
-    room = width - bias.shape[-1]
-    return torch.stack([F.pad(row, (at, room - at), value=float("-inf")) for row, at in zip(rows, shifts)])
+    shifts = [step.columns.start - origin for origin in step.origins]  # a negative one cuts columns off
+    if not any(shifts):
+        return bias
+    rows, most = bias.expand(len(shifts), *bias.shape[1:]), max(shifts)
+    return torch.stack([F.pad(row, (at, most - at), value=float("-inf")) for row, at in zip(rows, shifts)])
 
 
 def _build(

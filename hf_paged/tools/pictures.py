@@ -190,7 +190,7 @@ def plot_intervals(
             return interval.first_step, interval.end_step
         return interval.start - origin, interval.end - origin
 
-    patches, lines = require("matplotlib.patches"), require("matplotlib.lines")
+    patch = require("matplotlib.patches").Patch
     handles: list[Any] = []
     for activity, style in _STYLES.items():
         these = [interval for interval in intervals if interval.activity.value == activity]
@@ -200,25 +200,24 @@ def plot_intervals(
             if bars := [(start, end - start) for start, end in spans if end > start]:
                 ax.broken_barh(bars, (row - height / 2, height), **style)
         if these:
-            handles.append(patches.Patch(label=activity, **style))
+            handles.append(patch(label=activity, **style))
     ends = [interval for interval in intervals if interval.is_last]
     mark = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 9, "markeredgewidth": 1.8}
-    ax.plot([span(each)[1] for each in ends], [rows[each.number] for each in ends], **mark)
+    marks = ax.plot([span(each)[1] for each in ends], [rows[each.number] for each in ends], label="ended", **mark)
     if ends:
-        handles.append(lines.Line2D([], [], label="ended", **mark))
+        handles += marks
     names = {rows[interval.number]: str(interval.request_id) for interval in intervals}
     ticks = sorted(names)[:: max(1, -(-len(rows) // 60))]
     full = [names[row] for row in ticks]
     short = [name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}" for name in full]
     ax.set_yticks(ticks, short, fontsize=8, parse_math=False)
-    ax.set_ylim(max(1, len(rows)) - 0.4, -0.6)
-    ax.set_xlim(left=min((span(interval)[0] for interval in intervals), default=0))
+    left = min((span(interval)[0] for interval in intervals), default=0)
+    ax.set(xlim=(left, None), ylim=(max(1, len(rows)) - 0.4, -0.6), axisbelow=True)
     ax.set_xlabel("step" if unit == "steps" else "seconds", fontsize=9)
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.grid(axis="x", color="#DDDDDD", linewidth=0.6)
-    ax.set_axisbelow(True)
     if not rows:
         ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
     if len(rows) < len(numbers):

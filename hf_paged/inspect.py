@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ from .cache.storage import KVBlocks, free_bytes
 from .config import PagedConfig
 from .model.registry import Route
 from .tools.models import build, find_model, find_route, kernels, measure, stores_latents
-from .tools.pictures import format_bytes, group_label, require
+from .tools.pictures import format_bytes, group_label
 
 ROADS = {
     "engine": "the engine",
@@ -156,49 +157,33 @@ def _shape(layer: KVBlocks, is_latent: bool) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Prints tables with rich. Raises `ImportError` without it."""
-    console, escape = require("rich.console").Console(), require("rich.markup").escape
+    """Prints it as lines of at most 80 columns."""
     groups, weights, free = report.groups, format_bytes(report.weight_bytes), format_bytes(report.free_bytes)
-    console.print(f"[bold]{escape(report.model)}[/] ({escape(report.model_type)}), {report.dtype}, on {report.device}")
-    console.print(f"{report.num_parameters:,} parameters, {weights} of weights")
-    if groups:
-        title = f"Keys and values, blocks of {groups[0].block_size} tokens"
-        table = _table(title, "layers", "each stores", "a token", "a block")
-        for group in groups:
-            counts = group.layers
-            shapes = ", ".join(shape if len(counts) == 1 else f"{count} x {shape}" for shape, count in counts.items())
-            num_bytes = format_bytes(group.token_bytes), format_bytes(group.block_bytes)
-            table.add_row(f"{group.num_layers} with {group.name}", shapes, *num_bytes)
-        if len(groups) > 1:
-            block_bytes = sum(group.block_bytes for group in groups)
-            table.add_row("all", "", format_bytes(report.token_bytes), format_bytes(block_bytes))
-        console.print(table)
-    else:
-        console.print("It keeps no keys and values in blocks.")
+    lines = [f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}"]
+    lines.append(f"{report.num_parameters:,} parameters, {weights} of weights")
+    lines.append("Keys and values:" if groups else "It keeps no keys and values in blocks.")
+    for group in groups:
+        shapes = ", ".join(f"{count} x {shape}" for shape, count in group.layers.items())
+        lines.append(f"  {group.num_layers} layers with {group.name}: {shapes}")
+        block = f"{format_bytes(group.block_bytes)} a block of {group.block_size} tokens"
+        lines.append(f"    {format_bytes(group.token_bytes)} a token, {block}")
+    if len(groups) > 1:
+        lines.append(f"  all: {format_bytes(report.token_bytes)} a token")
     for name, num_layers in report.other_layers.items():
-        console.print(f"{num_layers} layers hold a state of their own, not in blocks ({escape(name)}).")
+        lines.append(f"{num_layers} layers hold a state of their own, not in blocks ({name}).")
     if groups:
-        title = f"What fits: {free} are free, {format_bytes(report.left_bytes)} beside the weights"
-        if report.weight_bytes > report.free_bytes:
-            title = f"Nothing fits: {free} are free, the weights alone take {weights}"
-        table = _table(title, "sequences of", "blocks of one", "bytes of one", "sequences", "tokens")
-        for fit in report.fits:
-            length, one = fit["length"], format_bytes(fit["sequence_bytes"])
-            blocks = sum(group.num_blocks(length) for group in groups)
-            table.add_row(f"{length:,} tokens", f"{blocks:,}", one, f"{fit['sequences']:,}", f"{fit['tokens']:,}")
-        console.print(table)
+        lines.append(f"What fits: {free} are free, {format_bytes(report.left_bytes)} beside the weights")
+    for fit in report.fits if groups else ():
+        blocks = sum(group.num_blocks(fit["length"]) for group in groups)
+        lines.append(f"  {fit['sequences']:,} sequences of {fit['length']:,} tokens, {fit['tokens']:,} tokens in all")
+        lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
     if any(group.kind == "cross" for group in groups):
-        console.print("The encoder's output is taken to be as long as the sequence.")
-    console.print(f"[bold]Road[/] {ROADS[report.route.road]}: {escape(report.route.reason)}")
+        lines.append("The encoder's output is taken to be as long as the sequence.")
+    lines.append(f"Road: {ROADS[report.route.road]}: {report.route.reason}")
     for group in groups if report.route.in_place else ():
         chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
-        console.print(f"[bold]Kernels[/] {escape(group.name)}: {chosen}")
-
-
-def _table(title: str, first: str, *columns: str) -> Any:
-    rich, box = require("rich.table"), require("rich.box").SIMPLE_HEAD
-    numbers = [rich.Column(column, justify="right") for column in columns]
-    return rich.Table(first, *numbers, title=title, title_justify="left", title_style="bold", box=box)
+        lines.append(f"Kernels, {group.name}: {chosen}")
+    print("\n".join(textwrap.fill(line, 80, subsequent_indent="    ") for line in lines))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -221,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="auto: what the configuration says")
     parser.add_argument("--device", type=device, default=devices[-1], help="whose memory (%(default)s)")
     parser.add_argument("--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for which rich is not needed")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     warnings.simplefilter("ignore")

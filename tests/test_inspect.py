@@ -14,7 +14,6 @@ import hf_paged
 from hf_paged.cache.storage import free_bytes
 from hf_paged.inspect import Report, examine, main
 from tests.support import models
-from tests.support.missing import take_away
 
 DEEPSEEK: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
@@ -183,8 +182,7 @@ def test_bad_numbers(option: dict[str, int], message: str) -> None:
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    take_away(monkeypatch, "rich")
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([saved_test_model(tmp_path, "gemma3"), "--json", "--block-size", "8", "--dtype", "bfloat16"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "Gemma3ForCausalLM" and found["dtype"] == "bfloat16"
@@ -195,19 +193,13 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["gemma3", "t5"])
-def test_tables(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([saved_test_model(tmp_path, name), "--length", "100", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     for part in (models.CONFIGS[name][1], "a token", "100 tokens", "Road", "Kernels", "decode: "):
         assert part in printed
     assert ("cross attention" in printed) == (name == "t5")
     assert max(map(len, printed.splitlines())) <= 80
-
-
-def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    take_away(monkeypatch, "rich")
-    assert main(["gpt2"]) == 2
-    assert 'needs rich: pip install "hf_paged[viz]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta"])

@@ -29,13 +29,6 @@ from .model.registry import Route
 from .tools.models import build, find_model, find_route, kernels, measure, stores_latents
 from .tools.pictures import format_bytes, group_label
 
-ROADS = {
-    "engine": "the engine",
-    "hf_loop": "transformers' own loop",
-    "plain": "plain, without blocks",
-    "undecided": "the engine or transformers' own loop",
-}
-
 
 @dataclass(frozen=True)
 class Group:
@@ -179,7 +172,7 @@ def print_report(report: Report) -> None:
         lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
     if any(group.kind == "cross" for group in groups):
         lines.append("The encoder's output is taken to be as long as the sequence.")
-    lines.append(f"Road: {ROADS[report.route.road]}: {report.route.reason}")
+    lines.append(f"Road: {report.route.road}: {report.route.reason}")
     for group in groups if report.route.in_place else ():
         chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
         lines.append(f"Kernels, {group.name}: {chosen}")

@@ -68,8 +68,8 @@ def count_kinds(states: Iterable[int]) -> list[int]:
 
 def to_cells(states: list[int], size: int) -> list[int]:
     """The kind of each cell of a picture whose cells stand for `size` blocks: the most frequent one among them."""
-    counts = (count_kinds(states[first : first + size]) for first in range(0, len(states), size))
-    return [max(range(len(KINDS)), key=each.__getitem__) for each in counts]
+    counts = (Counter(map(kind_index, states[first : first + size])) for first in range(0, len(states), size))
+    return [each.most_common(1)[0][0] for each in counts]
 
 
 def group_label(key: Hashable) -> str:
@@ -90,14 +90,13 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def require(module: str) -> Any:
-    """The module. Raises `ImportError`, naming the extra that brings it, where its library is not installed."""
-    library = module.partition(".")[0]
+    """A module of matplotlib. Raises `ImportError`, naming the extra that brings it, where that is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != library:  # the library is there and lacks something itself
+        if error.name != "matplotlib":  # which is there and lacks something itself
             raise
-        raise ImportError(f'this needs {library}: pip install "hf_paged[viz]"', name=library) from error
+        raise ImportError('this needs matplotlib: pip install "hf_paged[viz]"', name="matplotlib") from error
 
 
 def _new_axes(height: float) -> Any:

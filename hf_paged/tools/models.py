@@ -23,12 +23,9 @@ from ..attention import backends
 from ..attention.backends.reference import AttentionCall
 from ..attention.latent import can_absorb
 from ..attention.switch import foreign_attention, switchable_configs
-from ..batching.factory import choose_layout, empty_cache
 from ..cache.groups import GroupSpec
 from ..cache.layers import spec_of
-from ..cache.memory import PagedMemory
 from ..cache.storage import KVBlocks
-from ..config import PagedConfig
 from ..model.capability import first_line
 from ..model.registry import Route, last_route
 from ..step import StepMetadata
@@ -194,15 +191,10 @@ def find_route(model: PreTrainedModel) -> Route:
             ids = torch.ones(1, _LENGTH, dtype=torch.long)
             options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
             small.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation="paged", **options)
-            route = last_route(small)
-            layout = choose_layout(small, empty_cache(small, PagedMemory(PagedConfig())))
+            if (route := last_route(small)) is not None:
+                return replace(route, reason=f"{route.reason} (of a call on random weights{cut})")
         except Exception as error:  # not every configuration can be cut, or leaves a model that can be called so
             reason = f"a short call fails: {first_line(error)}"
-            continue
-        if route is not None:
-            is_limited = route.road == "engine" and not layout.mixed_lengths
-            padded = "; padded prompts under transformers' own loop" if is_limited else ""
-            return replace(route, reason=f"{route.reason} (of a call on random weights{cut}){padded}")
     return Route("undecided", reason, in_place)
 
 

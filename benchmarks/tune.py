@@ -194,7 +194,7 @@ def tune_prefill(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator
         if key in keys:  # enough heads share keys for short chunks to fill tiles too
             continue
         keys.add(key)
-        default = configs.default_prefill_config(key_dim, value_dim, dtype, rows, False, chip)
+        default = configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip)
         best, figures = _tune(dim, dtype, loads, prefill_candidates(default), Problem.prefill, device)
         yield key, best, {**figures, "loads": loads}
 

@@ -91,19 +91,18 @@ def test_item_21_store_writes_heads_that_are_far_apart(far: Far) -> None:
     assert torch.equal(blocks[0, :, 0], content)
 
 
-def test_item_21_prefill_reads_heads_and_biases_that_are_far_apart(far: Far) -> None:
+def test_item_21_prefill_reads_heads_that_are_far_apart(far: Far) -> None:
     from hf_paged.kernels.triton.attention import prefill_attention
 
     content, blocks = random(3, 16), random(1, 2, 8, 16)
-    bias = far.rows(random(3, 16))[:, 0]  # of 3 keys
 
-    def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def attend(query: torch.Tensor) -> torch.Tensor:
         step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8)
-        out: torch.Tensor = prefill_attention(query[None], blocks[:, :1], blocks[:, 1:], step, scale=0.3, bias=bias)
+        out: torch.Tensor = prefill_attention(query[None], blocks[:, :1], blocks[:, 1:], step, scale=0.3)
         return out
 
-    expected = attend(content, bias.contiguous())
-    assert torch.equal(attend(far.rows(content), bias), expected) and expected.isfinite().all()
+    expected = attend(content)
+    assert torch.equal(attend(far.rows(content)), expected) and expected.isfinite().all()
 
 
 def test_item_21_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:

@@ -1,6 +1,6 @@
 """Triton attention over paged K/V: one kernel with two grids that no length decides, so that a captured graph stays
 right as rows grow. Decodes: tiles of query rows by splits of rows, balanced on the device (Flash-Decoding, Dao et al.
-2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts, chunks, trees and shared prefixes: tiles of the packed queries
+2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts, chunks and shared prefixes: tiles of the packed queries
 of all rows, the query heads of a K/V head side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def decode_attention(
     **features: Any,
 ) -> Any:
     """Attention of each row's queries, equally many and at most `MAX_QUERIES`. Arguments and result are as in
-    `prefill_attention`, but for `bias`, which broadcasts to `(rows, heads, query_len, max seq_len)`."""
+    `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows, heads, query_len, max seq_len)`, and
+    `IndexError` is raised if it is shorter than the longest row. With `return_lse` also the log-sum-exp of the scores,
+    `(T, heads)` float32, the sink's included."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -86,12 +88,9 @@ def prefill_attention(
     value_blocks: Tensor,
     step: StepMetadata,
     *,
-    bias: Tensor | None = None,
-    tree_mask: Tensor | None = None,
     query_index: Tensor | None = None,
     num_splits: int | None = None,
     config: LaunchConfig | None = None,
-    return_lse: bool = False,
     is_merged: bool = True,
     **features: Any,
 ) -> Any:
@@ -101,24 +100,18 @@ def prefill_attention(
 
     Args:
         query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads, block_size, dim)`.
-        features: `scale`, `softcap`, `sinks` as in `AttentionCall`; `alibi_slopes` `(heads,)`, which add `slope * (key
-            position - query position)` to the scores (ALiBi, arXiv 2108.12409, sec. 3).
-        bias: Added to the scores; broadcasts to `(T, heads, max seq_len)`.
-        tree_mask: `(T, >= max query_len)` bool, which of its row's queries' tokens each query sees, itself included: a
-            speculated tree with every token's ancestors (SpecInfer, arXiv 2305.09781, sec. 4.2), by which positions,
-            and a window, no shorter than the tree is deep, count.
+        features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
         query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
         num_splits: Parts that each row's keys are cut into; else chosen by the size of the chip.
-        is_merged: Else the parts are returned, `(splits, T, heads, value_dim)`, float32, and their logarithms.
+        is_merged: Else the parts are returned, `(splits, T, heads, value_dim)`, and the log-sum-exp of their scores,
+            the sink's included in the first, `(splits, T, heads)`, both float32.
 
-    Returns `(T, heads, value_dim)`, contiguous, in the query's dtype; with `return_lse` also the log-sum-exp of the
-    scores, `(T, heads)` float32, the sink's included. Raises `IndexError` if the bias is shorter than the longest row.
+    Returns `(T, heads, value_dim)`, contiguous, in the query's dtype.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
-    kind = "prefill" if bias is None and tree_mask is None else "prefill-mask"
-    config = config or find_config(kind, key_dim, value_dim, query.dtype, rows, query.device)
+    config = config or find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # so that programs cover the chip about once
         programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
@@ -126,24 +119,22 @@ def prefill_attention(
     is_whole = is_merged and num_splits == 1
     shape = (num_splits, step.num_tokens, heads, value_dim)
     parts = query.new_empty(shape, dtype=query.dtype if is_whole else torch.float32)
-    lse = query.new_empty(shape[:3], dtype=torch.float32) if return_lse or not is_whole else None
+    lse = None if is_whole else query.new_empty(shape[:3], dtype=torch.float32)
     if parts.numel():
         _, starts, query_start = step.on_device
-        tree_mask = tree_mask if step.causal else None
         _launch(
             (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
-            (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
+            (max(16, triton.next_power_of_2(value_dim)), 0), **features,
             starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
-            tree_mask=tree_mask, tree_row=0 if tree_mask is None else tree_mask.stride(0), SPLIT=num_splits > 1,
-            BLOCK_M=config.block_m,
+            SPLIT=num_splits > 1, BLOCK_M=config.block_m,
         )  # fmt: skip
     if not is_merged:
         return parts, lse
-    if lse is None or is_whole:
-        return parts[0] if lse is None else (parts[0], lse[0])
-    out, out_lse = query.new_empty(shape[1:]), torch.empty_like(lse[0]) if return_lse else None
-    merge(parts, lse, out, out_lse=out_lse)
-    return (out, out_lse) if return_lse else out
+    if lse is None:
+        return parts[0]
+    out = query.new_empty(shape[1:])
+    merge(parts, lse, out)
+    return out
 
 
 def cascade_attention(
@@ -183,7 +174,7 @@ def _launch(
     kv_heads, block_size, value_dim = value_blocks.shape[1:]
     query = query if query.stride(2) == 1 else query.contiguous()
     key_tiles = split_dim(key_dim)
-    is_plain = given.get("softcap") is None and given.get("alibi_slopes") is None and given.get("bias") is None
+    is_plain = given.get("softcap") is None and given.get("bias") is None
     with torch.accelerator.device_index(query.device.index):
         attention_kernel[grid](
             query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
@@ -198,16 +189,13 @@ def _launch(
         )  # fmt: skip
 
 
-def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:
+def _bias_arguments(bias: Tensor | None, heads: int, query_len: int, step: StepMetadata) -> dict[str, Any]:
     """The kernel's: a bias, how far apart in memory it has rows, tokens of all rows, heads and keys, and its keys."""
     if bias is None:
         return {}
     keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size
     if keys < max(step.seq_lens, default=0):
         raise IndexError(f"the bias covers {keys} positions, seq_lens are {step.seq_lens}")
-    if query_len is None:
-        row, (token, head, key) = 0, bias.expand(step.num_tokens, heads, keys).stride()
-    else:
-        row, head, token, key = bias.expand(step.num_rows, heads, query_len, keys).stride()
-        row -= query_len * token
+    row, head, token, key = bias.expand(step.num_rows, heads, query_len, keys).stride()
+    row -= query_len * token
     return dict(bias=bias, bias_row=row, bias_token=token, bias_head=head, bias_key=key, bias_len=keys)

@@ -84,7 +84,7 @@ def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.c
 @triton.jit
 def _attend_tile(
     acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
-    query_position, context_len, window, scale, softcap, slopes, bias, tree_mask, factor,
+    query_position, window, scale, softcap, bias, factor,
     key_block, key_token, value_block, value_token, bias_key, bias_len,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -111,29 +111,21 @@ def _attend_tile(
         scores = scores * scale
     if softcap is not None:  # exact at both ends, where exp2 gives inf or 0; `libdevice.tanh` is slower
         scores = (1.0 - 2.0 / (tl.exp2(scores / softcap * (2.0 * LOG2_E)) + 1.0)) * softcap
-    if slopes is not None:
-        scores += slopes[:, None] * (position[None, :] - query_position[:, None]).to(tl.float32)
     if bias is not None:
         bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
         is_covered = (is_seen & (position < bias_len))[None, :]
-        scores += _load(bias_rows, is_covered, True, MASKED, False).to(tl.float32)
+        scores += tl.load(bias_rows, mask=is_covered, other=0.0).to(tl.float32)
     if MASKED:
         sees = is_seen[None, :]
         if CAUSAL:
-            if tree_mask is None:
-                sees = sees & (position[None, :] <= query_position[:, None])
-            else:
-                column = position - context_len
-                is_new = is_seen & (column >= 0)
-                seen = tl.load(tree_mask[:, None] + column[None, :], mask=is_new[None, :], other=1)
-                sees = sees & (seen != 0)
+            sees = sees & (position[None, :] <= query_position[:, None])
             if window is not None:
                 sees = sees & (position[None, :] > query_position[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
 
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     anchor = new_top
-    if MASKED or bias is not None:
+    if MASKED:
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     if bias is not None:  # a bias may be its dtype's minimum, which times the factor would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * factor)
@@ -178,7 +170,7 @@ def _store_rows(
         tl.store(lse + at, tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["rows", "num_tokens", "window", "table_row", "bias_len", "tree_row", "target"])
+@triton.jit(do_not_specialize=["rows", "num_tokens", "window", "table_row", "bias_len", "target"])
 def attention_kernel(
     query, key_blocks, value_blocks, out, lse, seq_lens, block_tables, rows, num_tokens, window, table_row,
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token, scale,
@@ -186,10 +178,10 @@ def attention_kernel(
     CAUSAL: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr,
     DOT_DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
-    softcap=None, sinks=None, alibi_slopes=None, bias=None, bias_row=0, bias_token=0, bias_head=0, bias_key=0,
-    bias_len=0, starts=None, query_start=None, query_index=None, tree_mask=None, tree_row=0,
-    part_out=None, part_lse=None, row_items=None, target=0, QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0,
-    BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
+    softcap=None, sinks=None, bias=None, bias_row=0, bias_token=0, bias_head=0, bias_key=0, bias_len=0,
+    starts=None, query_start=None, query_index=None, part_out=None, part_lse=None, row_items=None, target=0,
+    QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0, BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1,
+    VALUE_IS_KEY: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of query rows over the keys of their row, or a part of these. A `QUERY_LEN` is that of all rows, whose
     keys are split by length into items; else `query_start` tells tiles, and all rows' keys have equally many parts."""
@@ -236,17 +228,9 @@ def attention_kernel(
     high, full_low, full_high = seq_len, low, seq_len
     context_len = seq_len - query_len
     position = context_len + m // GROUP
-    tree_rows = None
     if CAUSAL:
         oldest, newest = context_len, seq_len - 1
-        if tree_mask is not None:
-            full_high = context_len
-            # A token of a tree is as far along as it has ancestors, itself included.
-            tree_rows = tree_mask + packed * tree_row
-            position = tl.full([BLOCK_M], -1, tl.int32) + context_len
-            for column in range(0, query_len):
-                position += (tl.load(tree_rows + column, mask=is_row, other=0) != 0).to(tl.int32)
-        elif not BY_LENGTH:
+        if not BY_LENGTH:
             oldest = context_len + tile * BLOCK_M // GROUP
             newest = context_len + (tl.minimum(tile * BLOCK_M + BLOCK_M, query_len * GROUP) - 1) // GROUP
             high, full_high = newest + 1, oldest + 1
@@ -269,7 +253,6 @@ def attention_kernel(
         if part == 0:
             top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * (LOG2_E / factor)
             total = tl.where(top == float("-inf"), 0.0, 1.0)
-    slopes = None if alibi_slopes is None else tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
     bias_rows = None
     if bias is not None:
         bias_at = row.to(tl.int64) * bias_row + packed * bias_token + head * bias_head
@@ -295,7 +278,7 @@ def attention_kernel(
             first_key = tl.where(i < leading, first_key, full_end + (i - leading) * TILE)
         acc, acc_rest, total, top = _attend_tile(
             acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
-            position, context_len, window, scale, softcap, slopes, bias_rows, tree_rows, factor,
+            position, window, scale, softcap, bias_rows, factor,
             key_block, key_token, value_block, value_token, bias_key, bias_len,
             KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
             CAUSAL and QUERY_LEN != 1, FOLDED, SAME_STRIDES, VALUE_IS_KEY, True,
@@ -304,7 +287,7 @@ def attention_kernel(
         for first_key in range(full_begin, full_end, TILE):
             acc, acc_rest, total, top = _attend_tile(
                 acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
-                position, context_len, window, scale, softcap, slopes, bias_rows, tree_rows, factor,
+                position, window, scale, softcap, bias_rows, factor,
                 key_block, key_token, value_block, value_token, bias_key, bias_len,
                 KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
                 CAUSAL, FOLDED, SAME_STRIDES, VALUE_IS_KEY, False,

@@ -69,14 +69,14 @@ def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int
 def find_config(
     kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device
 ) -> LaunchConfig:
-    """The measured choice of `"decode"`, `"prefill"` or `"prefill-mask"` for this chip, else the default."""
+    """The measured choice of `"decode"` or `"prefill"` for this chip, else the default."""
     name, arguments = chip(device), (key_dim, value_dim, dtype)
     found = _tables(name).get(key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128)))
     if found is None and kernel == "decode":
         found = default_decode_config(*arguments, rows)
         if torch.version.hip is not None:  # chips of AMD have 64 KiB of shared memory
             found = dataclasses.replace(found, num_stages=2)
-    return found or default_prefill_config(*arguments, rows, kernel == "prefill-mask", name)
+    return found or default_prefill_config(*arguments, rows, name)
 
 
 def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
@@ -94,20 +94,16 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
     return LaunchConfig(tile, min(block_m, 64), 4, num_stages=5 if block_m <= 32 else 3)
 
 
-def default_prefill_config(
-    key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, has_mask: bool, chip: str
-) -> LaunchConfig:
+def default_prefill_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str) -> LaunchConfig:
     """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
-    for wider ones. `rows`: most query rows of one row and K/V head; `has_mask`: of a bias or a tree is loaded too."""
+    for wider ones. `rows`: most query rows of one row and K/V head."""
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
-        return LaunchConfig(16 if has_mask else 32, 32, 8, 2)
+        return LaunchConfig(32, 32, 8, 2)
     # Hopper's and Blackwell's tensor cores read both factors from shared memory, earlier ones from registers.
     from_shared = chip.startswith(("sm90", "sm10"))
-    if has_mask:
-        return LaunchConfig(32, 64 if from_shared or widest <= 128 else 32, 8, 2)
     if widest > 128:
         return LaunchConfig(32, 64 if is_short or not from_shared else 128, 8, 3)
     tile = 64 if from_shared or widest <= 64 else 32

@@ -16,7 +16,7 @@ from hf_paged.attention.backends.triton import unsupported_reason
 from hf_paged.step import StepMetadata
 from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_cases, build
-from tests.support.kernels.device import DEVICE, available, on_device
+from tests.support.kernels.device import available, on_device
 
 # the interpreter's numpy notes that the dtype's minimum in a mask becomes -inf on its way into an exponential
 pytestmark = [available, pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")]
@@ -143,19 +143,6 @@ def test_parts_merge_by_their_log_sum_exp() -> None:
     weights = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
     merged = sum(weight * out for weight, (out, _) in zip(weights, parts))
     torch.testing.assert_close(merged.double().cpu(), whole.expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
-def test_alibi_is_a_bias(softcap: float | None) -> None:
-    case = Case(seq_lens=(70, 25), heads=6, kv_heads=2, key_dim=32, value_dim=32, queries=3, softcap=softcap)
-    slopes = 2.0 ** -torch.arange(1, 7)
-    call = build(case)
-    position = torch.tensor(call.step.seq_lens).view(2, 1, 1, 1) - 3 + torch.arange(3).view(3, 1)
-    bias = slopes.view(6, 1, 1) * (torch.arange(70) - position).float()  # [2, 6, 3, 70]
-    expected = replace(call, options={**call.options, "bias": bias}).run("reference")
-    for split_tokens in (16, ONE_SPLIT):
-        out = run(call, split_tokens, alibi_slopes=slopes.to(DEVICE))
-        torch.testing.assert_close(out.cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("rank", "rotary", "all_of_it"), [(512, 64, False), (64, 32, True), (32, 16, True)])

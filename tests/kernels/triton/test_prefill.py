@@ -37,9 +37,6 @@ class Case:
     causal: bool = True
     softcap: float | None = None
     sinks: bool = False
-    alibi: bool = False
-    bias: bool = False
-    tree: bool = False
     starts: tuple[int, ...] | None = None
     splits: int = 1
     dtype: torch.dtype = torch.float32
@@ -51,7 +48,7 @@ class Case:
         name += (
             f"{self.kv_heads}-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}-m{self.config[0]}n{self.config[1]}"
         )
-        features = ("window", "softcap", "sinks", "alibi", "bias", "tree", "starts")
+        features = ("window", "softcap", "sinks", "starts")
         name += "".join(f"-{name}" for name in features if getattr(self, name))
         return name + ("" if self.causal else "-all") + (f"-s{self.splits}" if self.splits > 1 else "")
 
@@ -76,15 +73,11 @@ CASES = [
     Case(MIXED, window=33, config=(16, 32)),
     Case(MIXED, softcap=5.0),
     Case(MIXED, sinks=True),
-    Case(MIXED, alibi=True),
-    Case(MIXED, bias=True),
-    Case(MIXED, tree=True),
-    Case(MIXED, tree=True, window=25, splits=2),
     Case(MIXED, starts=(3, 0, 17, 0, 8, 0)),
     Case(MIXED, causal=False),
     Case(MIXED, causal=False, starts=(3, 2, 1, 0, 33, 0), splits=2),
     Case(MIXED, window=9, softcap=3.0, sinks=True, splits=3),
-    Case(MIXED, sinks=True, alibi=True, bias=True, starts=(3, 0, 17, 0, 8, 0), splits=2),
+    Case(MIXED, sinks=True, starts=(3, 0, 17, 0, 8, 0), splits=2),
     Case(((130, 5), (0, 3)), heads=4, splits=4),
     Case(((70, 3),), heads=2, kv_heads=1, key_dim=576, value_dim=512, dtype=torch.bfloat16),
 ]
@@ -92,22 +85,14 @@ CASES = [
 
 @dataclass
 class Built:
-    """Arguments of `prefill_attention`, and for each row the step and bias that the reference takes."""
+    """Arguments of `prefill_attention`, and for each row the step that the reference takes."""
 
     query: torch.Tensor
     key_blocks: torch.Tensor
     value_blocks: torch.Tensor
     step: StepMetadata
-    rows: list[tuple[slice, StepMetadata, torch.Tensor | None]]
+    rows: list[tuple[slice, StepMetadata]]
     options: dict[str, Any] = field(default_factory=dict)
-
-
-def ancestors(query_len: int, generator: torch.Generator) -> torch.Tensor:
-    """The mask `(query_len, query_len)` of a random tree in which parents come before children."""
-    mask = torch.eye(query_len, dtype=torch.bool)
-    for token in range(1, query_len):
-        mask[token] |= mask[int(torch.randint(token, (1,), generator=generator))]
-    return mask
 
 
 def build(case: Case, seed: int = 0) -> Built:
@@ -131,44 +116,26 @@ def build(case: Case, seed: int = 0) -> Built:
         blocks = [torch.full((num_blocks, case.kv_heads, size, dim), torch.nan, dtype=case.dtype) for dim in dims]
     tables = torch.full((len(lens), max(counts) + 1), 2**30, dtype=torch.int32)
     starts = case.starts or (0,) * len(lens)
-    bias = random(num_tokens, case.heads, max(lens)) if case.bias else None
-    slopes = random(case.heads).abs() / 8 if case.alibi else None
-    tree = torch.zeros(num_tokens, max(query for _, query in case.rows) + 2, dtype=torch.bool) if case.tree else None
     rows, first = [], 0
     for row, (context, query_len) in enumerate(case.rows):
         table = [ids.pop() for _ in range(counts[row])]
         tables[row, : counts[row]] = torch.tensor(table, dtype=torch.int32)
         low = context + query_len if query_len == 0 else starts[row]  # rows without queries are not read at all
-        if case.window is not None and case.causal and not case.tree:
+        if case.window is not None and case.causal:
             low = max(low, context - case.window + 1)
         for t in range(low, lens[row]):
             for states, dim in zip(blocks, dims):
                 states[table[t // size], :, t % size] = random(case.kv_heads, dim).to(case.dtype)
-        mask = torch.zeros(case.heads, query_len, lens[row])
-        keys, queries = torch.arange(lens[row])[None], torch.arange(context, lens[row])[:, None]
-        if slopes is not None:
-            mask = mask + slopes[:, None, None] * (keys - queries)
-        if bias is not None:
-            mask = mask + bias[first : first + query_len, :, : lens[row]].transpose(0, 1)
-        if tree is not None:
-            mine = ancestors(query_len, generator)
-            tree[first : first + query_len, :query_len] = mine
-            hidden = torch.zeros(query_len, lens[row], dtype=torch.bool)
-            hidden[:, context:] = ~mine
-            if case.window is not None:
-                hidden |= keys <= context + mine.sum(1, keepdim=True) - 1 - case.window
-            mask = mask.masked_fill(hidden, -torch.inf)
-        needs_mask = bias is not None or slopes is not None or tree is not None
         alone = StepMetadata.rectangle(
             torch.tensor([table], dtype=torch.int32),
             (lens[row],),
             size,
             query_len=query_len,
             starts=(starts[row],),
-            causal=case.causal and not case.tree,
+            causal=case.causal,
             window=case.window,
         )
-        rows.append((slice(first, first + query_len), alone, mask[None] if needs_mask else None))
+        rows.append((slice(first, first + query_len), alone))
         first += query_len
     step = StepMetadata(
         tables.to(DEVICE),
@@ -183,9 +150,6 @@ def build(case: Case, seed: int = 0) -> Built:
         scale=SCALE,
         softcap=case.softcap,
         sinks=random(case.heads).to(case.dtype) if case.sinks else None,
-        alibi_slopes=slopes,
-        bias=bias,
-        tree_mask=tree,
         num_splits=case.splits,
     )
     # as a model makes them: heads behind tokens in memory
@@ -200,16 +164,16 @@ def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
     key_blocks, value_blocks = built.key_blocks.double(), built.value_blocks.double()
     heads = built.query.shape[1]
     outputs, lses = [], []
-    for rows, step, bias in built.rows:
+    for rows, step in built.rows:
         if step.query_len == 0:
             continue
         query = built.query[rows].double().transpose(0, 1)[None]
         arguments = (query, key_blocks, value_blocks, step)
-        outputs.append(attend(reference, *arguments, sinks=sinks, bias=bias, **options)[0])
+        outputs.append(attend(reference, *arguments, sinks=sinks, **options)[0])
         # The share that one more logit of 0 takes is 1 / (1 + exp(lse)); taken from a sink and values of one.
         ones = torch.ones_like(value_blocks[..., :1])
         zero = torch.zeros(heads, dtype=torch.float64)
-        share = attend(reference, query, key_blocks, ones, step, sinks=zero, bias=bias, **options)[0, ..., 0]
+        share = attend(reference, query, key_blocks, ones, step, sinks=zero, **options)[0, ..., 0]
         lse = torch.logit(share)
         lses.append(lse if sinks is None else torch.logaddexp(lse, sinks[None, :]))
     return torch.cat(outputs), torch.cat(lses)
@@ -231,14 +195,22 @@ def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> 
         return attention.prefill_attention(query, *pools, built.step, config=chosen, **options)
 
 
-def check(case: Case, seed: int = 0) -> None:
-    built = build(case, seed)
-    output, lse = run(built, case.config, return_lse=True)
+def compare(built: Built, dtype: torch.dtype, config: tuple[int, int] | None = None, **options: Any) -> None:
+    """The output, and the parts that it is merged from."""
+    output = run(built, config, **options)
+    parts, lse = run(built, config, is_merged=False, **options)
     want, want_lse = expected(built)
-    tolerance = TOLERANCE[case.dtype]
-    assert output.dtype == case.dtype and lse.dtype == torch.float32
+    tolerance = TOLERANCE[dtype]
+    assert output.dtype == dtype and parts.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(output.double().cpu(), want, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse.double().cpu(), want_lse, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double().cpu().logsumexp(0), want_lse, atol=tolerance, rtol=tolerance)
+    weights = lse.double().softmax(0).nan_to_num(0.0)[..., None]
+    merged = torch.where(weights > 0, weights * parts, 0.0).sum(0)
+    torch.testing.assert_close(merged.cpu(), want, atol=tolerance, rtol=tolerance)
+
+
+def check(case: Case, seed: int = 0) -> None:
+    compare(build(case, seed), case.dtype, case.config)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -255,8 +227,6 @@ def any_cases(draw: st.DrawFn) -> Case:
     starts = None
     if draw(st.integers(0, 3)) == 0:
         starts = tuple(draw(st.integers(0, context)) for context, _ in rows)
-    tree = draw(st.integers(0, 4)) == 0
-    window = draw(st.sampled_from((None, None, 1, 5, 16, 33)))
     return Case(
         rows=tuple(rows),
         block=draw(st.sampled_from((8, 16, 32))),
@@ -264,13 +234,10 @@ def any_cases(draw: st.DrawFn) -> Case:
         kv_heads=kv_heads,
         key_dim=draw(st.sampled_from((8, 16, 24))),
         value_dim=draw(st.sampled_from((8, 16, 40))),
-        window=(20 if window else None) if tree else window,
-        causal=tree or draw(st.integers(0, 3)) > 0,
+        window=draw(st.sampled_from((None, None, 1, 5, 16, 33))),
+        causal=draw(st.integers(0, 3)) > 0,
         softcap=draw(st.sampled_from((None, None, 2.0))),
         sinks=draw(st.booleans()),
-        alibi=draw(st.booleans()) and not tree,
-        bias=draw(st.integers(0, 3)) == 0,
-        tree=tree,
         starts=starts,
         splits=draw(st.sampled_from((1, 1, 2, 3))),
         config=draw(st.sampled_from(((16, 16), (16, 32), (32, 16)))),

@@ -28,9 +28,6 @@ def _prefill(
     with_starts: bool = False,
     window: int | None = None,
     with_sinks: bool = False,
-    with_alibi: bool = False,
-    with_bias: bool = False,
-    with_tree: bool = False,
     **options: Any,
 ) -> None:
     rows, heads = 4, kv_heads * group
@@ -44,12 +41,6 @@ def _prefill(
         keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
     if with_sinks:
         options["sinks"] = empty(heads)
-    if with_alibi:
-        options["alibi_slopes"] = empty(heads, dtype=FULL)
-    if with_bias:
-        options["bias"] = empty(rows * chunk, heads, 64 * block_size)
-    if with_tree:
-        options["tree_mask"] = empty(rows * chunk, chunk, dtype=torch.bool)
     prefill_attention(
         empty(rows * chunk, heads, dim),
         keys,
@@ -100,16 +91,14 @@ def _case(name: str, *args: Any, ops: bool = True, chips: tuple[int, ...] = (80,
 CASES = [
     _case("d64-bf16", 64),
     _case("d128-bf16", 128),
-    _case("d256-bf16-all", 256, window=1024, softcap=50.0, with_starts=True, with_sinks=True, with_alibi=True),
+    _case("d256-bf16-all", 256, window=1024, softcap=50.0, with_starts=True, with_sinks=True),
     _case("d128-bf16-chunk8", 128, chunk=8),
     _case("d96-bf16", 96, chips=(80, 90)),
     _case("d192_128-bf16", 192, value_dim=128, chips=(80, 90)),
     _case("d192-bf16", 192, chips=(80,)),
     _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=(80,)),
     _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=(90,)),
-    _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, return_lse=True, chips=(90,)),
-    _case("d256-bf16-bias", 256, with_bias=True, ops=False, chips=(80, 90)),
-    _case("d128-bf16-tree", 128, with_tree=True, chunk=16, ops=False, chips=(90,)),
+    _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=(90,)),
     _case("d80-fp32", 80, FULL, ops=False, chips=(80,)),
     _case("d256-fp32", 256, FULL, ops=False, chips=(90,)),
     AotCase("prefix-d64-bf16-n16", lambda: _prefix(64, 16), instructions=TENSOR_CORES),

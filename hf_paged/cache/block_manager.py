@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .block_pool import BlockTable, OutOfBlocksError, num_copies
+from .block_pool import BlockTable, OutOfBlocksError
 from .groups import BlockGroup
 from .prefix_index import Node, PrefixIndex
 
@@ -126,18 +126,12 @@ class BlockManager:
         """Takes the block that one more token needs, which can then just be counted. `False` if there is none, or a
         copy is to be made first."""
         tables = blocks.tables
-        length = tables[0].num_tokens
-        if length < blocks.capacity:
+        if tables[0].num_tokens < blocks.capacity:
             return True
-        if any(table.shared_tail is not None for table in tables):
+        if any(table.shared_tail is not None for table in tables) or not self.append(blocks, 1):
             return False
-        self.trim(blocks)
-        taken = self._take([table.num_new_blocks(1) for table in tables])
-        if taken is None:
-            return False
-        for table, block_ids in zip(tables, taken):
-            table.block_ids += block_ids
-        blocks.capacity = (length // self.block_size + 1) * self.block_size
+        for table in tables:
+            table.num_tokens -= 1
         return True
 
     def extend(self, group: int, tables: Sequence[BlockTable], ranges: Sequence[tuple[int, int]]) -> bool:
@@ -147,7 +141,10 @@ class BlockManager:
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens))
-        needed = num_copies(pool, writers) + sum(map(BlockTable.num_new_blocks, tables, counts))
+        needed = sum(map(BlockTable.num_new_blocks, tables, counts))
+        for block_id, count in writers.items():
+            # the last holder of a block writes to it in place, unless its content is to be kept
+            needed += count if pool.is_kept(block_id) else min(count, pool.refcount(block_id) - 1)
         if needed:
             self.groups[group].make_room(needed)
         copies = [copy for table, tokens in zip(tables, ranges) for copy in table.own(*tokens)] if writers else []

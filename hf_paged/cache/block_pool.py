@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -305,12 +305,3 @@ class BlockTable:
         self.pool.release(reversed(self.block_ids))
         self.block_ids = []
         self.num_dropped = self.num_tokens = 0
-
-
-def num_copies(pool: BlockPool, writers: Mapping[int, int]) -> int:
-    """Blocks that copy-on-write takes when `writers[block_id]` tables are going to write to each block."""
-    # the last holder of a block writes to it in place, unless its content is to be kept
-    return sum(
-        count if pool.is_kept(block_id) else min(count, pool.refcount(block_id) - 1)
-        for block_id, count in writers.items()
-    )

@@ -50,17 +50,10 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class HostBlocks:
-    """The content of the blocks that one request held, each distinct block once: layers by index, for each group."""
-
-    groups: list[dict[int, HostLayer]]
-
-
-@dataclass(frozen=True, eq=False)
 class SwappedSequence:
     """What a sequence holds while its blocks are in host memory."""
 
-    host: HostBlocks  # of all sequences of its request together
+    host: list[dict[int, HostLayer]]  # for each group the layers by index, of all sequences of its request together
     rows: list[list[int]]  # for each group, where each block of the sequence's table is among the host's
 
 
@@ -92,12 +85,10 @@ class BlockSwapper:
             # the distinct blocks of each group, in the order met, and their rows in host memory
             rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
             try:
-                host = HostBlocks(
-                    [
-                        {index: HostLayer.copy_of(layer, list(ids)) for index, layer in group.storage.layers.items()}
-                        for group, ids in zip(self.groups, rows)
-                    ]
-                )
+                host = [
+                    {index: HostLayer.copy_of(layer, list(ids)) for index, layer in group.storage.layers.items()}
+                    for group, ids in zip(self.groups, rows)
+                ]
             except (MemoryError, RuntimeError):  # torch raises the latter
                 return False
             for sequence, tables in held:
@@ -122,7 +113,7 @@ class BlockSwapper:
                 for group, ids in zip(self.groups, rows):
                     taken.append(group.take(len(ids)) if ids else [])
                 targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
-                for group, layers, block_ids in zip(self.groups, host.groups, targets):
+                for group, layers, block_ids in zip(self.groups, host, targets):
                     for index, layer in layers.items() if block_ids else ():
                         layer.put_back(group.storage, index, block_ids)
                 for sequence, state in swapped:

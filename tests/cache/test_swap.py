@@ -15,7 +15,7 @@ from hf_paged.cache.block_pool import OutOfBlocksError
 from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import GroupMemory, PagedMemory
 from hf_paged.cache.storage import KVBlocks, Storage
-from hf_paged.cache.swap import BlockSwapper, HostBlocks
+from hf_paged.cache.swap import BlockSwapper, HostLayer
 from hf_paged.config import PagedConfig
 
 SIZE = 8
@@ -35,8 +35,7 @@ def states(layout: str, dtype: torch.dtype | None = None, device: str = "cpu") -
 def host_bytes() -> int:
     """What is alive of all copies in host memory."""
     gc.collect()
-    hosts = [each for each in gc.get_objects() if type(each) is HostBlocks]
-    layers = [layer for host in hosts for layers in host.groups for layer in layers.values()]
+    layers = [each for each in gc.get_objects() if type(each) is HostLayer]
     return sum(tensor.nbytes for layer in layers for tensor in layer.blocks.data)
 
 

@@ -19,11 +19,13 @@ from benchmarks import arrivals, paired, report
 from benchmarks.generate_tables import COLUMNS, OURS
 from benchmarks.paper.rows import TOLD
 from benchmarks.report import RESULTS
+from benchmarks.threads import table as thread_table
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "paper-cpu"
 ARCHITECTURES = "architectures"
+THREADS = "threads-cpu-llama-100m"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
@@ -226,6 +228,18 @@ def attention(data: Data) -> str:
     return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
 
 
+def threads(data: Data) -> str:
+    """The table of `benchmarks.threads`."""
+    said = flow(
+        f"""**Threads**: 8 threads, each of which calls `generate` with one prompt of 8 to 64 tokens for
+        {data["rows"][0]["new_tokens"]} more, against the same calls one after another,
+        `python -m benchmarks.threads`, {machine_of(data["machine"])}; {data["rows"][0]["turns"]} turns in two
+        processes, medians, 95% intervals. The target in bfloat16 is 2.5 times the throughput of one call after
+        another:"""
+    )
+    return f"{said}\n\n{thread_table(data['rows'])}"
+
+
 def paper(data: Data) -> str:
     """The excerpt of `benchmarks.paper`."""
     tables = ("waste", "batch_size")
@@ -279,6 +293,7 @@ def benchmarks_section() -> str:
             JSON files in `benchmarks/results`; a test compares the two."""
         ),
         whole_calls(read(WHOLE_CALLS)),
+        threads(read(THREADS)),
         paper(read(PAPER)),
         attention(read(ATTENTION)),
     ]

@@ -36,6 +36,7 @@ PARTS: dict[str, list[list[str]]] = {
     "interrupts": [[sys.executable, "-m", "tests.support.interrupts", "--count", "1000"]],
     "transformers-5.17": [
         [sys.executable, "-m", "venv", str(Path(OTHER_PYTHON).parents[1])],
+        [OTHER_PYTHON, "-m", "pip", "install", "-q", "-c", "constraints.txt", "torch"],
         [OTHER_PYTHON, "-m", "pip", "install", "-q", "-e", ".[test]", "transformers==5.17.*"],
         [OTHER_PYTHON, *PYTEST],
     ],

@@ -40,6 +40,6 @@ def test_the_parts_are_files_and_modules_that_exist() -> None:
         assert (full.ROOT / path).exists()
     modules = {argument for commands in full.PARTS.values() for command in commands for argument in command}
     programs = {name for name in modules if name.startswith("tests.support.")}
-    assert len(programs) == 4
+    assert len(programs) == 5
     for name in programs:
         assert (full.ROOT / f"{name.replace('.', '/')}.py").exists()

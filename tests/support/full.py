@@ -34,6 +34,7 @@ PARTS: dict[str, list[list[str]]] = {
     "fuzz": [[sys.executable, "-m", "tests.support.fuzz", "--cases", "500"]],
     "load": [[sys.executable, "-m", "tests.support.load", "--steps", "20000", "--jobs", "2"]],
     "interrupts": [[sys.executable, "-m", "tests.support.interrupts", "--count", "1000"]],
+    "threads": [[sys.executable, "-m", "tests.support.threads", "--mixes", "500"]],
     "transformers-5.17": [
         [sys.executable, "-m", "venv", str(Path(OTHER_PYTHON).parents[1])],
         [OTHER_PYTHON, "-m", "pip", "install", "-q", "-c", "constraints.txt", "torch"],
@@ -44,7 +45,8 @@ PARTS: dict[str, list[list[str]]] = {
 """Commands of each part, from the root of the checkout; the first that fails ends it."""
 
 UNITS = (
-    "passed failed skipped error errors deselected classes equal cases calls runs steps preemptions interrupts wrong"
+    "passed failed skipped error errors deselected classes equal cases mixes calls runs steps preemptions interrupts "
+    "wrong"
 ).split()
 COUNT = re.compile(rf"\b([\d,]*\d) ({'|'.join(UNITS)})\b")
 

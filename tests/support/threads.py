@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import gc
 import os
-import random
 import sys
 import tempfile
 import threading
@@ -25,18 +23,15 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-import transformers
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 import hf_paged
 from hf_paged import OutOfBlocksError
@@ -44,272 +39,13 @@ from hf_paged.batching import shared_loop
 from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.generation import install
 from tests.support import models
-from tests.support.architecture_configs import tiny_model
 from tests.support.checks import model_state
-from tests.support.engine_helpers import build_bloom
 from tests.support.interrupts import Case, Interrupter
+from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, OwnError, draw, get_model, play
 
-NUM_THREADS = 4
 HANG_SECONDS = 60.0  # a mix takes a second or two
-BLOCK_SIZE = 8
 TOLERANCE = 1e-3  # of scores, whose standard deviation is above one
 NEAR_TIE = 0.5  # in half precision, between the best two scores, where another shape may choose the other token
-# how often a model is drawn, and the layer groups that a row takes blocks of, with one for its states
-MODELS = {
-    "llama": (6, 1),
-    "gemma3": (3, 2),
-    "bloom": (2, 1),
-    "DeepseekV3ForCausalLM": (2, 1),
-    "Qwen3NextForCausalLM": (2, 2),
-    "BambaForCausalLM": (2, 2),
-}
-ENDS = list(range(30, 42))
-
-
-@functools.cache
-def get_model(name: str) -> PreTrainedModel:
-    if name in models.CONFIGS:
-        return models.build(name)
-    model: Any = build_bloom() if name == "bloom" else tiny_model(getattr(transformers, name))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        config.eos_token_id = None
-    return model
-
-
-# ------------------------------------------------------------------------------------------------------ what is drawn
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One `generate` call; `owner` tells its exceptions from those of others."""
-
-    owner: str
-    texts: tuple[tuple[int, int], ...]  # of each row, which text it begins and how many tokens of it
-    options: dict[str, Any]
-    cache_config: dict[str, Any]
-    processor: tuple[str, int] | None  # its kind and a step
-    criterion: tuple[str, int] | None
-    streamer: tuple[str, int] | None  # its kind and a token
-    is_autocast: bool
-    is_inference: bool
-    seed: int  # of samples
-    pause: float  # seconds before it
-
-    @property
-    def key(self) -> Any:
-        """Calls of other keys run in other loops."""
-        config = {name: value for name, value in self.cache_config.items() if name != "cache_salt"}
-        return tuple(sorted(config.items())), self.is_autocast, self.is_inference
-
-    def num_needed(self, num_groups: int) -> int:
-        """Blocks with which any of its prompts can run to its end."""
-        longest = max(length for _, length in self.texts) + self.options["max_new_tokens"]
-        rows = max(self.options.get("num_beams", 1), self.options.get("num_return_sequences", 1))
-        return rows * num_groups * (longest // BLOCK_SIZE + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mix:
-    model: str
-    calls: tuple[tuple[Call, ...], ...]  # of each thread
-    in_main: bool  # the first thread is the main thread
-    interrupted: int | None  # which of its calls
-    delay: float  # of the interrupt, in times that the call takes alone
-
-    @property
-    def may_run_out(self) -> bool:
-        """Whether blocks can be held by what the loop of a call cannot preempt."""
-        calls = [call for own in self.calls for call in own]
-        keeps = any(call.options.get("return_dict_in_generate") for call in calls)
-        return "num_blocks" in calls[0].cache_config and (keeps or len({call.key for call in calls}) > 1)
-
-
-def draw(seed: int, number: int) -> Mix:
-    rng = random.Random(f"{seed}/{number}")
-    [model] = rng.choices(list(MODELS), [weight for weight, _ in MODELS.values()])
-    common: dict[str, Any] = {"block_size": BLOCK_SIZE, "prefix_caching": rng.random() < 0.5}
-    if rng.random() < 0.3:
-        common["preemption"] = rng.choice(["recompute", "swap"])
-    if rng.random() < 0.2:
-        common["max_num_batched_tokens"] = rng.choice([16, 40])
-    is_plain = rng.random() < 0.5  # all calls can share forwards, and none keeps blocks
-    has_budget = rng.random() < 0.5
-    sampler = None if has_budget or rng.random() < 0.5 else rng.randrange(NUM_THREADS)
-    calls: list[list[Call]] = []
-    for thread in range(NUM_THREADS):
-        count = rng.randint(1, 3)
-        samples = rng.randrange(count) if thread == sampler else None
-        own = [draw_call(rng, f"{thread}/{index}", common, is_plain, samples == index) for index in range(count)]
-        calls.append(own)
-    if has_budget:
-        needed = max(call.num_needed(MODELS[model][1]) for own in calls for call in own)
-        budget = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
-        calls = [
-            [dataclasses.replace(call, cache_config=call.cache_config | budget) for call in own] for own in calls
-        ]
-    in_main = rng.random() < 0.5
-    interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
-    delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
-    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay)
-
-
-def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool) -> Call:
-    texts = [(rng.randrange(3), rng.choice([1, 5, 9, 17, 30, 47])) for _ in range(rng.choice([1, 1, 2, 3, 4]))]
-    new_tokens = rng.choice([1, 5, 10, 16, 24])
-    mode = "sampled" if samples else rng.choices(["greedy", "returned", "beams"], [7, 0.3, 3])[0]
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
-    if mode == "beams":
-        options["num_beams"] = rng.choice([2, 3])
-    if mode == "returned" or (mode != "greedy" and rng.random() < 0.5):
-        options["num_return_sequences"] = 2  # which greedy search refuses
-    if rng.random() < 0.5:
-        options |= {"eos_token_id": ENDS, "pad_token_id": models.PAD}
-    config = dict(common)
-    if not is_plain:
-        if rng.random() < 0.2:
-            options["return_dict_in_generate"] = True
-        if rng.random() < 0.2:
-            config["prefix_caching"] = not config["prefix_caching"]
-    if rng.random() < 0.15:
-        config["cache_salt"] = rng.choice("ab")
-    step = rng.randrange(new_tokens)
-    processor = criterion = streamer = None
-    if rng.random() < 0.5:
-        processor = rng.choices(["bias", "slow", "raises", "watches"], [2, 1, 1, 3])[0], step
-    if rng.random() < 0.3:
-        criterion = rng.choice(["ends", "raises", "rows"]), step
-    if mode == "greedy" and rng.random() < 0.4:
-        streamer = rng.choice(["one", "slow", "raises", "by row"]), step + 1
-    has_autocast = not is_plain and mode == "greedy" and rng.random() < 0.12
-    has_inference = not is_plain and rng.random() < 0.15
-    pause = rng.choice([0.0, 0.0, rng.uniform(0, 0.03)])
-    rest = has_autocast, has_inference, rng.randrange(1000), pause
-    return Call(owner, tuple(texts), options, config, processor, criterion, streamer, *rest)
-
-
-# ------------------------------------------------------------------------------------------------------ code of callers
-
-
-class OwnError(RuntimeError):
-    """Raised by code that was passed to a call."""
-
-
-class Processor(LogitsProcessor):
-    def __init__(self, call: Call, is_paged: bool) -> None:
-        assert call.processor is not None
-        self.kind, self.step = call.processor
-        self.owner, self.is_paged = call.owner, is_paged
-        self.thread = threading.get_ident()
-        self.num_calls = 0
-        self.shown: list[tuple[Tensor, Tensor, bool]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert threading.get_ident() == self.thread, "called in the thread of another call"
-        self.num_calls += 1
-        if self.kind == "raises" and self.num_calls > self.step:
-            raise OwnError(self.owner)
-        if self.kind == "slow" and self.is_paged and self.num_calls > self.step:
-            time.sleep(0.01)
-        if self.kind == "bias":
-            scores[:, 20 + 7 * input_ids.shape[1] % 60] += 3.0
-        if self.kind == "watches":
-            self.shown.append((input_ids.clone(), scores.clone(), scores.is_inference()))
-        return scores
-
-
-class Criterion(StoppingCriteria):
-    def __init__(self, call: Call) -> None:
-        assert call.criterion is not None
-        self.kind, self.step = call.criterion
-        self.owner, self.num_calls = call.owner, 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.num_calls += 1
-        if self.kind == "raises" and self.num_calls > self.step:
-            raise OwnError(self.owner)
-        if self.kind == "rows":
-            return input_ids[:, -1] % 5 == 0
-        return torch.full((len(input_ids),), self.kind == "ends" and self.num_calls > self.step)
-
-
-class Streamer(BaseStreamer):
-    def __init__(self, owner: str, raises_at: int | None = None, slow_at: int | None = None) -> None:
-        self.owner, self.raises_at, self.slow_at = owner, raises_at, slow_at
-        self.told: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        if len(self.told) == self.raises_at:
-            raise OwnError(self.owner)
-        if len(self.told) == self.slow_at:
-            time.sleep(0.02 + 0.03 * (len(self.told) % 2))
-        self.told.append(value.tolist())
-
-    def end(self) -> None:
-        self.told.append("end")
-
-
-@dataclasses.dataclass
-class Outcome:
-    tokens: Tensor | None = None
-    error: BaseException | None = None
-    told: Any = None  # what streamers got
-    shown: list[tuple[Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)  # to a processor
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.error is None:
-            return f"tokens {None if self.tokens is None else self.tokens.tolist()}"
-        return "".join(traceback.format_exception(self.error))
-
-
-def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None) -> Outcome:
-    """`around` runs a function, and may interrupt it."""
-    width = max(length for _, length in call.texts)
-    rows = [models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts]
-    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=models.PAD) for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    arguments: dict[str, Any] = dict(call.options)
-    outcome = Outcome()
-    processor = streamer = None
-    if call.processor is not None:
-        processor = Processor(call, is_paged)
-        arguments["logits_processor"] = LogitsProcessorList([processor])
-    if call.criterion is not None:
-        arguments["stopping_criteria"] = StoppingCriteriaList([Criterion(call)])
-    if call.streamer is not None:
-        kind, at = call.streamer
-        make = functools.partial(Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None)
-        if kind != "by row":
-            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
-        elif is_paged:  # transformers knows no streamers by row
-            streamer = arguments["streamer"] = [make() for _ in rows]
-    if is_paged:
-        arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
-
-    def run() -> None:
-        with ExitStack() as stack:
-            if call.is_inference:
-                stack.enter_context(torch.inference_mode())
-            if call.is_autocast:
-                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            found = model.generate(ids, attention_mask=mask, **arguments)
-            outcome.tokens = found if isinstance(found, Tensor) else found.sequences
-
-    start = time.perf_counter()
-    if call.options["do_sample"]:
-        torch.manual_seed(call.seed)
-    try:
-        (around or (lambda function: function()))(run)
-    except BaseException as error:
-        outcome.error, outcome.tokens = error, None
-    outcome.seconds = time.perf_counter() - start
-    outcome.shown = [] if processor is None else processor.shown
-    if streamer is not None:
-        outcome.told = [each.told for each in streamer] if isinstance(streamer, list) else streamer.told
-    return outcome
-
-
-# ------------------------------------------------------------------------------------------------------ comparison
 
 
 def compare(call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_interrupted: bool) -> tuple[str, str]:
@@ -450,8 +186,15 @@ def run_mix(mix: Mix, observer: Observer, interrupter: Interrupter | None = None
     model = get_model(mix.model)
     hf_paged.free(model)
     warm_up(model)
-    expected = [[play(model, call, is_paged=False) for call in own] for own in mix.calls]
     before = model_state(model)
+    wrong = play_mix(mix, model, observer, interrupter)
+    if (state := model_state(model)) != before:
+        wrong.append(f"the model was {before} and is {state}")
+    return wrong + after_mix(model, observer)
+
+
+def play_mix(mix: Mix, model: PreTrainedModel, observer: Observer, interrupter: Interrupter | None) -> list[str]:
+    expected = [[play(model, call, is_paged=False) for call in own] for own in mix.calls]
     found: list[list[Outcome]] = [[] for _ in mix.calls]
     barrier = threading.Barrier(len(mix.calls))
 
@@ -481,20 +224,16 @@ def run_mix(mix: Mix, observer: Observer, interrupter: Interrupter | None = None
     if any(thread.is_alive() for thread in threads):
         raise Hang(f"{stacks()}\n{mix}")
     wrong: list[str] = []
-    for thread, (calls, plain, paged) in enumerate(zip(mix.calls, expected, found)):
+    for number, (calls, plain, paged) in enumerate(zip(mix.calls, expected, found)):
         if len(paged) != len(calls):
-            wrong.append(f"thread {thread} ended after {len(paged)} of {len(calls)} calls")
+            wrong.append(f"thread {number} ended after {len(paged)} of {len(calls)} calls")
         for index, (call, one, other) in enumerate(zip(calls, plain, paged)):
-            is_interrupted = (thread, index) == (0, mix.interrupted)
+            is_interrupted = (number, index) == (0, mix.interrupted)
             how, problem = compare(call, one, other, mix.may_run_out, is_interrupted)
             observer.counts["calls"] += 1
             observer.counts[how] += 1
             if problem:
                 wrong.append(f"{call}: {problem}")
-    del expected, found, paged, plain, one, other
-    if (state := model_state(model)) != before:
-        wrong.append(f"the model was {before} and is {state}")
-    wrong += after_mix(model, observer)
     return wrong
 
 
@@ -525,8 +264,18 @@ def warm_up(model: PreTrainedModel) -> None:
 
 
 def interrupt(interrupter: Interrupter, delay: float, function: Callable[[], None]) -> None:
-    if interrupter.run(Job(function), delay):
+    errors: list[Exception] = []
+
+    def caught() -> None:
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    if interrupter.run(Job(caught), delay):
         raise KeyboardInterrupt
+    for error in errors:
+        raise error
 
 
 def stacks() -> str:
@@ -542,7 +291,7 @@ def exit_hung(mix: Mix) -> None:
     os._exit(1)
 
 
-def run_mixes(numbers: range, seed: int, report: Callable[[str], None] = print) -> int:
+def run_mixes(numbers: Sequence[int], seed: int, report: Callable[[str], None] = print) -> int:
     """Plays them; returns how many went wrong."""
     failed, interrupts = 0, 0
     observer = Observer()
@@ -576,6 +325,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1, help="play each that often: threads differ in their timing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    logging.set_verbosity_error()
     only = arguments.only
     numbers = range(arguments.mixes) if only is None else range(only, only + 1)
     failed = sum(run_mixes(numbers, arguments.seed) for _ in range(arguments.repeat))

@@ -1,0 +1,303 @@
+"""What `tests.support.threads` plays: mixes of `generate` calls drawn from a number, and the callers' own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from tests.support import models
+from tests.support.architecture_configs import tiny_model
+from tests.support.engine_helpers import build_bloom
+
+NUM_THREADS = 4
+BLOCK_SIZE = 8
+ENDS = list(range(30, 42))
+POISON = models.BOS  # which no check computes
+
+# how often a model is drawn, and the layer groups that a row takes blocks of, with one for its states
+MODELS = {
+    "llama": (6, 1),
+    "gemma3": (3, 2),
+    "bloom": (2, 1),
+    "DeepseekV3ForCausalLM": (2, 1),
+    "Qwen3NextForCausalLM": (2, 2),
+    "BambaForCausalLM": (2, 2),
+}
+
+
+class ForwardError(RuntimeError):
+    """Raised by a forward that computes `POISON`."""
+
+
+class Embedding(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        if bool((input == POISON).any()):
+            raise ForwardError("the poison is among the tokens")
+        return super().forward(input)
+
+
+@functools.cache
+def get_model(name: str) -> PreTrainedModel:
+    if name in models.CONFIGS:
+        model: Any = models.build(name)
+    else:
+        model = build_bloom() if name == "bloom" else tiny_model(getattr(transformers, name))
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        config.eos_token_id = None
+    plain = model.get_input_embeddings()
+    plain.__class__ = type("Embedding", (Embedding, type(plain)), {})
+    with torch.no_grad():
+        model.get_output_embeddings().weight[POISON] = 0.0  # never among the best tokens
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One `generate` call; `owner` tells its exceptions from those of others."""
+
+    owner: str
+    texts: tuple[tuple[int, int], ...]  # of each row, which text it begins and how many tokens of it
+    options: dict[str, Any]
+    cache_config: dict[str, Any]
+    processor: tuple[str, int] | None  # its kind and a step
+    criterion: tuple[str, int] | None
+    streamer: tuple[str, int] | None  # its kind and a token
+    is_autocast: bool
+    is_inference: bool
+    is_poisoned: bool  # its first prompt cannot be computed
+    seed: int  # of samples
+    pause: float  # seconds before it
+
+    @property
+    def key(self) -> Any:
+        """Calls of other keys run in other loops."""
+        config = {name: value for name, value in self.cache_config.items() if name != "cache_salt"}
+        return tuple(sorted(config.items())), self.is_autocast, self.is_inference
+
+    def num_needed(self, num_groups: int) -> int:
+        """Blocks with which any of its prompts can run to its end."""
+        longest = max(length for _, length in self.texts) + self.options["max_new_tokens"]
+        rows = max(self.options.get("num_beams", 1), self.options.get("num_return_sequences", 1))
+        return rows * num_groups * (longest // BLOCK_SIZE + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    model: str
+    calls: tuple[tuple[Call, ...], ...]  # of each thread
+    in_main: bool  # the first thread is the main thread
+    interrupted: int | None  # which of its calls
+    delay: float  # of the interrupt, in times that the call takes alone
+
+    @property
+    def may_run_out(self) -> bool:
+        """Whether blocks can be held by what the loop of a call cannot preempt."""
+        calls = [call for own in self.calls for call in own]
+        # after a forward that fails, calls go on in loops of their own
+        apart = any(call.is_poisoned or call.options.get("return_dict_in_generate") for call in calls)
+        return "num_blocks" in calls[0].cache_config and (apart or len({call.key for call in calls}) > 1)
+
+
+def draw(seed: int, number: int) -> Mix:
+    rng = random.Random(f"{seed}/{number}")
+    [model] = rng.choices(list(MODELS), [weight for weight, _ in MODELS.values()])
+    common: dict[str, Any] = {"block_size": BLOCK_SIZE, "prefix_caching": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        common["preemption"] = rng.choice(["recompute", "swap"])
+    if rng.random() < 0.2:
+        common["max_num_batched_tokens"] = rng.choice([16, 40])
+    is_plain = rng.random() < 0.5  # all calls can share forwards, and none keeps blocks
+    has_budget = rng.random() < 0.5
+    sampler = None if has_budget or rng.random() < 0.5 else rng.randrange(NUM_THREADS)
+    poisoned = rng.randrange(NUM_THREADS) if rng.random() < 0.15 else None
+    calls: list[list[Call]] = []
+    for thread in range(NUM_THREADS):
+        count = rng.randint(1, 3)
+        samples = rng.randrange(count) if thread == sampler else None
+        own = [draw_call(rng, f"{thread}/{index}", common, is_plain, samples == index) for index in range(count)]
+        if sampler is not None:
+            # the check of how the model can be run, made again for another dtype, puts torch's random state back,
+            # whichever thread has drawn meanwhile
+            own = [dataclasses.replace(call, is_autocast=False) for call in own]
+        if thread == poisoned:
+            own[0] = dataclasses.replace(own[0], is_poisoned=True)
+        calls.append(own)
+    if has_budget:
+        needed = max(call.num_needed(MODELS[model][1]) for own in calls for call in own)
+        budget = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
+        calls = [[dataclasses.replace(call, cache_config=call.cache_config | budget) for call in own] for own in calls]
+    in_main = rng.random() < 0.5
+    interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
+    delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
+    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay)
+
+
+def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool) -> Call:
+    texts = [(rng.randrange(3), rng.choice([1, 5, 9, 17, 30, 47])) for _ in range(rng.choice([1, 1, 2, 3, 4]))]
+    new_tokens = rng.choice([1, 5, 10, 16, 24])
+    mode = "sampled" if samples else rng.choices(["greedy", "returned", "beams"], [7, 0.3, 3])[0]
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
+    if mode == "beams":
+        options["num_beams"] = rng.choice([2, 3])
+    if mode == "returned" or (mode != "greedy" and rng.random() < 0.5):
+        options["num_return_sequences"] = 2  # which greedy search refuses
+    if rng.random() < 0.5:
+        options |= {"eos_token_id": ENDS, "pad_token_id": models.PAD}
+    config = dict(common)
+    if not is_plain:
+        if rng.random() < 0.2:
+            options["return_dict_in_generate"] = True
+        if rng.random() < 0.2:
+            config["prefix_caching"] = not config["prefix_caching"]
+    if rng.random() < 0.15:
+        config["cache_salt"] = rng.choice("ab")
+    step = rng.randrange(new_tokens)
+    processor = criterion = streamer = None
+    if rng.random() < 0.5:
+        processor = rng.choices(["bias", "slow", "raises", "watches"], [2, 1, 1, 3])[0], step
+    if rng.random() < 0.3:
+        criterion = rng.choice(["ends", "raises", "rows"]), step
+    if mode == "greedy" and rng.random() < 0.4:
+        streamer = rng.choice(["one", "slow", "raises", "by row"]), step + 1
+    has_autocast = not is_plain and mode == "greedy" and rng.random() < 0.12
+    has_inference = not is_plain and rng.random() < 0.15
+    pause = rng.choice([0.0, 0.0, rng.uniform(0, 0.03)])
+    rest = has_autocast, has_inference, False, rng.randrange(1000), pause
+    return Call(owner, tuple(texts), options, config, processor, criterion, streamer, *rest)
+
+
+# ------------------------------------------------------------------------------------------------------ code of callers
+
+
+class OwnError(RuntimeError):
+    """Raised by code that was passed to a call."""
+
+
+class Processor(LogitsProcessor):
+    def __init__(self, call: Call, is_paged: bool) -> None:
+        assert call.processor is not None
+        self.kind, self.step = call.processor
+        self.owner, self.is_paged = call.owner, is_paged
+        self.thread = threading.get_ident()
+        self.num_calls = 0
+        self.shown: list[tuple[Tensor, Tensor, bool]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert threading.get_ident() == self.thread, "called in the thread of another call"
+        self.num_calls += 1
+        if self.kind == "raises" and self.num_calls > self.step:
+            raise OwnError(self.owner)
+        if self.kind == "slow" and self.is_paged and self.num_calls > self.step:
+            time.sleep(0.01)
+        if self.kind == "bias":
+            scores[:, 20 + 7 * input_ids.shape[1] % 60] += 3.0
+        if self.kind == "watches":
+            self.shown.append((input_ids.clone(), scores.clone(), scores.is_inference()))
+        return scores
+
+
+class Criterion(StoppingCriteria):
+    def __init__(self, call: Call) -> None:
+        assert call.criterion is not None
+        self.kind, self.step = call.criterion
+        self.owner, self.num_calls = call.owner, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.num_calls += 1
+        if self.kind == "raises" and self.num_calls > self.step:
+            raise OwnError(self.owner)
+        if self.kind == "rows":
+            return input_ids[:, -1] % 5 == 0
+        return torch.full((len(input_ids),), self.kind == "ends" and self.num_calls > self.step)
+
+
+class Streamer(BaseStreamer):
+    def __init__(self, owner: str, raises_at: int | None = None, slow_at: int | None = None) -> None:
+        self.owner, self.raises_at, self.slow_at = owner, raises_at, slow_at
+        self.told: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        if len(self.told) == self.raises_at:
+            raise OwnError(self.owner)
+        if len(self.told) == self.slow_at:
+            time.sleep(0.02 + 0.03 * (len(self.told) % 2))
+        self.told.append(value.tolist())
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
+@dataclasses.dataclass
+class Outcome:
+    tokens: Tensor | None = None
+    error: BaseException | None = None
+    told: Any = None  # what streamers got
+    shown: list[tuple[Tensor, Tensor, bool]] = dataclasses.field(default_factory=list)  # to a processor
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"tokens {None if self.tokens is None else self.tokens.tolist()}"
+        return "".join(traceback.format_exception(self.error))
+
+
+def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None) -> Outcome:
+    """`around` runs a function, and may interrupt it."""
+    width = max(length for _, length in call.texts)
+    rows = [models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts]
+    if call.is_poisoned:
+        rows[0][-1] = POISON
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=models.PAD) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    arguments: dict[str, Any] = dict(call.options)
+    outcome = Outcome()
+    processor = streamer = None
+    if call.processor is not None:
+        processor = Processor(call, is_paged)
+        arguments["logits_processor"] = LogitsProcessorList([processor])
+    if call.criterion is not None:
+        arguments["stopping_criteria"] = StoppingCriteriaList([Criterion(call)])
+    if call.streamer is not None:
+        kind, at = call.streamer
+        make = functools.partial(Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None)
+        if kind != "by row":
+            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
+        elif is_paged:  # transformers knows no streamers by row
+            streamer = arguments["streamer"] = [make() for _ in rows]
+    if is_paged:
+        arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
+
+    def run() -> None:
+        with ExitStack() as stack:
+            if call.is_inference:
+                stack.enter_context(torch.inference_mode())
+            if call.is_autocast:
+                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            found = model.generate(ids, attention_mask=mask, **arguments)
+            outcome.tokens = found if isinstance(found, Tensor) else found.sequences
+
+    start = time.perf_counter()
+    if call.options["do_sample"]:
+        torch.manual_seed(call.seed)
+    try:
+        (around or (lambda function: function()))(run)
+    except BaseException as error:
+        outcome.error, outcome.tokens = error, None
+    outcome.seconds = time.perf_counter() - start
+    outcome.shown = [] if processor is None else processor.shown
+    if streamer is not None:
+        outcome.told = [each.told for each in streamer] if isinstance(streamer, list) else streamer.told
+    return outcome

@@ -65,7 +65,7 @@ class StepLoop:
         """Between steps: takes out an unfinished generation, with nothing computed, for another loop to `add`."""
         with self.memory.lock:
             for request in generation.requests:
-                if self._rows.pop(request, None) is not None:
+                if self._rows.pop(request, None) is not None and not request.is_finished:
                     self.scheduler.withdraw(request)
             self._split = [part for part in self._split if part.whole is not generation]
         generation.is_released = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -149,6 +150,7 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
     bad = next(token for token in prompt(1)[0].tolist() if token not in others)
     cls, original = type(model), type(model).forward
 
+    @functools.wraps(original)
     def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         if bad in input_ids and armed:
             raise MemoryError("of that row")
@@ -158,6 +160,8 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
     cls.forward = forward  # type: ignore[method-assign]
     try:
         paged(model, 0)
+        route = hf_paged.last_route(model)
+        assert route is not None and route.road == "engine", route
         armed = True
         jobs = [lambda number=number: paged(model, number) for number in range(NUM)]
         failing = jobs[1]
@@ -170,6 +174,40 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
             found = in_threads(jobs[0], caught, *jobs[2:])
             for number in (0, *range(2, NUM)):
                 assert torch.equal(found[number], expected[number])
+    finally:
+        cls.forward = original  # type: ignore[method-assign]
+    assert_clean(model)
+
+
+def test_a_call_with_rows_that_ended_goes_on_after_a_forward_that_failed() -> None:
+    model, both, failed = models.build("llama"), threading.Event(), threading.Event()
+    inputs = models.padded_prompt("llama", (13, 4))
+    rows = model.generate(**inputs, **GREEDY)[:, 13:].tolist()
+    end = next(token for token in rows[0][:4] if token not in rows[1])
+    options = dict(do_sample=False, max_new_tokens=40, eos_token_id=end, pad_token_id=0)
+    long = dict(max_new_tokens=40, min_new_tokens=40)
+    expected = model.generate(**inputs, **options), generate(model, 1, **long)
+    first_row, second_row = expected[0][:, 13:33].tolist()
+    assert end in first_row[:4] and end not in second_row and len(second_row) == 20, "one row was meant to end early"
+    cls, original = type(model), type(model).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if both.is_set() and not failed.is_set() and input_ids.shape == (1, 2):  # the open row of one, and the other
+            failed.set()
+            raise MemoryError("of two rows")
+        return original(self, input_ids=input_ids, **kwargs)
+
+    def first() -> torch.Tensor:
+        waits = AtToken(6, lambda: (wait_for(lambda: num_callers() == 2), both.set()))
+        return model.generate(**inputs, **options, logits_processor=[waits], **PAGED)
+
+    cls.forward = forward  # type: ignore[method-assign]
+    try:
+        paged(model, 0)  # the replaced forward is checked
+        found = in_threads(first, lambda: paged(model, 1, AtToken(2, lambda: wait_for(both.is_set)), **long))
+        assert all(map(torch.equal, expected, found))
+        assert failed.is_set(), "no forward had the rows of both calls"
     finally:
         cls.forward = original  # type: ignore[method-assign]
     assert_clean(model)
@@ -199,6 +237,7 @@ def test_a_call_within_a_processor_and_within_a_forward() -> None:
 
     cls, original, is_inside = type(model), type(model).forward, [True]
 
+    @functools.wraps(original)
     def forward(self: Any, **kwargs: Any) -> Any:
         if not is_inside[0]:
             is_inside[0] = True

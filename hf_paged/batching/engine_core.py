@@ -214,7 +214,7 @@ class EngineCore:
             self.retire()
             cache = empty_cache(model, self.memory)
             cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
-            self.loop = make_loop(model, cache, layout, max_num_seqs=self.config.max_num_seqs)
+            self.loop = make_loop(model, cache, layout, self.config, max_num_seqs=self.config.max_num_seqs)
             self.loop.scheduler.timeline = self.timeline
             self.layout, self._counters = layout, cache.counters
             self._made_for, self._config_text = made_for, _config_text(model)

@@ -15,6 +15,7 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
+from ..config import PagedConfig
 from ..model import capability
 from ..model.capability import Layout
 from ..model.weights import WeightsGuard
@@ -33,9 +34,12 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
 
 
-def make_loop(model: PreTrainedModel, cache: PagedCache, layout: Layout, *, max_num_seqs: int) -> StepLoop:
-    """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty."""
-    memory, config = cache.memory, cache.memory.config
+def make_loop(
+    model: PreTrainedModel, cache: PagedCache, layout: Layout, config: PagedConfig, *, max_num_seqs: int
+) -> StepLoop:
+    """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty. `config`: not
+    the memory's, which calls of other threads may replace meanwhile."""
+    memory = cache.memory
     blocks, runner = make_runner(model, cache, layout)
     is_packed = layout.unsupported_reason is None  # else prefixes would need the states at the end of each block
     blocks.prefix_caching = config.prefix_caching and is_packed  # the manager outlives a call, its config does not

@@ -59,6 +59,7 @@ class Generation:
 
     def split(self) -> None:
         """From here on each row advances by itself, as one of `parts`; blocks and logits go over to these."""
+        parts = []
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks)
             part.whole, part.is_closed = self, decoding.is_done
@@ -66,8 +67,8 @@ class Generation:
                 part.kept[0] = self.kept[row]
             if row in self._logits and not part.is_closed:
                 part._logits[0] = self._logits[row]
-            self.parts.append(part)
-        self.kept, self._logits = {}, {}
+            parts.append(part)
+        self.kept, self._logits, self.parts = {}, {}, parts  # all at once: its caller may look whether it is done
 
     def add_logits(self, logits: Tensor, places: dict[int, int]) -> Tensor | None:
         """Takes logits `(n, vocab)`, of row `r` at `places[r]`; returns as `take_logits`, with copies of what waits."""

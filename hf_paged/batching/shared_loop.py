@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import forks
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
-from ..cache.paged_cache import PagedCache
 from ..interrupts import let_in
 from .decoding.base import Fetch
 from .execution.executor import Window
@@ -26,7 +25,8 @@ from .generation import Generation
 from .loop import Ready, StepLoop
 
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05  # seconds that a step waits for callers that sample
-_POLL = 0.05  # seconds after which a waiting thread looks for signals
+_POLL = 0.05  # seconds after which a waiting thread looks for signals, and for blocks that were short
+_MAX_SHORT = 60.0  # seconds after which calls that hold blocks are taken to wait for those that need them
 
 T = TypeVar("T")
 
@@ -58,6 +58,8 @@ class SharedLoop:
         self._stepper: Caller | None = None  # whose thread computes now
         self._leaving: list[Generation] = []  # dropped once the step is over, which may write to their blocks
         self._step_seconds = 0.0  # of the last step
+        self._short_since = 0.0  # when nothing could run for want of blocks, by `time.perf_counter`; 0: it can
+        self._retry_at = 0.0  # no step before
         forks.in_child(self)
 
     def run(
@@ -70,7 +72,8 @@ class SharedLoop:
         """Runs the generation to its end and returns `finish(loop)`, called before its blocks go. Raises what ended it:
         an error of its forward once that was computed without the other callers' rows, in a loop of its own that `make`
         returns. `checks_weights` as in `Executor.begin`. For use within `interrupts.held`."""
-        if self._stepper is None or self._stepper.thread != threading.get_ident():  # else within a forward of its own
+        stepper = self._stepper  # which another thread may change
+        if stepper is None or stepper.thread != threading.get_ident():  # else within a forward of its own
             executor = self.loop.executor
             window = Window(is_call=True, is_open=not checks_weights, is_settled=not checks_weights)
             is_released = False
@@ -90,7 +93,8 @@ class SharedLoop:
             finally:
                 executor.leave(window)
                 self._leave(generation, drops=not is_released)
-        return SharedLoop(make()).run(generation, checks_weights, finish, make)
+        with shared_loop(self.loop.memory, object(), make) as alone:
+            return alone.run(generation, checks_weights, finish, make)
 
     def _sample(self, caller: Caller, ready: Ready) -> None:
         told: deque[Generation] = deque()
@@ -147,9 +151,20 @@ class SharedLoop:
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
     def _delay(self) -> float:
-        """Seconds that the next step waits for callers that sample."""
+        """Seconds that the next step waits for callers that sample, or for blocks."""
         since = [each.samples_since for each in self._callers.values() if each.samples_since and not each.is_late]
-        return max(since) + self._patience - time.perf_counter() if since else 0.0
+        return max(self._retry_at, max(since) + self._patience if since else 0.0) - time.perf_counter()
+
+    def _is_short(self) -> bool:
+        """Whether to wait for blocks that others hold, since calls of other threads go on, which then give theirs back;
+        or to look once more, as one may just have ended."""
+        now, me = time.perf_counter(), threading.get_ident()
+        self._retry_at, since, self._short_since = now + _POLL, self._short_since, self._short_since or now
+        with _guard:
+            loops = {self, *_loops.get(self.loop.memory, {}).values()}
+        callers = [(loop, caller) for loop in loops for caller in list(loop._callers.values()) if caller.thread != me]
+        go_on = any(caller.samples_since is not None or not loop._short_since for loop, caller in callers)
+        return not since or (go_on and now - since < _MAX_SHORT)
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -158,12 +173,14 @@ class SharedLoop:
         try:
             with self.loop.executor.attention():
                 ready = self.loop.compute(failed, isolates=True)
+            self._short_since = self._retry_at = 0.0
         except OutOfBlocksError as error:  # that of the first request in the queue, whose blocks others hold
             first = self.loop.first_waiting
             if first is None:
                 raise
-            first.error = error
-            failed.append(first)
+            if not self._is_short():
+                first.error = error
+                failed.append(first)
         finally:
             self._step_seconds = time.perf_counter() - start
             self._end_step(ready, failed)
@@ -188,17 +205,22 @@ class SharedLoop:
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None or caller.generation.is_released:
                     caller.wake.notify()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Wakes a caller that has no logits: it may take the next step."""
+        waiting = next((each for each in self._callers.values() if each.samples_since is None), None)
+        if waiting is not None:
+            waiting.wake.notify()
 
     def _leave(self, generation: Generation, drops: bool = True) -> None:
         with self._lock:
-            self._callers.pop(generation, None)
             if drops and (self._stepper is None or generation.is_done):
                 self.loop.drop(generation)
             elif drops:
                 self._leaving.append(generation)
-            waiting = next((each for each in self._callers.values() if each.samples_since is None), None)
-            if waiting is not None:  # it may take the next step
-                waiting.wake.notify()
+            self._callers.pop(generation, None)
+            self._hand_over()
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process, where the calls of other threads do not go on."""
@@ -219,13 +241,13 @@ if hasattr(os, "register_at_fork"):  # those of the parent have callers that do 
 
 
 @contextlib.contextmanager
-def shared_loop(cache: PagedCache, key: Hashable, make: Callable[..., StepLoop]) -> Iterator[SharedLoop]:
-    """The loop of the calls of this key that run on the memory of `cache`; it goes with the last of them, since it
-    holds the model. Calls of equal keys can share a forward. The first of them gives its empty cache to `make`."""
+def shared_loop(memory: PagedMemory, key: Hashable, make: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
+    """The loop of the calls of this key that run on this memory, which the first of them makes; it goes with the last,
+    since it holds the model. Calls of equal keys can share a forward."""
     with _guard:
-        loops = _loops.setdefault(cache.memory, {})
+        loops = _loops.setdefault(memory, {})
         if key not in loops:
-            loops[key] = SharedLoop(make(cache))
+            loops[key] = SharedLoop(make())
         shared = loops[key]
         shared.num_users += 1
     try:

@@ -232,7 +232,8 @@ class BatchCall:
         keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
         generation = self._generation(decoding, keeps_prefixes)
         self.call.built.remove(self.cache)  # it may become the loop's
-        with shared_loop(self.cache, self._loop_key(), self._make_loop) as shared:
+        make = functools.partial(self._make_loop, self.cache)
+        with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
             executor = shared.loop.executor
             try:
                 return shared.run(
@@ -245,15 +246,19 @@ class BatchCall:
 
     def _make_loop(self, cache: PagedCache | None = None) -> StepLoop:
         cache = empty_cache(self.call.model, self.cache.memory) if cache is None else cache
-        return make_loop(self.call.model, cache, self.layout, max_num_seqs=UNLIMITED)
+        return make_loop(self.call.model, cache, self.layout, self._config, max_num_seqs=UNLIMITED)
+
+    @property
+    def _config(self) -> PagedConfig:
+        """The call's own: the memory's may be that of a call of another thread."""
+        return PagedConfig.coerce(self.inputs.generation_config.cache_config)
 
     def _loop_key(self) -> Hashable:
         """Calls of equal keys can share a forward, whichever of their threads computes it."""
         device = self.call.model.device
-        config = PagedConfig.coerce(self.inputs.generation_config.cache_config)
         modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
         return (
-            dataclasses.replace(config, cache_salt=None),
+            dataclasses.replace(self._config, cache_salt=None),
             self.layout,
             tuple(self.cache.groups),
             self.call.model.training,
@@ -265,9 +270,7 @@ class BatchCall:
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats = self.inputs, self.call.repeats
-        # not the memory's config, which calls of other threads may replace meanwhile
-        salt = PagedConfig.coerce(inputs.generation_config.cache_config).cache_salt
-        namespace = (None, salt) if keeps_prefixes else UNCACHED
+        namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
             prompt = Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())

@@ -84,3 +84,24 @@ def test_what_is_closed_hands_out_nothing() -> None:
     assert generation.add_logits(LOGITS, {0: 1}) is None
     generation.close()
     assert generation.is_done and generation.take_logits() is None
+
+
+def test_rows_go_on_one_by_one_all_at_once_for_who_looks_meanwhile() -> None:
+    """Another thread, whose call it is, may ask at any moment whether it is done; the first row is."""
+    generation = make([1, 2])
+
+    class Looking(Rows):
+        def __init__(self) -> None:
+            super().__init__([0], 1)
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "is_done" and is_splitting:
+                assert not generation.is_done
+            return super().__getattribute__(name)
+
+    is_splitting: list[bool] = []
+    parts = [Rows([], 1), Looking(), Looking()]
+    is_splitting.append(True)
+    generation.decoding.split = lambda: parts
+    generation.split()
+    assert [part.is_done for part in generation.parts] == [True, False, False]

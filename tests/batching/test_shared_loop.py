@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -9,7 +10,7 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_paged
 from hf_paged.batching import shared_loop
+from hf_paged.batching.execution import executor
+from hf_paged.batching.loop import StepLoop
+from hf_paged.generation import call
 from tests.batching.test_rectangles import build, forwards
 from tests.support import models
 from tests.support.checks import in_threads, model_state
@@ -74,6 +78,27 @@ def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[
     first = AtToken(0, lambda: wait_for(lambda: num_callers() == NUM))
     processors: dict[int, tuple[LogitsProcessor, ...]] = {0: (first,), 1: others}
     return [lambda number=number: paged(model, number, *processors.get(number, ())) for number in range(NUM)]
+
+
+@contextlib.contextmanager
+def fails_with(model: PreTrainedModel, bad: int) -> Iterator[None]:
+    """Its forward raises where it gets this token, with the signature that it has."""
+    cls, original, is_armed = type(model), type(model).forward, []
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if is_armed and bad in input_ids:
+            raise MemoryError("of that row")
+        return original(self, input_ids=input_ids, **kwargs)
+
+    cls.forward = forward  # type: ignore[method-assign]
+    try:
+        paged(model, 0)  # the replaced forward is checked here
+        assert hf_paged.last_route(model).road == "engine"  # type: ignore[union-attr]
+        is_armed.append(True)
+        yield
+    finally:
+        cls.forward = original  # type: ignore[method-assign]
 
 
 def assert_clean(model: PreTrainedModel) -> None:
@@ -148,21 +173,7 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
     expected = [generate(model, number) for number in range(NUM)]
     others = {token for number, ids in enumerate(expected) if number != 1 for token in ids[0].tolist()}
     bad = next(token for token in prompt(1)[0].tolist() if token not in others)
-    cls, original = type(model), type(model).forward
-
-    @functools.wraps(original)
-    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if bad in input_ids and armed:
-            raise MemoryError("of that row")
-        return original(self, input_ids=input_ids, **kwargs)
-
-    armed = False
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
-        paged(model, 0)
-        route = hf_paged.last_route(model)
-        assert route is not None and route.road == "engine", route
-        armed = True
+    with fails_with(model, bad):
         jobs = [lambda number=number: paged(model, number) for number in range(NUM)]
         failing = jobs[1]
 
@@ -174,6 +185,98 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
             found = in_threads(jobs[0], caught, *jobs[2:])
             for number in (0, *range(2, NUM)):
                 assert torch.equal(found[number], expected[number])
+    assert_clean(model)
+
+
+def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In loops of their own, they cannot preempt one another."""
+    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
+    long: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40}  # of the first, 6 blocks; of the second, 7
+    expected = [generate(model, number, **long) for number in (0, 1)]
+    bad = next(token for token in range(4, models.VOCAB_SIZE) if not any(token in ids for ids in expected))
+    compute, has_begun, others = StepLoop.compute, threading.Event(), threading.Event()
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        if not has_begun.is_set():
+            wait_for(lambda: num_callers() == 3)
+            has_begun.set()
+        return compute(*args, **kwargs)
+
+    def first() -> torch.Tensor:
+        # 5 of its blocks are taken, and the other call, which has 2 or more, cannot get all that it needs
+        return paged(model, 0, AtToken(30, lambda: wait_for(others.is_set)), **long, **few)
+
+    def failing() -> None:
+        with pytest.raises(MemoryError, match="of that row"):
+            model.generate(torch.full((1, 5), bad), **GREEDY, **{**PAGED, **few})
+
+    with fails_with(model, bad):
+        monkeypatch.setattr(StepLoop, "compute", together)
+        found = in_threads(first, lambda: paged(model, 1, AtToken(4, others.set), **long, **few), failing)
+    assert all(map(torch.equal, expected, found))
+    assert_clean(model)
+
+
+def test_a_call_waits_for_blocks_of_one_that_samples() -> None:
+    """A row that ended has its blocks until the whole call ends, which is slow."""
+    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
+    ids = torch.cat([models.token_ids(1, 17, seed=seed) for seed in (3, 4)])
+    options = {**GREEDY, "min_new_tokens": 0, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    options["eos_token_id"] = int(model.generate(ids, **options)[0, 18])  # ends the first row, which keeps 3 blocks
+    plain, needed = model.generate(ids, **options), generate(model, 4, max_new_tokens=20, min_new_tokens=20)
+    waits = threading.Event()
+
+    class Short(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == 20:
+                waits.set()
+                loops = [loop for loops in shared_loop._loops.values() for loop in loops.values()]
+                wait_for(lambda: any(loop._retry_at for loop in loops) or bool(ended))
+            return scores
+
+    ended: list[Any] = []
+
+    def first() -> torch.Tensor:
+        kept = {"return_dict_in_generate": True, "logits_processor": [Short()]}
+        return model.generate(ids, **options, **PAGED | few, **kept).sequences
+
+    def second() -> torch.Tensor:
+        wait_for(waits.is_set)
+        try:
+            return paged(model, 4, max_new_tokens=20, min_new_tokens=20, **few)  # 6 blocks
+        finally:
+            ended.append(True)
+
+    found = in_threads(first, second)
+    assert torch.equal(found[0], plain) and torch.equal(found[1], needed)
+    assert_clean(model)
+
+
+def test_an_error_where_no_call_will_give_blocks_back() -> None:
+    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
+    kept = paged(model, 4, return_dict_in_generate=True, **few)  # holds 5 blocks
+
+    def refused(number: int) -> None:
+        with pytest.raises(hf_paged.OutOfBlocksError, match="Others hold blocks"):
+            paged(model, number, **few)
+
+    in_threads(*(functools.partial(refused, number) for number in (3, 4, 5)))
+    del kept
+    # within a forward, which a call of its own makes wait
+    held, cls, original = [True], type(model), type(model).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not held[0]:
+            held[0] = True
+            refused(4)
+        return original(self, *args, **kwargs)
+
+    cls.forward = forward  # type: ignore[method-assign]
+    try:
+        paged(model, 4, **few)
+        held[0] = False
+        assert torch.equal(paged(model, 4, **few), generate(model, 4))
     finally:
         cls.forward = original  # type: ignore[method-assign]
     assert_clean(model)
@@ -213,7 +316,90 @@ def test_a_call_with_rows_that_ended_goes_on_after_a_forward_that_failed() -> No
     assert_clean(model)
 
 
-def test_nobody_waits_for_a_call_that_stopped() -> None:
+def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, jobs = models.build("llama"), []
+    expected = [generate(model, number) for number in (0, 1)]
+    paged(model, 0)
+    context, me = executor.obstacles, threading.get_ident()
+
+    class Joined:
+        reset = context.reset
+
+        def set(self, value: Any) -> Any:
+            if threading.get_ident() == me and not jobs:
+                jobs.append(threading.Thread(target=lambda: found.append(paged(model, 1))))
+                jobs[0].start()
+                wait_for(lambda: num_callers() == 2)
+            return context.set(value)
+
+    found: list[torch.Tensor] = []
+    monkeypatch.setattr(executor, "obstacles", Joined())
+    found.append(paged(model, 0))
+    jobs[0].join(60)
+    assert sorted(map(torch.Tensor.tolist, found)) == sorted(map(torch.Tensor.tolist, expected))
+    assert_clean(model)
+
+
+def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looks = models.build("llama"), [0]
+    other = shared_loop.Caller(None, None, thread=-1)  # type: ignore[arg-type]
+
+    def stepper(self: Any) -> Any:
+        looks[0] += 1
+        return other if looks[0] == 1 else vars(self).get("_stepper")
+
+    both = property(stepper, lambda self, value: vars(self).update(_stepper=value))
+    monkeypatch.setattr(shared_loop.SharedLoop, "_stepper", both, raising=False)
+    assert torch.equal(paged(model, 0), generate(model, 0))
+
+
+def test_a_call_that_joined_during_a_step_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not to wait for the one that took the step and samples."""
+    model, ended = models.build("llama"), threading.Event()
+    expected = [generate(model, number) for number in (0, 1)]
+    paged(model, 0)
+    compute, is_waited_for = StepLoop.compute, []
+
+    def joined(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ready = compute(self, *args, **kwargs)
+        if not is_waited_for:
+            is_waited_for.append(True)
+            wait_for(lambda: num_callers() == 2)
+            threading.Event().wait(0.2)  # until it waits for the end of the step
+        return ready
+
+    def second() -> torch.Tensor:
+        wait_for(lambda: bool(is_waited_for))
+        output = paged(model, 1)
+        ended.set()
+        return output
+
+    monkeypatch.setattr(StepLoop, "compute", joined)
+    monkeypatch.setattr(shared_loop, "_POLL", 100)
+    found = in_threads(lambda: paged(model, 0, AtToken(0, lambda: wait_for(ended.is_set))), second)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = models.build("llama"), []
+    make, choose = call.make_loop, call.choose_layout
+
+    def choosing(*args: Any) -> Any:
+        monkeypatch.setattr(call, "choose_layout", choose)
+        in_threads(lambda: paged(model, 1))
+        return choose(*args)
+
+    def making(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(call, "choose_layout", choosing)
+    monkeypatch.setattr(call, "make_loop", making)
+    paged(model, 0, cache_config={"block_size": 8, "max_num_batched_tokens": 7, "prefix_caching": False})
+    assert made[-1].scheduler.max_num_batched_tokens == 7 and not made[-1].blocks.prefix_caching
+
+
+def test_no_call_waits_for_one_that_stopped() -> None:
     """A processor that waits until another call, which began later, has ended."""
     model = models.build("llama")
     expected, ended = [generate(model, number) for number in (0, 1)], threading.Event()
@@ -238,11 +424,11 @@ def test_a_call_within_a_processor_and_within_a_forward() -> None:
     cls, original, is_inside = type(model), type(model).forward, [True]
 
     @functools.wraps(original)
-    def forward(self: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_inside[0]:
             is_inside[0] = True
             inner.append(paged(model, 1))
-        return original(self, **kwargs)
+        return original(self, *args, **kwargs)
 
     cls.forward = forward  # type: ignore[method-assign]
     try:

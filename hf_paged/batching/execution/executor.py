@@ -224,13 +224,14 @@ class Executor:
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
         """Around each step: the model's attention is `"hf_paged"`, and masks are observed by no call."""
-        if self._configs is None:
+        configs = self._configs  # which `begin` forgets, perhaps in the thread of another call
+        if configs is None:
             modules = list(self.model.modules()) if self._switches_attention else []
             wrap_expansions(modules)
-            self._configs = switchable_configs(modules)
+            configs = self._configs = switchable_configs(modules)
         tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
-            with torch.no_grad(), use_paged_attention(self._configs):
+            with torch.no_grad(), use_paged_attention(configs):
                 yield
         finally:
             mask_observer.reset(tokens[0])

@@ -1,0 +1,217 @@
+"""A fixed part of `python -m tests.support.threads`, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.batching import shared_loop
+from tests.support import thread_mixes, threads
+from tests.support.full import ROOT
+from tests.support.thread_mixes import Call, Mix, OwnError, draw, get_model
+
+SEED = 5
+
+
+def play(count: int) -> None:
+    """In a process of its own, which a hang ends: it prints all stacks."""
+    command = [sys.executable, "-m", "tests.support.threads", "--seed", str(SEED), "--mixes", str(count)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {name: int(found) for name, found in re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])}
+    assert counts["equal"] > count and counts["shared steps"] > count, counts
+    for name in ("interrupted", "raised", "calls with preemptions", "late callers", "autocast"):
+        assert counts[name], f"{name}: none of {counts}"
+
+
+def test_mixes() -> None:
+    play(12)
+
+
+@pytest.mark.slow
+def test_many_mixes() -> None:
+    play(200)
+
+
+def test_a_mix_is_drawn_from_its_number_alone() -> None:
+    assert [draw(SEED, n) for n in (3, 7)] == [draw(SEED, n) for n in (3, 7)]
+    assert draw(SEED, 3) != draw(SEED, 7) != draw(SEED + 1, 7)
+
+
+def test_all_kinds_are_drawn_among_200_mixes() -> None:
+    mixes = [draw(0, number) for number in range(200)]
+    calls = [call for mix in mixes for own in mix.calls for call in own]
+    assert {mix.model for mix in mixes} == set(thread_mixes.MODELS)
+    assert {mix.in_main for mix in mixes} == {mix.may_run_out for mix in mixes} == {True, False}
+    kinds = {each[0] for call in calls for each in (call.processor, call.criterion, call.streamer) if each is not None}
+    assert kinds == {"bias", "slow", "raises", "watches", "ends", "rows", "one", "by row"}
+    options = {name for call in calls for name in call.options}
+    assert {"num_beams", "num_return_sequences", "eos_token_id", "return_dict_in_generate"} <= options
+    assert {"num_blocks", "preemption", "cache_salt"} <= {name for call in calls for name in call.cache_config}
+    for flag in ("is_autocast", "is_inference", "is_poisoned"):
+        assert {getattr(call, flag) for call in calls} == {True, False}
+    for mix in mixes:
+        assert sum(call.options["do_sample"] for own in mix.calls for call in own) <= 1
+
+
+# ------------------------------------------------------------------------------------------- what must be caught
+
+GREEDY = Call(
+    owner="0/0",
+    texts=((0, 9), (1, 5)),
+    options={"max_new_tokens": 8, "do_sample": False},
+    cache_config={"block_size": 8},
+    processor=("watches", 0),
+    criterion=None,
+    streamer=("one", 1),
+    is_autocast=False,
+    is_inference=False,
+    is_poisoned=False,
+    seed=0,
+    pause=0.0,
+)
+
+
+def mix_of(*calls: Call) -> Mix:
+    return Mix("llama", tuple((call,) for call in calls), in_main=False, interrupted=None, delay=0.0)
+
+
+def with_processor(kind: str) -> Call:
+    return dataclasses.replace(GREEDY, processor=(kind, 3))
+
+
+MIX = mix_of(*(dataclasses.replace(GREEDY, owner=f"{thread}/0") for thread in range(4)))
+
+
+def played(mix: Mix, change: Callable[..., Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said of a mix; `change` gets the outcome of every paged call, and its call."""
+    right = thread_mixes.play
+
+    def play(model: Any, call: Call, is_paged: bool, around: Any = None) -> Any:
+        outcome = right(model, call, is_paged, around)
+        if is_paged and change is not None:
+            change(outcome, call)
+        return outcome
+
+    monkeypatch.setattr(threads, "play", play)
+    return "\n".join(threads.run_mix(mix, threads.Observer()))
+
+
+def wrong_token(outcome: Any, call: Call) -> None:
+    outcome.tokens[1, -1] += 1
+
+
+def wrong_score(outcome: Any, call: Call) -> None:
+    outcome.shown[3][1][0, 7] += 0.01
+
+
+def wrong_text(outcome: Any, call: Call) -> None:
+    outcome.told.pop()
+
+
+def inference(outcome: Any, call: Call) -> None:
+    with torch.inference_mode():
+        outcome.tokens = outcome.tokens.clone()
+
+
+def raises(outcome: Any, call: Call) -> None:
+    outcome.error = KeyError("not asked for")
+
+
+def interrupts(outcome: Any, call: Call) -> None:
+    outcome.error = KeyboardInterrupt()
+
+
+def out_of_blocks(outcome: Any, call: Call) -> None:
+    outcome.error = hf_paged.OutOfBlocksError("without a budget")
+
+
+def changes_the_model(outcome: Any, call: Call) -> None:
+    get_model("llama").train()
+
+
+def leaves_a_loop(outcome: Any, call: Call) -> None:
+    for memory in list(shared_loop._loops):
+        shared_loop._loops[memory]["left"] = None  # type: ignore[assignment]
+
+
+WRONGS: dict[Callable[[Any, Call], None], str] = {
+    wrong_token: "plain's tokens",
+    wrong_score: "scores 1.0e-02 from plain's in step 3",
+    wrong_text: "the streamer was told",
+    inference: "an inference tensor",
+    raises: "plain gave tokens, paged:\nKeyError",
+    interrupts: "interrupted by another's signal",
+    out_of_blocks: "nothing but its own loop held blocks",
+    changes_the_model: "the model was",
+    leaves_a_loop: "loops are left",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONGS, ids=lambda function: function.__name__)
+def test_a_wrong_outcome_is_caught(wrong: Callable[[Any, Call], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        assert WRONGS[wrong] in played(MIX, wrong, monkeypatch)
+    finally:
+        get_model("llama").eval()
+        shared_loop._loops.clear()
+
+
+def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not played(MIX, None, monkeypatch)
+
+
+def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+
+    def holds(outcome: Any, call: Call) -> None:
+        ids = torch.full((1, 5), 30)
+        options: dict[str, Any] = {**call.options, "return_dict_in_generate": True, "cache_config": call.cache_config}
+        held.append(get_model("llama").generate(ids, cache_implementation="paged", **options))
+
+    assert "blocks are in use" in played(mix_of(GREEDY), holds, monkeypatch)
+
+
+def test_the_error_of_another_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(outcome: Any, call: Call) -> None:
+        assert isinstance(outcome.error, OwnError)
+        outcome.error = OwnError("another")
+
+    assert "another call's" in played(mix_of(with_processor("raises")), swapped, monkeypatch)
+
+
+def test_a_call_in_half_precision_computed_in_another_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = dataclasses.replace(GREEDY, is_autocast=True)
+    assert not played(mix_of(call), None, monkeypatch)
+
+    def in_float(outcome: Any, call: Call) -> None:
+        outcome.shown = [(ids, scores + 1e-4, flag) for ids, scores, flag in outcome.shown]
+
+    assert "not computed in half precision" in played(mix_of(call), in_float, monkeypatch)
+
+
+def test_a_hang_is_told_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, right = threading.Event(), thread_mixes.Processor.__call__
+
+    def waits(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.is_paged and self.kind == "slow":
+            ended.wait()
+        return right(self, input_ids, scores)
+
+    monkeypatch.setattr(threads, "HANG_SECONDS", 1.0)
+    monkeypatch.setattr(thread_mixes.Processor, "__call__", waits)
+    try:
+        with pytest.raises(threads.Hang) as caught:
+            threads.run_mix(mix_of(GREEDY, with_processor("slow")), threads.Observer())
+        assert "in waits" in str(caught.value)
+    finally:
+        ended.set()

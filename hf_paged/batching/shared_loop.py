@@ -160,10 +160,14 @@ class SharedLoop:
         or to look once more, as one may just have ended."""
         now, me = time.perf_counter(), threading.get_ident()
         self._retry_at, since, self._short_since = now + _POLL, self._short_since, self._short_since or now
+        callers = [(self, caller) for caller in self._callers.values()]
         with _guard:
-            loops = {self, *_loops.get(self.loop.memory, {}).values()}
-        callers = [(loop, caller) for loop in loops for caller in list(loop._callers.values()) if caller.thread != me]
-        go_on = any(caller.samples_since is not None or not loop._short_since for loop, caller in callers)
+            for loop in _loops.get(self.loop.memory, {}).values():
+                stepper = loop._stepper
+                if stepper is None or stepper.thread != me:  # else its forward waits for this call
+                    callers += [(loop, caller) for caller in list(loop._callers.values())]
+        others = [(loop, caller) for loop, caller in callers if caller.thread != me]
+        go_on = any(caller.samples_since is not None or not loop._short_since for loop, caller in others)
         return not since or (go_on and now - since < _MAX_SHORT)
 
     def _step(self) -> None:

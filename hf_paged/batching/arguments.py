@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from ..config import is_whole
 
 # list[int], 1-D or (1, length) tensor, str where the engine has a tokenizer, or what a tokenizer makes of one text
 Prompt = Any
-
-_COUNTS = ("num_beams", "num_return_sequences")
-_LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,7 @@ def check_generates(model: Any) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f'{name} is an encoder-decoder model: call `model.generate(..., cache_implementation="paged")`; the engine '
-            "takes decoder-only models"
+            f'{name} is an encoder-decoder model: call `model.generate(..., cache_implementation="paged")`'
         )
     if any(hasattr(module, "_setup_cache") for module in model.modules()):
         raise ValueError(
@@ -122,13 +118,13 @@ def check_ids(value: Any) -> None:
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
     """Raises `ValueError` for options that are no numbers; with `check_range`, for bools and counts below 1, too."""
-    for name in _COUNTS:
+    for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
         is_count = isinstance(value, Integral) and (not check_range or (is_whole(value) and int(value) >= 1))
         if value is not None and not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
     # plain `generate` takes 3.0 as well, and has an error of its own for numbers that are too low
-    for name in _LENGTHS:
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         if not isinstance(options.get(name), (Real, Tensor, type(None))):
             raise ValueError(f"`{name}` is {shown(options[name])}: it must be a whole number (tokens)")
 
@@ -176,14 +172,12 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
                 "shape (length,) or (1, length), one request for each prompt"
             )
         prompt = prompt.tolist()
+    nothing: Any = None
     try:
-        token_ids = [None if isinstance(token, bool) else operator.index(token) for token in prompt]
+        return [operator.index(nothing if isinstance(token, bool) else token) for token in prompt]
     except TypeError:  # not a sequence, or not of whole numbers
-        token_ids = [None]
-    if None in token_ids:
         what = reprlib.repr(prompt)
-        raise ValueError(f"the prompt is {what}: pass token ids, one list of whole numbers for each request")
-    return cast(list[int], token_ids)
+        raise ValueError(f"the prompt is {what}: pass token ids, one list of whole numbers for each request") from None
 
 
 def split_prompts(
@@ -193,13 +187,10 @@ def split_prompts(
     is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2)
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
-            what = "one tensor of shape (rows, length): leave it out, or put it into the mapping"
-            raise ValueError(f"`attention_mask` goes with prompts that are {what}")
+            raise ValueError("`attention_mask` goes with one tensor of shape (rows, length); a mapping holds its own")
         mask = torch.as_tensor(attention_mask)
         if mask.shape != prompts.shape:
-            raise ValueError(
-                f"the attention mask has the shape {tuple(mask.shape)}, the prompts have {tuple(prompts.shape)}"
-            )
+            raise ValueError(f"the mask has the shape {tuple(mask.shape)}, the prompts have {tuple(prompts.shape)}")
         prompts = _unpadded(prompts.tolist(), mask.tolist())
     elif isinstance(prompts, Mapping):
         prompts, is_one = _mapped(prompts)

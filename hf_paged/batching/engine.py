@@ -173,7 +173,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping with other
                 keys, and `request_id` or `streamer` with several prompts.
         """
-        stream = RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options)
+        stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
         return stream.results(progress)
 
     def stream(
@@ -181,7 +181,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     ) -> Generator[RequestOutput, None, None]:
         """Outputs of all prompts as they come. The ids are `add_request`'s, in the order of the prompts; closing the
         iterator cancels what is left. Arguments, `options` and errors are those of `generate`."""
-        return RequestStream(self._core, self.tokenizer, prompts, generation_config, attention_mask, options).stream()
+        return RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask).stream()
 
     def astream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any

@@ -7,52 +7,44 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from ..interrupts import held, let_in
-from .arguments import Prompt, RequestOptions, meant, prompt_ids, split_prompts
+from .arguments import RequestOptions, meant, prompt_ids, split_prompts
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .results import RequestOutput, RequestResult
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class RequestStream:
     """One caller of `PagedEngine.generate` or `stream`, who takes the steps that its requests need."""
 
-    engine: EngineCore
-    tokenizer: Any
-    prompts: Iterable[Prompt]
-    generation_config: Any
-    attention_mask: Any
-    options: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.options) - {field.name for field in dataclasses.fields(RequestOptions)})
+    def __init__(self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any) -> None:
+        unknown = sorted(set(options) - {field.name for field in dataclasses.fields(RequestOptions)})
         if unknown:
             raise TypeError(
                 f"unknown arguments {unknown}: generation options go into `generation_config`, a dict for instance"
                 + meant(unknown)
             )
-        self._queue = split_prompts(self.prompts, self.generation_config, self.attention_mask)
+        self.engine, self.tokenizer, self.options = engine, tokenizer, RequestOptions(**options)
+        self._queue = split_prompts(*prompts)  # with their configs
         count = len(self._queue)
         for name in ("request_id", "streamer"):
-            if count > 1 and self.options.get(name) is not None:
+            if count > 1 and options.get(name) is not None:
                 raise ValueError(f"`{name}` is one request's, and there are {count} prompts: use `add_request`")
         self.outbox: deque[RequestOutput] = deque()  # where the engine puts what the requests' steps brought
         self.window = Window()
         self.places: dict[str, int] = {}  # among the prompts, by request id
 
     def _run(self) -> Iterator[RequestOutput]:
-        options = RequestOptions(**self.options)
         for place, (prompt, config) in enumerate(self._queue):
             try:
-                name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
+                name = self.engine.add(self.tokenizer, prompt, config, self.options, self.outbox)
             except Exception as error:
-                given, ids = options.request_id, list[int]()
+                given, ids = self.options.request_id, list[int]()
                 name = given if isinstance(given, str) else self.engine.make_id()
                 with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
                     ids = prompt_ids(prompt, None)
@@ -99,24 +91,20 @@ async def read_in_thread(stream: Generator[RequestOutput, None, None]) -> AsyncI
     nothing = object()
     reading = threading.Lock()  # a generator cannot be closed while it runs
 
-    def read() -> Any:
+    def locked(function: Callable[..., Any], *args: Any) -> Any:
         with reading:
-            return next(stream, nothing)
-
-    def close() -> None:
-        with reading:
-            stream.close()
+            return function(*args)
 
     pending: asyncio.Task[Any] | None = None
     try:
         while True:
-            pending = asyncio.ensure_future(asyncio.to_thread(read))
+            pending = asyncio.ensure_future(asyncio.to_thread(locked, next, stream, nothing))
             output = await asyncio.shield(pending)  # a cancelled thread would run on unseen
             if output is nothing:
                 return
             yield output
     finally:
-        closing = asyncio.get_running_loop().run_in_executor(None, close)
+        closing = asyncio.get_running_loop().run_in_executor(None, locked, stream.close)
         if pending is None or pending.done():
             await asyncio.shield(closing)
         else:  # no reader waits for what the step brings or raises

@@ -40,8 +40,10 @@ class Sequence:
     def num_to_compute(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
-    def become(self, other: Sequence, blocks: SequenceBlocks) -> None:
-        self.token_ids, self.blocks, self.swapped = list(other.token_ids), blocks, other.swapped
+    def become(self, other: Sequence, forking: BlockManager | None) -> None:
+        """Goes on as the other does: with a fork of its blocks, or without a manager to fork them, with these."""
+        self.blocks = forking.fork(other.blocks) if forking and other.blocks is not NO_BLOCKS else other.blocks
+        self.token_ids, self.swapped = list(other.token_ids), other.swapped
         self.num_computed_tokens, self.num_answered_tokens = other.num_computed_tokens, other.num_answered_tokens
 
     def __repr__(self) -> str:
@@ -105,7 +107,7 @@ class Request:
         first = self.sequences[0]
         self.adopt(Sequence([]) for _ in range(count - len(self.sequences)))
         for twin in self.sequences[1:]:
-            twin.become(first, _forked(blocks, first))
+            twin.become(first, blocks)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
         """Sequence `i` becomes what `parents[i]` was, then `tokens[i]`: no K or V moves. Finished ones stay."""
@@ -113,9 +115,7 @@ class Request:
         moved = [row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished]
         taken = set(range(len(old))) - set(moved)  # whose tables are taken already
         for row in moved:
-            parent = old[parents[row]]
-            held = _forked(blocks, parent) if parents[row] in taken else parent.blocks
-            self.sequences[row].become(parent, held)
+            self.sequences[row].become(old[parents[row]], blocks if parents[row] in taken else None)
             taken.add(parents[row])
         for row, sequence in enumerate(old):
             if row not in taken:
@@ -126,7 +126,3 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.sequences})"
-
-
-def _forked(blocks: BlockManager, sequence: Sequence) -> SequenceBlocks:
-    return sequence.blocks if sequence.blocks is NO_BLOCKS else blocks.fork(sequence.blocks)

@@ -17,18 +17,11 @@ from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 
-_SEEDS = (-(2**63), 2**64 - 1)  # what torch takes
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-_NO_OUTPUTS = (
-    "is for `generate`: leave it out of the request's generation config, and ask for log-probabilities of the new "
-    "tokens with `return_logprobs=True`"
-)
-_SHARED = (
-    "is set in a request's generation config, but all requests share the engine's memory and forwards, which its "
-    "`PagedConfig` decides: leave it out"
-)
+_NO_OUTPUTS = "is for `generate`: leave it out, and ask for log-probabilities with `return_logprobs=True`"
+_SHARED = "is the engine's, whose requests share memory and forwards as its `PagedConfig` decides: leave it out"
 # options that an engine could only ignore: values that ask for nothing, and why others are refused
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_REPORTS, ((None, False), "is served by `generate` only: leave it out of the request's config")),
@@ -48,10 +41,9 @@ def request_decoding(
 ) -> SampleDecoding | BeamDecoding:
     """The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Raises
     `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves or that it refuses."""
-    host: Any = model
     generator, streamer = None, options.streamer
     if options.seed is not None:
-        seed = as_whole("seed", options.seed, *_SEEDS, before="None or ")
+        seed = as_whole("seed", options.seed, -(2**63), 2**64 - 1, before="None or ")  # as torch does
         generator = torch.Generator(device=model.device).manual_seed(seed)
     check_streamer(streamer)
     own = LogitsProcessorList(as_list("logits_processor", options.logits_processor))
@@ -68,15 +60,15 @@ def request_decoding(
         wrong = low if low < 0 else high
         raise ValueError(f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding")
     ids = torch.tensor([list(input_ids)], dtype=torch.long, device=model.device)
-    config = _prepared_config(host, ids, generation_config)
+    config = _prepared_config(model, ids, generation_config)
     uses_beams = config.num_beams > 1
     if uses_beams and streamer is not None:
         raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
     rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
     processors = compat.get_logits_processor(
-        host, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
+        model, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
     )
-    criteria = compat.get_stopping_criteria(host, config, criteria, tokenizer)
+    criteria = compat.get_stopping_criteria(model, config, criteria, tokenizer)
     inputs = LoopInputs(rows, processors, criteria, config, generator, options.return_logprobs)
     return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as known
 
+_PENALTY = known.RepetitionPenaltyLogitsProcessor
 CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
 
 # They read the scores alone; with the number that may differ from row to row in one call.
@@ -42,7 +43,7 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
 _ROW_WISE = {
     *_SEQUENCE_FREE,
     *_LENGTH_BOUND,
-    known.RepetitionPenaltyLogitsProcessor,
+    _PENALTY,
     known.NoRepeatNGramLogitsProcessor,
     known.SequenceBiasLogitsProcessor,
     known.NoBadWordsLogitsProcessor,
@@ -81,8 +82,6 @@ def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int
 
 def _constants(processor: Any) -> tuple[Any, ...]:
     """What must be equal for two processors of one type to share a call."""
-    if type(processor) is known.RepetitionPenaltyLogitsProcessor:
-        return ()
     varies = _SEQUENCE_FREE.get(type(processor))
     values = (value for name, value in sorted(vars(processor).items()) if name != varies)
     return tuple(tuple(v.flatten().tolist()) if isinstance(v, Tensor) else v for v in values)
@@ -95,8 +94,8 @@ class BatchableProcessors:
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors = [p for p in processors if type(p) not in _LENGTH_BOUND]
         self.bound = [(_LENGTH_BOUND[type(p)], p) for p in processors if type(p) in _LENGTH_BOUND]
-        self.key = tuple((type(p), *_constants(p)) for p in self.processors)
-        ignored = next((int(p.prompt_ignore_length or 0) for p in self.processors if _penalises(p)), None)
+        self.key = tuple((type(p), *(() if type(p) is _PENALTY else _constants(p))) for p in self.processors)
+        ignored = next((int(p.prompt_ignore_length or 0) for p in self.processors if type(p) is _PENALTY), None)
         self.unseen: list[int] = [] if ignored is None else input_ids[0, ignored:].tolist()  # not in `_seen` yet
         self._seen: Tensor | None = None  # [vocab] bool
 
@@ -104,7 +103,7 @@ class BatchableProcessors:
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
         """Of a row of `(1, length)` ids. `None` if a processor needs the order of its tokens or is a caller's own."""
         batchable = sum(type(p) in _SEQUENCE_FREE or type(p) in _LENGTH_BOUND for p in processors)
-        batchable += any(map(_penalises, processors))  # one of them
+        batchable += any(type(p) is _PENALTY for p in processors)  # one of them
         is_plain = type(processors) is LogitsProcessorList
         return cls(processors, input_ids) if is_plain and batchable == len(processors) else None
 
@@ -117,22 +116,17 @@ class BatchableProcessors:
         return self._seen
 
 
-def _penalises(processor: Any) -> bool:
-    return type(processor) is known.RepetitionPenaltyLogitsProcessor
-
-
 def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
     """`(rows, vocab)` float32 scores through the processors of each row's member. All have one key."""
     for stage in zip(*(member.processors for member in members)):
         first: Any = stage[0]
-        if _penalises(first):
+        name = _SEQUENCE_FREE.get(type(first))
+        values = [getattr(processor, name) for processor in stage] if name else []
+        if type(first) is _PENALTY:
             seen = torch.stack([member.seen(scores.shape[1], scores.device) for member in members])
             penalty = torch.tensor([p.penalty for p in stage], device=scores.device)[:, None]
             scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-            continue
-        name = _SEQUENCE_FREE.get(type(first))
-        values = [getattr(processor, name) for processor in stage] if name else []
-        if name is None or values.count(values[0]) == len(values):
+        elif name is None or values.count(values[0]) == len(values):
             scores = first(None, scores)
         elif name == "top_k":
             sizes = torch.tensor(values, device=scores.device).clamp(max=scores.shape[1])[:, None]

@@ -15,10 +15,7 @@ from transformers.generation import stopping_criteria as known
 
 from ...interrupts import let_in
 
-Logprobs = list[tuple[float, float]]  # per generated token: of the model's own distribution, of the processed one
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
-
-_OWN = (known.EosTokenCriteria, known.MaxLengthCriteria, known.MaxTimeCriteria, known.StopStringCriteria)
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,8 @@ class StopChecker:
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        found: dict[type, list[Any]] = {kind: [] for kind in _OWN}
+        own = known.EosTokenCriteria, known.MaxLengthCriteria, known.MaxTimeCriteria, known.StopStringCriteria
+        found: dict[type, list[Any]] = {kind: [] for kind in own}
         self.others: list[Any] = []  # a caller's own, which see the ids of the whole batch
         for criterion in criteria if type(criteria) is StoppingCriteriaList else [criteria]:
             found.get(type(criterion), self.others).append(criterion)
@@ -105,7 +103,8 @@ class Decoding:
         self.open_rows = list(range(self.num_rows))
         # of each returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it runs
         self.finish_reasons: list[str | None] = [None] * num_returned
-        self.logprobs: list[Logprobs] = [[] for _ in range(num_returned)]  # empty unless they are recorded
+        # if recorded, of each and by generated token: of the model's own distribution, of the processed one
+        self.logprobs: list[list[tuple[float, float]]] = [[] for _ in range(num_returned)]
         keeps = config.return_dict_in_generate
         # `(rows, vocab)` of each step, where asked for
         self.scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None
@@ -131,11 +130,10 @@ class Decoding:
         """Around processors and criteria: interrupts reach a caller's own."""
         return nullcontext() if self._runs_known_code else let_in(waiting=False)
 
-    def _of_all_rows(self, logits: Tensor) -> Tensor:
-        """`(num_rows, vocab)` float32, a copy. Rows that left take part with logits of zero, always finite."""
-        logits = logits.to(dtype=torch.float32, device=self._ids.device, copy=True)
-        if len(logits) == self.num_rows:
-            return logits
-        every = torch.zeros((self.num_rows, logits.shape[-1]), device=logits.device)
-        every[self.open_rows] = logits
+    def _of_all_rows(self, values: Tensor) -> Tensor:
+        """`(num_rows, vocab)` float32. Rows that left take part with ones: finite logits, equal probabilities."""
+        if len(values) == self.num_rows:
+            return values
+        every = torch.ones((self.num_rows, values.shape[-1]), device=values.device)
+        every[self.open_rows] = values
         return every

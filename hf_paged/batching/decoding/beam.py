@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ class BeamDecoding(Decoding):
         self._may_close = self._runs_known_code and not config.return_dict_in_generate
         # of each step, by row and token continued with: its two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
-        self._open_prompts = list(range(prompts))
         # running beams and finished ones, [prompts, beams, max_length]
         fill = int(pad or eos[0]) if eos is not None else -1
         self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
@@ -50,15 +48,13 @@ class BeamDecoding(Decoding):
         self.is_finished = torch.zeros((prompts, beams), dtype=torch.bool, device=device)
         self.may_improve = torch.ones((prompts, 1), dtype=torch.bool, device=device)
         # the row that each generated token came from, [prompts, beams, new tokens]
-        shape = (prompts, beams, self.max_length - self.length)
-        self.running_indices = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.running_indices = torch.full_like(self.running[:, :, self.length :], -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
         self._top_beams = torch.arange(self.beams_to_keep, device=device) < beams
 
     @property
     def lengths(self) -> list[int]:
-        counts = (self.returned(self.beam_indices) >= 0).sum(dim=1).tolist()
-        return [self.prompt_length + count for count in counts]
+        return (self.prompt_length + (self.returned(self.beam_indices) >= 0).sum(dim=1)).tolist()
 
     def returned(self, of_beams: Tensor) -> Tensor:
         """`(prompts, beams, ...)` to what is returned of it, `(prompts * num_return_sequences, ...)`."""
@@ -86,8 +82,7 @@ class BeamDecoding(Decoding):
             ids = best["topk_running_sequences"][:, :, : self.length + 1].flatten(0, 1)
             ends = self.stopping_criteria(ids, self.scores).unflatten(0, (self.num_prompts, self.beams_to_keep))
         continued: Any = dict(best, next_token_hits_stopping_criteria=ends, num_beams=self.num_beams)
-        running = compat.running_beams(self.model, **continued)
-        self.running, self.running_scores, self.running_indices = running
+        self.running, self.running_scores, self.running_indices = compat.running_beams(self.model, **continued)
         self.sequences, self.beam_scores, self.beam_indices, self.is_finished = compat.update_finished_beams(
             self.model,
             **continued,
@@ -102,24 +97,23 @@ class BeamDecoding(Decoding):
         self.may_improve = compat.check_early_stop(
             self.model, running_beam_scores=self.running_scores, max_length=self.max_length, **self._finished_beams()
         )
-        is_over = not compat.beams_are_unfinished(
-            self.model, self.may_improve, self.is_finished, ends, self.config.early_stopping
-        )
+        state = self.may_improve, self.is_finished, ends
+        goes_on = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
         parents = self.running_indices[..., self.length - 1 - self.prompt_length].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
-        finished = self._finish() if is_over else self._close_settled()
+        finished = self._close_settled() if goes_on else self._finish()
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
         """As transformers' `_get_top_k_continuations`, which draws from the global random numbers alone."""
-        logits = self._of_all_rows(logits)
+        logits = self._of_all_rows(logits.to(dtype=torch.float32, device=self._ids.device, copy=True))
         raw = torch.nn.functional.log_softmax(logits, dim=-1)
         log_probs = self.logits_processor(self._ids, raw.clone() if self.record_logprobs else raw)
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        vocab, gather = log_probs.shape[-1], functools.partial(compat.gather_beams, self.model)
+        vocab = log_probs.shape[-1]
         totals = log_probs.unflatten(0, (self.num_prompts, self.num_beams)) + self.running_scores[:, :, None]
         totals = totals.flatten(1)  # [prompts, beams * vocab]
         if self.config.do_sample:
@@ -132,7 +126,7 @@ class BeamDecoding(Decoding):
             best_scores, best = torch.topk(totals, self.beams_to_keep)
         beams, tokens = best // vocab, best % vocab  # [prompts, beams_to_keep]
         first_rows = torch.arange(self.num_prompts, device=totals.device)[:, None] * self.num_beams
-        sequences, indices = gather(self.running, beams), gather(self.running_indices, beams)
+        sequences, indices = (compat.gather_beams(self.model, of, beams) for of in (self.running, self.running_indices))
         sequences[:, :, self.length] = tokens
         indices[:, :, self.length - self.prompt_length] = beams + first_rows
         if self.record_logprobs:
@@ -153,24 +147,21 @@ class BeamDecoding(Decoding):
         )
 
     def _close_settled(self) -> list[int]:
-        """Rows of the prompts whose result can change no more, which leave: they have `num_beams` finished sequences
-        and either `early_stopping=True` or no possible improvement. Both facts last: `_update_finished_beams` adds -1e9
-        to every new candidate, and `_check_early_stop_heuristic` never takes its answer back. Nor do they keep the
-        others going, which go on while one of them may improve and, under early stopping, while one is not full."""
+        """Rows of the prompts whose result can change no more, which leave: `num_beams` sequences are finished and, but
+        for `early_stopping=True`, none can improve. Both last: `_update_finished_beams` adds -1e9 to new candidates,
+        `_check_early_stop_heuristic` never takes its answer back. Nor do such prompts keep the others going."""
         if not self._may_close:
             return []
         settled = self.is_finished.all(dim=1) & (self.beam_scores.amin(dim=1) > _NEVER / 10)
         if self.config.early_stopping is not True:
             settled &= ~self.may_improve[:, 0]
         is_settled = settled.tolist()
-        closing = [prompt for prompt in self._open_prompts if is_settled[prompt]]
-        if not closing:
-            return []
-        self.may_improve[closing] = False
-        self.running_scores[closing] = 0.0  # finite for ever, whatever they were
-        self._open_prompts = [prompt for prompt in self._open_prompts if prompt not in closing]
-        self.open_rows = self._rows_of(self._open_prompts)
-        return self._rows_of(closing)
+        closing = [row for row in self.open_rows if is_settled[row // self.num_beams]]
+        if closing:
+            self.may_improve[settled] = False
+            self.running_scores[settled] = 0.0  # finite for ever, whatever they were
+            self.open_rows = [row for row in self.open_rows if not is_settled[row // self.num_beams]]
+        return closing
 
     def _finish(self) -> list[int]:
         finished, self.open_rows = self.open_rows, []
@@ -186,6 +177,3 @@ class BeamDecoding(Decoding):
                 new = zip(self._history, rows, sequences[i][self.prompt_length :])
                 self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
         return finished
-
-    def _rows_of(self, prompts: list[int]) -> list[int]:
-        return [prompt * self.num_beams + beam for prompt in prompts for beam in range(self.num_beams)]

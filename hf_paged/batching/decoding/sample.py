@@ -114,7 +114,8 @@ class SampleDecoding(Decoding):
         """`(open rows, vocab)` logits as float32, and the scores that the processors make of them."""
         rows = self.open_rows
         narrows = self._narrows and len(rows) < self.num_rows
-        logits = logits.to(torch.float32, copy=True) if narrows else self._of_all_rows(logits)
+        logits = logits.to(dtype=torch.float32, device=self._ids.device, copy=True)
+        logits = logits if narrows else self._of_all_rows(logits)
         raw = logits.clone() if self.record_logprobs else logits
         scores = logits
         if self.logits_processor or not self._runs_known_code:
@@ -133,15 +134,10 @@ class SampleDecoding(Decoding):
 
     def draw(self, probs: Tensor) -> Tensor:
         """A token for each row of `(open rows, vocab)` probabilities, drawn over all rows as transformers does."""
-        device, rows = probs.device, self.open_rows
-        if len(rows) < self.num_rows:
-            every = torch.ones((self.num_rows, probs.shape[-1]), device=device)
-            every[rows] = probs
-            probs = every
+        device, probs = probs.device, self._of_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        drawn = cpp.multinomial(probs, self.generator)
-        return (drawn if len(rows) == self.num_rows else drawn[rows]).to(device)
+        return pick(cpp.multinomial(probs, self.generator), self.open_rows).to(device)
 
     def tail(self, row: int, count: int) -> list[int]:
         new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]
@@ -195,28 +191,24 @@ class SampleDecoding(Decoding):
         """One decoding a row, carrying on from here; each keeps its padding."""
         if not self.can_split:
             raise ValueError("these rows depend on one another: only `can_split` decodings can be split")
-        ids = self.input_ids
         parts = []
         for row in range(self.num_rows):
             processors = for_rows(self.logits_processor, [row], self.num_rows)
-            inputs = replace(self.inputs, input_ids=ids[row : row + 1].contiguous(), logits_processor=processors)
+            inputs = replace(self.inputs, input_ids=self.input_ids[[row]], logits_processor=processors)
             streamer = RowStreamers([self.streamer.streamers[row]]) if isinstance(self.streamer, RowStreamers) else None
             part = SampleDecoding(inputs, streamer)
             part.finish_reasons, part._ends = [self.finish_reasons[row]], [self._ends[row]]
             part.open_rows = [0] if row in self.open_rows else []
-            part.logprobs = [self.logprobs[row]]
+            part.logprobs = [self.logprobs[row]]  # the same list
             parts.append(part)
         return parts
 
     def join(self, parts: Sequence[SampleDecoding]) -> SampleDecoding:
         """Takes the rows back from the decodings that `split` returned, and returns itself."""
-        self.length = max(part.length for part in parts)
-        missing = [(0, self.length - part.length) for part in parts]
-        pad, value = torch.nn.functional.pad, self._pad_token_id
-        self._ids = torch.cat([pad(part.input_ids, sides, value=value) for part, sides in zip(parts, missing)])
-        self._new = []
+        pad = torch.nn.utils.rnn.pad_sequence
+        self._ids = pad([part.input_ids[0] for part in parts], batch_first=True, padding_value=self._pad_token_id)
+        self._new, self.length = [], self._ids.shape[1]
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
         self._ends = [part._ends[0] for part in parts]
-        self.logprobs = [part.logprobs[0] for part in parts]
         self.open_rows = [row for row, part in enumerate(parts) if part.open_rows]
         return self

@@ -19,9 +19,8 @@ Result = SampledTokens | BaseException
 @torch.no_grad()
 def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
     """One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. Decodings of one row
-    that have a `batch_key` in common run as one batch and, without a generator of their own, draw by `invert`. An
-    exception, or an interrupt of its caller's own code, becomes the entry of its decoding alone. `fetch` brings the
-    tokens `(n,)` to the host, at most once, if all are chosen together."""
+    and of equal `batch_key` are one batch and, without a generator of their own, draw by `invert`. What goes wrong or
+    interrupts a caller's code is the entry of its decoding alone. `fetch` brings tokens to the host, at most once."""
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
         key = decoding.batch_key if isinstance(decoding, SampleDecoding) else None

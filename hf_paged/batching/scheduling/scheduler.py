@@ -273,7 +273,7 @@ class Scheduler:
 
     def _send_back(self, request: Request, keeps: bool = False) -> None:
         """A running request waits again: with nothing computed, or with what `Preemption.send_out` keeps."""
-        self._stop(request)
+        self._remove(request)
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)
@@ -282,10 +282,6 @@ class Scheduler:
             raise
         finally:
             self._wait(request)
-
-    def _stop(self, request: Request) -> None:
-        self._running.remove(request)
-        self._num_rows -= request.num_open_rows
 
     def fail_step(self) -> None:
         """The step just scheduled never happened: its forward raised."""
@@ -315,10 +311,7 @@ class Scheduler:
         """The request needs nothing any more, wherever it is. Not between `schedule` and the end of the forward."""
         if request.status is Status.FINISHED:
             return
-        if request.status is Status.RUNNING:
-            self._stop(request)
-        else:
-            self._stop_waiting(request)
+        self._remove(request)
         request.status = Status.FINISHED
         self.timeline.finished(request)
         for sequence in request.open_sequences:
@@ -330,11 +323,14 @@ class Scheduler:
             self._preempt(request, keeps=False)
         else:
             self.preemption.forget(request)
-        self._stop_waiting(request)
+        self._remove(request)
         self.timeline.finished(request)
 
-    def _stop_waiting(self, request: Request) -> None:
-        if request in self._parked:
+    def _remove(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+            self._num_rows -= request.num_open_rows
+        elif request in self._parked:
             self._parked.remove(request)
         else:
             del self._waiting[bisect_left(self._waiting, request.key, key=_by_key)]

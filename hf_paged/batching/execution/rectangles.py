@@ -34,8 +34,8 @@ class Rectangle:
     inputs: dict[str, Any]  # what `generate` carries to the next forward: attention mask, position ids, the cache
     row_bytes: int = 0  # of the states of a row
 
-    def append(self, sequences: Items[Sequence], blocks: list[SequenceBlocks]) -> None:
-        self.blocks = blocks
+    def append(self, sequences: Items[Sequence]) -> None:
+        self.blocks = [sequence.blocks for sequence in sequences]
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
         tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]
         self.token_ids = torch.cat([self.token_ids, self.token_ids.new_tensor(tokens)], dim=1)
@@ -105,17 +105,21 @@ class RectangleRunner(Runner):
     def _continue(self, sequences: list[Sequence]) -> Rectangle:
         blocks, last = [sequence.blocks for sequence in sequences], self._last
         if not self.layout.side_by_side:
-            rectangle = self._of_row(blocks[0])
-            rectangle.append(sequences, blocks)
-            rectangle.borrow(None)
-            return rectangle
+            assert self.states is not None
+            held: Rectangle = self.states.find(_slot(blocks[0]))[0]
+            if self._is_shared(held, blocks):  # another sequence goes on from it, too
+                inputs, cache = copy.deepcopy((held.inputs, held.cache))
+                held = dataclasses.replace(held, inputs=inputs, cache=cache)
+            held.append(sequences)
+            held.borrow(None)
+            return held
         if (
             last is not None
             and last.blocks == blocks  # its own rows in their order, each with one token more
             and all(before + 1 == each.num_computed_tokens for before, each in zip(last.lengths, sequences))
             and not self._is_shared(last, blocks)
         ):
-            last.append(sequences, blocks)
+            last.append(sequences)
             return last
         rectangle = self._lay_out(sequences, num_new=1)
         if self.states is not None:
@@ -150,15 +154,6 @@ class RectangleRunner(Runner):
     def _is_shared(self, rectangle: Rectangle, blocks: list[SequenceBlocks]) -> bool:
         """Whether the states of another sequence than these are in the rectangle."""
         return self.states is not None and not self.states.holders().get(rectangle, set()) <= set(map(_slot, blocks))
-
-    def _of_row(self, blocks: SequenceBlocks) -> Rectangle:
-        """The rectangle of one row by itself; a copy where another sequence goes on from it, too."""
-        assert self.states is not None
-        held: Rectangle = self.states.find(_slot(blocks))[0]
-        if not self._is_shared(held, [blocks]):
-            return held
-        inputs, cache = copy.deepcopy((held.inputs, held.cache))
-        return dataclasses.replace(held, inputs=inputs, cache=cache)
 
 
 def _slot(blocks: SequenceBlocks) -> int:

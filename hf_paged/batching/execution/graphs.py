@@ -115,7 +115,17 @@ class DecodeGraphs:
         """Drops graphs that were recorded of a model in another state; weights may have changed in place."""
         model = self._model()
         assert model is not None
-        found = (state.addresses(), *_numerics(model))
+        matmul = torch.backends.cuda.matmul
+        found = (
+            state.addresses(),
+            # what else decides which kernels a forward launches, as far as it is not the model's or the step's
+            torch.get_float32_matmul_precision(),
+            matmul.allow_fp16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction,
+            torch.are_deterministic_algorithms_enabled(),
+            model_attention(model.config.get_text_config(decoder=True)),
+            os.environ.get(VARIABLE),
+        )
         if found != self._signature:
             self._clear()
             self._signature, self.obstacle = found, None
@@ -245,19 +255,6 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
     if not outputs:
         outputs.append(graphs._output(logits))
     outputs[0].copy_(logits)
-
-
-def _numerics(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What else decides which kernels a forward launches, as far as it is not the model's or the step's."""
-    matmul = torch.backends.cuda.matmul
-    return (
-        torch.get_float32_matmul_precision(),
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        torch.are_deterministic_algorithms_enabled(),
-        model_attention(model.config.get_text_config(decoder=True)),
-        os.environ.get(VARIABLE),
-    )
 
 
 def _reason(error: BaseException) -> str:

@@ -16,40 +16,32 @@ if TYPE_CHECKING:  # it has tensors
 
 
 class CostModel:
-    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Recomputed tokens join steps
-    that run anyway, so each costs the slope of a least-squares line through the times of prefill steps, in which a step
-    counts half as much `HALF_LIFE` steps later; or the mean time per token where no slope can be seen."""
+    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Seconds per token and bytes
+    per second are means, weighted by tokens and by seconds, in which an observation counts half as much `HALF_LIFE`
+    observations later. Seconds per token include what a step costs whatever its size: small prefill steps make
+    recompute look dearer than it is."""
 
     HALF_LIFE = 32
 
     def __init__(self, bytes_per_second: float) -> None:
         self._given_speed = bytes_per_second  # of a copy between blocks and host memory, until a swap was observed
-        self._prefills = [0.0] * 5  # sums over steps: 1, tokens, seconds, tokens * tokens, tokens * seconds
-        self._swaps = [0.0] * 2  # bytes, seconds
+        self._prefills = self._swaps = 0.0, 0.0  # (tokens, seconds) and (bytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        products = num_tokens * num_tokens, num_tokens * seconds
-        self._prefills = self._with(self._prefills, 1, num_tokens, seconds, *products)
+        self._prefills = self._with(self._prefills, num_tokens, seconds)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
         self._swaps = self._with(self._swaps, num_bytes, seconds)
 
-    def _with(self, sums: list[float], *observed: float) -> list[float]:
+    def _with(self, sums: tuple[float, float], amount: int, seconds: float) -> tuple[float, float]:
         keep = 0.5 ** (1 / self.HALF_LIFE)
-        return [keep * past + new for past, new in zip(sums, observed)]
+        return keep * sums[0] + amount, keep * sums[1] + seconds
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of one more token in a prefill step; `None` before any was seen."""
-        steps, tokens, seconds, tokens_tokens, tokens_seconds = self._prefills
-        if not tokens:
-            return None
-        mean = seconds / tokens
-        variance = steps * tokens_tokens - tokens**2
-        if variance <= 1e-6 * tokens**2:  # all of one size, but for rounding
-            return mean
-        slope = (steps * tokens_seconds - tokens * seconds) / variance
-        return slope if 0 < slope < mean else mean
+        """Of a prefill; `None` before any was seen."""
+        tokens, seconds = self._prefills
+        return seconds / tokens if tokens else None
 
     @property
     def bytes_per_second(self) -> float:

@@ -14,26 +14,20 @@ def test_recompute_until_a_prefill_was_seen() -> None:
 def test_the_cheaper_one_is_chosen_on_both_sides_of_the_break_even() -> None:
     model = CostModel(1000.0)
     for num_tokens in (10, 50, 90):
-        model.observe_prefill(num_tokens, 3.0 + 0.01 * num_tokens)
+        model.observe_prefill(num_tokens, 0.01 * num_tokens)
     # 100 tokens: 1 second. 500 bytes out and back: 1 second.
     assert model.seconds_per_token == pytest.approx(0.01)
     assert model.choose(100, 499) == "swap"
     assert model.choose(100, 501) == "recompute"
 
 
-def test_steps_of_one_size_give_the_mean() -> None:
+def test_the_mean_weighs_by_tokens_and_a_half_life_halves_the_weight() -> None:
     model = CostModel(1.0)
-    for _ in range(100):
-        model.observe_prefill(333, 0.7)
-    assert model.seconds_per_token == pytest.approx(0.7 / 333)
-
-
-def test_a_slope_that_noise_turned_round_gives_the_mean() -> None:
-    model = CostModel(1.0)
-    model.observe_prefill(10, 2.0)
-    model.observe_prefill(20, 1.0)
-    mean = model.seconds_per_token
-    assert mean is not None and 1.0 / 20 < mean < 2.0 / 10
+    model.observe_prefill(100, 8.0)
+    for _ in range(CostModel.HALF_LIFE - 1):
+        model.observe_prefill(0, 0.0)
+    model.observe_prefill(150, 1.0)
+    assert model.seconds_per_token == pytest.approx((8.0 / 2 + 1.0) / (100 / 2 + 150))
 
 
 def test_what_was_observed_replaces_what_was_given_and_the_new_replaces_the_old() -> None:

@@ -185,9 +185,8 @@ class EngineCore:
             loop.step(window)
             while loop.untold:  # one stays there if an interrupt comes while it is told
                 state = loop.untold[0]
-                if (
-                    isinstance(state, RequestState) and self.requests.get(state.request_id) is state
-                ):  # else it has ended
+                # else it has ended
+                if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
                     tokens, text = state.output()
                     if state.error is not None or state.is_done:
                         self.end(state, None if state.error is None else "error", tokens, text)

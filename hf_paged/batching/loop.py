@@ -189,13 +189,12 @@ class StepLoop:
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
             wholes = dict.fromkeys(generation.whole or generation for generation in failed)
-            if isolates and len(wholes) > 1:
-                for generation in wholes:
-                    if not any(part.is_sampling for part in (generation, *generation.parts)):
-                        self.release(generation)
-                return None
-            for generation in failed:
-                self._fail(generation, error, untold)
+            isolates &= len(wholes) > 1
+            for generation in wholes if isolates else failed:
+                if not isolates:
+                    self._fail(generation, error, untold)
+                elif not any(part.is_sampling for part in (generation, *generation.parts)):
+                    self.release(generation)
             return None
         num_tokens = sum(count for _, count in batch.items)
         cost = self.scheduler.preemption.cost

@@ -29,6 +29,7 @@ _POLL = 0.05  # seconds after which a waiting thread looks for signals, and for 
 _MAX_SHORT = 60.0  # seconds after which calls that hold blocks are taken to wait for those that need them
 
 T = TypeVar("T")
+MakeLoop = Callable[[], StepLoop]
 
 
 @dataclass(eq=False)
@@ -62,13 +63,7 @@ class SharedLoop:
         self._retry_at = 0.0  # no step before
         forks.in_child(self)
 
-    def run(
-        self,
-        generation: Generation,
-        checks_weights: bool,
-        finish: Callable[[StepLoop], T],
-        make: Callable[[], StepLoop],
-    ) -> T:
+    def run(self, generation: Generation, checks_weights: bool, finish: Callable[[StepLoop], T], make: MakeLoop) -> T:
         """Runs the generation to its end and returns `finish(loop)`, called before its blocks go. Raises what ended it:
         an error of its forward once that was computed without the other callers' rows, in a loop of its own that `make`
         returns. `checks_weights` as in `Executor.begin`. For use within `interrupts.held`."""
@@ -245,7 +240,7 @@ if hasattr(os, "register_at_fork"):  # those of the parent have callers that do 
 
 
 @contextlib.contextmanager
-def shared_loop(memory: PagedMemory, key: Hashable, make: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
+def shared_loop(memory: PagedMemory, key: Hashable, make: MakeLoop) -> Iterator[SharedLoop]:
     """The loop of the calls of this key that run on this memory, which the first of them makes; it goes with the last,
     since it holds the model. Calls of equal keys can share a forward."""
     with _guard:

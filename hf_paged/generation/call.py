@@ -234,11 +234,9 @@ class BatchCall:
         self.call.built.remove(self.cache)  # it may become the loop's
         make = functools.partial(self._make_loop, self.cache)
         with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
-            executor = shared.loop.executor
+            executor, finish = shared.loop.executor, functools.partial(self._result, generation)
             try:
-                return shared.run(
-                    generation, keeps_prefixes, functools.partial(self._result, generation), self._make_loop
-                )
+                return shared.run(generation, keeps_prefixes, finish, self._make_loop)
             finally:
                 self.call.details["num_captured_steps"] = executor.runner.num_captured_steps
                 self.call.counters.append(executor.runner.counters)

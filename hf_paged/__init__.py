@@ -1,17 +1,12 @@
 """
 Paged KV memory for Hugging Face `generate`: plain's tokens, in blocks of a pool that rows share.
 
-    import hf_paged                                                   # once, after transformers
-
     model.generate(**inputs, cache_implementation="paged")            # any model; calls of threads share forwards
-    model.generate(**inputs, cache_implementation="paged",            # a limit: num_blocks, or memory_fraction
-                   cache_config={"block_size": 16, "num_blocks": 4096})
-    hf_paged.last_route(model)                                        # which road the call took, and why
-    hf_paged.memory_stats(model)                                      # blocks and bytes; hf_paged.free(model) frees all
+    model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})  # a limit
+    hf_paged.last_route(model), hf_paged.memory_stats(model)          # which road the call took, and why; bytes
 
     with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:  # many requests: continuous batching
         results = engine.generate(["a prompt", "another"], {"max_new_tokens": 64})
-        for output in engine.stream(prompts): ...                     # or astream; add_request and step by hand
 
 `PagedConfig` has every knob. `PagedCache` is a `transformers.Cache` of its own, for decoding loops that you write.
 """

@@ -61,15 +61,11 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         return config, found
     with contextlib.suppress(OSError, ValueError):  # not on this machine
         return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
-    ends = ("Config", "ForCausalLM", "ForConditionalGeneration")
-    types = list(CONFIG_MAPPING.keys())  # which are not what it counts
-    names = {each.lower(): each for each in [*filter(lambda each: each.endswith(ends), dir(transformers)), *types]}
-    close = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=5)]
-    hint = f" Close to it: {', '.join(close)}." if close else ""
+    close = ", ".join(difflib.get_close_matches(name, [*CONFIG_MAPPING.keys(), *dir(transformers)], n=5))
     raise ValueError(
-        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}.{hint} "
-        f"Give a folder with a config.json, such a file, one of {len(types)} model types such as llama or "
-        "gemma3_text, or a class such as Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
+        f"{name!r} is no path here, no model type and no class of transformers {transformers.__version__}. Close to "
+        f"it: {close or 'nothing'}. Give a folder with a config.json, such a file, one of the model types such as "
+        "llama, or a class such as Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
     )
 
 

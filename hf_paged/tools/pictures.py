@@ -225,25 +225,24 @@ def plot_intervals(
     return ax.figure
 
 
-def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:
-    figures = {
-        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}",
+def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
+    return {
+        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",
         "bytes used, at the peak": f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}",
-        "tokens in a block": f"{stats.block_size}",
-        "blocks copied on write": f"{stats.copied_blocks:,}",
     }
-    return memory_html(title, figures, block_map)
+
+
+def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:
+    more = {"tokens in a block": f"{stats.block_size}", "blocks copied on write": f"{stats.copied_blocks:,}"}
+    return memory_html(title, _used(stats) | more, block_map)
 
 
 def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int]]) -> str:
-    limit = "no limit" if stats.num_blocks is None else f"of {stats.num_blocks:,}"
     hits = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
     figures = {
         "requests running, waiting, ended": f"{stats.num_running:,}, {stats.num_waiting:,}, {stats.num_finished:,}",
-        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,} ({limit})",
-        "of them shared": f"{stats.shared_blocks:,}",
-        "bytes used, at the peak": f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}",
+        **_used(stats, " (no limit)" if stats.num_blocks is None else f" (of {stats.num_blocks:,})"),
         "prompt tokens found in the cache": f"{stats.num_prefix_hit_tokens:,} ({hits:.0%})",
         "preemptions, of them by swap": f"{stats.num_preemptions:,}, {stats.num_swaps:,}",
         "tokens generated, steps": f"{stats.num_generated_tokens:,}, {stats.num_steps:,}",

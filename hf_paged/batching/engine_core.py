@@ -231,10 +231,10 @@ class EngineCore:
             return  # as nearly always, and quickly known
         before, now = self._made_for[0], _layers(empty_cache(self.model, self.memory))
         if now != before:
+            windows = ([window for _, window in layers] for layers in (now, before))
             raise ValueError(
-                f"the config of {type(self.model).__name__} now asks for {_words(now)}, and the {len(self.requests)} "
-                f"unfinished requests began with {_words(before)}: change `sliding_window` and `layer_types` while no "
-                "request is unfinished"
+                "the config now asks for layers with the windows {}, and unfinished requests began with {}: change "
+                "`sliding_window` and `layer_types` while no request is unfinished".format(*windows)
             )
 
     def retire(self) -> None:
@@ -280,8 +280,3 @@ def _config_text(model: PreTrainedModel) -> str:
 
 def _layers(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
     return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
-
-
-def _words(layers: tuple[tuple[type, int | None], ...]) -> str:
-    counts = Counter("full attention" if window is None else f"a window of {window} tokens" for _, window in layers)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())

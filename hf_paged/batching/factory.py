@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -48,7 +46,7 @@ def make_loop(
         max_tokens, preemption = UNLIMITED, Preemption(blocks, chunks=False)
     else:
         swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
-        cost = CostModel(_copy_bandwidth(model.device)) if config.preemption == "auto" else None
+        cost = CostModel() if config.preemption == "auto" else None
         preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
         max_tokens = config.max_num_batched_tokens
     scheduler = Scheduler(preemption, max_tokens, max_num_seqs, replays=layout.replays)
@@ -68,13 +66,3 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
 
 
 choose_layout = functools.partial(capability.choose_layout, make=make_runner)
-
-
-@functools.lru_cache
-def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy between host memory and `device`, by one copy of 8 MB, the first time."""
-    source = torch.empty(8 << 20, dtype=torch.uint8, device=device)
-    source.to("cpu", copy=True)
-    start = time.perf_counter()
-    source.to("cpu", copy=True)
-    return source.numel() / max(time.perf_counter() - start, 1e-9)

@@ -23,8 +23,8 @@ class CostModel:
 
     HALF_LIFE = 32
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self._given_speed = bytes_per_second  # of a copy between blocks and host memory, until a swap was observed
+    def __init__(self, bytes_per_second: float = 10e9) -> None:
+        self._given_speed = bytes_per_second  # between blocks and host memory, a guess until a swap was observed
         self._prefills = self._swaps = 0.0, 0.0  # (tokens, seconds) and (bytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:

@@ -101,6 +101,7 @@ class Mix:
     in_main: bool  # the first thread is the main thread
     interrupted: int | None  # which of its calls
     delay: float  # of the interrupt, in times that the call takes alone
+    switch_seconds: float = 0.005  # `sys.setswitchinterval`
 
     @property
     def may_run_out(self) -> bool:
@@ -142,7 +143,7 @@ def draw(seed: int, number: int) -> Mix:
     in_main = rng.random() < 0.5
     interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
     delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
-    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay)
+    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay, rng.choice([0.005, 5e-4, 2e-5]))
 
 
 def draw_call(rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool) -> Call:
@@ -280,20 +281,24 @@ def play(model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..
     if is_paged:
         arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
 
+    def generate() -> None:
+        found = model.generate(ids, attention_mask=mask, **arguments)
+        outcome.tokens = found if isinstance(found, Tensor) else found.sequences
+
     def run() -> None:
         with ExitStack() as stack:
             if call.is_inference:
                 stack.enter_context(torch.inference_mode())
             if call.is_autocast:
                 stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            found = model.generate(ids, attention_mask=mask, **arguments)
-            outcome.tokens = found if isinstance(found, Tensor) else found.sequences
+            # torch's contexts do not outlive an interrupt while they are entered or left
+            (around or (lambda function: function()))(generate)
 
     start = time.perf_counter()
     if call.options["do_sample"]:
         torch.manual_seed(call.seed)
     try:
-        (around or (lambda function: function()))(run)
+        run()
     except BaseException as error:
         outcome.error, outcome.tokens = error, None
     outcome.seconds = time.perf_counter() - start

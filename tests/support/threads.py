@@ -213,14 +213,18 @@ def play_mix(mix: Mix, model: PreTrainedModel, observer: Observer, interrupter: 
     clock = threading.Timer(HANG_SECONDS + 10, exit_hung, (mix,))
     clock.daemon = True
     clock.start()
-    deadline = time.monotonic() + HANG_SECONDS
-    for thread in threads:
-        thread.start()
-    if mix.in_main:
-        work(0)
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    clock.cancel()
+    deadline, switch_seconds = time.monotonic() + HANG_SECONDS, sys.getswitchinterval()
+    sys.setswitchinterval(mix.switch_seconds)
+    try:
+        for thread in threads:
+            thread.start()
+        if mix.in_main:
+            work(0)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        clock.cancel()
+        sys.setswitchinterval(switch_seconds)
     if any(thread.is_alive() for thread in threads):
         raise Hang(f"{stacks()}\n{mix}")
     wrong: list[str] = []
@@ -242,6 +246,8 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
     left = {key: shared for loops in shared_loop._loops.values() for key, shared in loops.items()}
     if left:
         wrong.append(f"loops are left: {left}")
+    if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled():
+        wrong.append("this thread is left in half precision or inference mode")
     if hf_paged.memory_stats(model).used_blocks:
         gc.collect()  # a returned cache may sit in a reference cycle
     if used := hf_paged.memory_stats(model).used_blocks:

@@ -188,11 +188,8 @@ def split_prompts(
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
             raise ValueError("`attention_mask` goes with one tensor of shape (rows, length); a mapping holds its own")
-        mask = torch.as_tensor(attention_mask)
-        if mask.shape != prompts.shape:
-            raise ValueError(f"the mask has the shape {tuple(mask.shape)}, the prompts have {tuple(prompts.shape)}")
-        prompts = _unpadded(prompts.tolist(), mask.tolist())
-    elif isinstance(prompts, Mapping):
+        prompts = {"input_ids": prompts, "attention_mask": attention_mask}
+    if isinstance(prompts, Mapping):
         prompts, is_one = _mapped(prompts)
     if is_one:
         raise ValueError("pass a list of prompts, or one prompt to `add_request`")

@@ -109,7 +109,7 @@ def test_a_padded_batch_with_its_mask(side: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "mask", "message"),
     [
-        (torch.full((2, 3), 5), torch.ones(2, 4), r"shape \(2, 4\), the prompts have \(2, 3\)"),
+        (torch.full((2, 3), 5), torch.ones(2, 4), "other lengths than `input_ids`"),
         (torch.full((2, 3), 5), torch.tensor([[1, 1, 1], [1, 0, 1]]), "hides tokens inside of row 1"),
         ([[5, 6], [7, 8]], torch.ones(2, 2), "one tensor of shape"),
     ],

@@ -22,7 +22,7 @@ _LAYER = struct.Struct("2Q17q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
 # struct StoreCall: this call, then the layer
 _STORE_CALL = struct.Struct("3Q")
-_STORE_LAYER = struct.Struct("2Q6q6q6q2q")
+_STORE_LAYER = struct.Struct("2Q5q6q6q2q")
 # struct GatherCall: this call, then the step
 _GATHER_CALL = struct.Struct("2Q6q")
 _GATHER_STEP = struct.Struct("2Q7q")
@@ -167,22 +167,21 @@ class Store:
                 )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
-        self._slots = (batch, tokens), slots.stride()
+        self._slots_shape = torch.Size((batch, tokens))
         self._check_slots(slots)
         self._kernel = kernel("store")
         tensors = (keys, values, key_blocks, value_blocks)
         strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:3]]
         self._packed = _STORE_LAYER.pack(
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), batch, kv_heads, tokens, self._block_size),
-            *(self._num_blocks * self._block_size, slots.stride(0), *strides),
+            *(self._num_blocks * self._block_size, *strides),
             *(key_dim * keys.element_size(), value_dim * values.element_size()),
         )
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores states `(batch, kv_heads, n, dim)` at `slots` `(batch, n)`, int64. Raises `IndexError` for a slot
         outside the pool, `TypeError` or `ValueError` for other slots than were given, before anything is written."""
-        if (slots.shape, slots.stride()) != self._slots or slots.dtype is not torch.int64 or not slots.is_cpu:
-            self._check_slots(slots)
+        self._check_slots(slots)
         error = self._kernel(_STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed)
         if error == 2:
             raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size} tokens")
@@ -190,14 +189,11 @@ class Store:
             raise ValueError("a tensor without memory, or sizes that do not fit one another")
 
     def _check_slots(self, slots: Tensor) -> None:
-        (batch, tokens), strides = self._slots
-        is_taken, fits = slots.is_cpu and slots.dtype is torch.int64, slots.shape == (batch, tokens)
-        if is_taken and fits:
-            is_taken = (tokens <= 1 or slots.stride(1) == 1) and (batch <= 1 or slots.stride(0) == strides[0])
-        if not is_taken or not fits:
+        is_taken = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+        if not is_taken or slots.shape != self._slots_shape:
             raise (ValueError if is_taken else TypeError)(
-                f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, one for each of the ({batch}, "
-                f"{tokens}) new states, the last dimension contiguous"
+                f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, contiguous, one for each of the "
+                f"{tuple(self._slots_shape)} new states"
             )
 
 

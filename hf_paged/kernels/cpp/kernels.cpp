@@ -299,12 +299,12 @@ extern "C" int hf_paged_attention(const AttentionCall* call) {
     }
 }
 
-// Strides in bytes; slots[B][n], a negative one is not stored.
+// Strides in bytes; slots[B][n], contiguous, a negative one is not stored.
 struct StoreCall {
     const char* source[2];
     const int64_t* slots;
     char* blocks[2];
-    int64_t batch, kv_heads, tokens, block_size, num_slots, slots_stride;
+    int64_t batch, kv_heads, tokens, block_size, num_slots;
     int64_t source_strides[2][3], block_strides[2][3], bytes[2];
 };
 
@@ -314,13 +314,12 @@ extern "C" int hf_paged_store(const StoreCall* call) {
     if (!c.slots) return 4;
     for (int which = 0; which < 2; ++which)
         if (c.bytes[which] && (!c.source[which] || (c.num_slots && !c.blocks[which]))) return 4;
-    for (int64_t b = 0; b < c.batch; ++b)
-        for (int64_t t = 0; t < c.tokens; ++t)
-            if (c.slots[b * c.slots_stride + t] >= c.num_slots) return 2;
+    for (int64_t i = 0; i < c.batch * c.tokens; ++i)
+        if (c.slots[i] >= c.num_slots) return 2;
     for (int which = 0; which < 2; ++which)
         for (int64_t b = 0; b < c.batch; ++b)
             for (int64_t t = 0; t < c.tokens; ++t) {
-                const int64_t slot = c.slots[b * c.slots_stride + t], block = slot / c.block_size;
+                const int64_t slot = c.slots[b * c.tokens + t], block = slot / c.block_size;
                 if (slot < 0) continue;
                 const int64_t *source = c.source_strides[which], *target = c.block_strides[which];
                 const char* from = c.source[which] + b * source[0] + t * source[2];

@@ -22,18 +22,6 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def tile_blocks(block_table, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Block of each of `TILE` positions from `start`, a multiple of `TILE`; block 0 at and past `end`. [TILE] int64.
-    One load where a tile lies within one block; else one id a block, spread over the block's tokens."""
-    if BLOCK_SIZE >= TILE:
-        ids = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-        return tl.zeros([TILE], dtype=tl.int64) + ids
-    else:
-        position = start + tl.arange(0, TILE)
-        return tl.load(block_table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-
-
-@triton.jit
 def _find_item(
     seq_lens, starts, item, rows, programs, target, window,
     QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -95,7 +83,10 @@ def _attend_tile(
     position = first_key + tl.arange(0, TILE)
     # Slots that no query sees are not read: NaN times a weight of zero would be NaN.
     is_seen = (position >= low) & (position < high)
-    block = tile_blocks(block_table, first_key, high, BLOCK_SIZE, TILE)
+    if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE: this one lies within one block
+        block = tl.zeros([TILE], dtype=tl.int64) + tl.load(block_table + first_key // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(block_table + position // BLOCK_SIZE, mask=position < high, other=0).to(tl.int64)
     offset = (position % BLOCK_SIZE).to(tl.int64)
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]

@@ -10,7 +10,6 @@ from .block_pool import BlockTable, OutOfBlocksError
 from .groups import BlockGroup
 from .prefix_index import Node, PrefixIndex
 
-ALL_NAMESPACES = object()
 UNCACHED = object()
 """The namespace of sequences that the prefix cache neither serves nor keeps."""
 
@@ -51,7 +50,7 @@ class BlockManager:
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
-        self._dropped: dict[Hashable, int] = {}  # by namespace: blocks of earlier epochs must not be named
+        self._dropped = 0  # blocks of earlier epochs must not be named
 
     @property
     def num_free(self) -> int:
@@ -106,8 +105,7 @@ class BlockManager:
             blocks.epoch = self._epoch
         end = length + num_tokens
         for group, table in zip(self.groups, tables) if skips else ():
-            if group.spec.window is not None:
-                table.skip(max(0, end - group.spec.window + 1))
+            table.skip(group.spec.first_visible(end))
         self.trim(blocks)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
         taken = self._take(needs)
@@ -157,8 +155,7 @@ class BlockManager:
     def trim(self, blocks: SequenceBlocks) -> None:
         """Gives back the window blocks that no later query sees; not between scheduling tokens and computing them."""
         for group, table in zip(self.groups, blocks.tables) if self.has_windows else ():
-            if group.spec.window is not None:
-                table.drop_before(table.num_tokens - group.spec.window + 1)
+            table.drop_before(group.spec.first_visible(table.num_tokens))
 
     def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
         total = sum(needs)
@@ -202,15 +199,12 @@ class BlockManager:
         blocks.node = None
         self._alive.pop(blocks, None)
 
-    def flush_copies(self) -> int:
-        """Makes the queued copies, one batch a group, and returns how many."""
-        count = 0
+    def flush_copies(self) -> None:
+        """Makes the queued copies, one batch a group."""
         for group, copies in zip(self.groups, self._copies):
             if copies:
                 group.copy_blocks([(source, target) for target, source in copies.items()])
-                count += len(copies)
                 copies.clear()
-        return count
 
     def match(self, blocks: SequenceBlocks, token_ids: Sequence[int], namespace: Hashable) -> int:
         """Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
@@ -233,9 +227,7 @@ class BlockManager:
         """Names the full blocks below `num_tokens` that have no name yet. Costs nothing where none got full."""
         size = self.block_size
         full, number = num_tokens // size, blocks.num_registered
-        if full <= number or not self.prefix_caching or namespace is UNCACHED:
-            return
-        if blocks.epoch < max(self._dropped.get(namespace, 0), self._dropped.get(ALL_NAMESPACES, 0)):
+        if full <= number or not self.prefix_caching or namespace is UNCACHED or blocks.epoch < self._dropped:
             return
         node = blocks.node
         if node is None or node.parent is None:  # forgotten, as a block that only the index knew was evicted
@@ -264,15 +256,14 @@ class BlockManager:
 
     def forget_before_window(self) -> None:
         """The model is another: nothing from before this window is served, or named, any more."""
-        self._dropped[ALL_NAMESPACES] = max(self._dropped.get(ALL_NAMESPACES, 0), self._window)
+        self._dropped = max(self._dropped, self._window)
         self.index.forget_before(self._window)
 
-    def drop_cached(self, namespace: Hashable = ALL_NAMESPACES) -> None:
-        """Nothing computed before this call is served again in the namespace, or in any; sequences keep theirs."""
+    def drop_cached(self) -> None:
+        """Nothing computed before this call is served again; sequences keep theirs."""
         self._epoch += 1
-        self._dropped[namespace] = self._epoch
-        for name in self.index.namespaces if namespace is ALL_NAMESPACES else [namespace]:
-            self.index.clear(name)
+        self._dropped = self._epoch
+        self.index.clear()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools."""

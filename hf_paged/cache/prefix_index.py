@@ -105,11 +105,11 @@ class PrefixIndex:
                 self._unname(group, block_id)
         self._step.clear()
 
-    def clear(self, namespace: Hashable) -> None:
-        """Forgets everything in a namespace."""
-        root = self._roots.pop(namespace, None)
-        if root is not None:
+    def clear(self) -> None:
+        """Forgets everything."""
+        for root in self._roots.values():
             self._forget(root)
+        self._roots.clear()
 
     def forget_before(self, epoch: int) -> None:
         """Forgets every node of an earlier epoch, with all below it."""
@@ -120,10 +120,6 @@ class PrefixIndex:
                     self._forget(child)
                 else:
                     pending.append(child)
-
-    @property
-    def namespaces(self) -> list[Hashable]:
-        return list(self._roots)
 
     def _unname(self, group: int, block_id: int) -> None:
         """The pool no longer keeps this block."""
@@ -137,8 +133,7 @@ class PrefixIndex:
     def _forget(self, node: Node) -> None:
         """Forgets a node and all below it; nodes above that led nowhere else go too."""
         parent = node.parent
-        if parent is None:
-            return
+        assert parent is not None
         if parent is not node:
             del parent.children[node.tokens]
         pending = [node]

@@ -101,11 +101,9 @@ class BlockSwapper:
         return True
 
     def swap_in(self, request: Any) -> None:
-        """Takes blocks for the sequences of `request` that are swapped out, copies their content back and gives the
-        tables what they had. Raises `OutOfBlocksError`, with nothing changed."""
+        """Takes blocks for the sequences of `request` that are swapped out, one at least, copies their content back and
+        gives the tables what they had. Raises `OutOfBlocksError`, with nothing changed."""
         swapped = _swapped(request)
-        if not swapped:
-            return
         rows, host = self._rows(swapped), swapped[0][1].host
         taken: list[list[int]] = []
         with self.groups[0].memory.lock:
@@ -124,11 +122,6 @@ class BlockSwapper:
             finally:  # the tables hold what they need by themselves now
                 for group, new_ids in zip(self.groups, taken):
                     group.pool.release(reversed(new_ids))
-
-    def discard(self, request: Any) -> None:
-        """Forgets what is held of `request`: it was cancelled, or will be computed again."""
-        for sequence in request.sequences:
-            sequence.swapped = None
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:
         """The host blocks that the swapped sequences still need, for each group; one that is gone needs none."""

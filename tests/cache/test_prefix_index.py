@@ -112,10 +112,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
                 self.unname(key, group)
         self.step.clear()
 
-    @rule(namespace=st.sampled_from(NAMESPACES))
-    def clear(self, namespace: str) -> None:
-        self.index.clear(namespace)
-        self.forget(namespace, ())
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.entries.clear()
 
     @rule(age=st.integers(0, 2))
     def forget_before(self, age: int) -> None:
@@ -146,7 +146,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index.check_integrity()
         for group, pool in enumerate(self.pools):
             pool.check_integrity(ids[group] for ids in self.held)
-        assert set(self.index.namespaces) == {namespace for namespace, _ in self.entries}
+        assert set(self.index._roots) == {namespace for namespace, _ in self.entries}
         for namespace, path in itertools.product(NAMESPACES, itertools.product(BLOCKS, repeat=MAX_BLOCKS)):
             for max_blocks in (1, MAX_BLOCKS):
                 found = self.index.find(list(itertools.chain(*path, (5,))), namespace, max_blocks)

@@ -191,8 +191,6 @@ class Preemption:
 
     def forget(self, request: Request) -> None:
         """Gives up what is held of a request, here and on the host: nothing counts as computed any more."""
-        if self.swapper is not None:
-            self.swapper.discard(request)
         for sequence in request.sequences:
             self._free(sequence)
         request.num_shared_tokens = 0
@@ -201,7 +199,7 @@ class Preemption:
         """Ends a sequence and gives up what is held of it, here and on the host; the prefix cache keeps full blocks."""
         if sequence.swapped is None:
             self._register(sequence)
-        sequence.swapped, sequence.is_finished = None, True
+        sequence.is_finished = True
         self._free(sequence)
 
     def _register(self, sequence: Sequence) -> None:
@@ -210,4 +208,4 @@ class Preemption:
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.blocks)
-        sequence.blocks, sequence.num_computed_tokens = NO_BLOCKS, 0
+        sequence.blocks, sequence.num_computed_tokens, sequence.swapped = NO_BLOCKS, 0, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, insort
+from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -59,8 +59,7 @@ class Scheduler:
         # every running sequence must be able to decode in every step, and one prompt to go on beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self._running: list[Request] = []  # by key
-        self._waiting: list[Request] = []  # by key
-        self._parked: list[Request] = []  # preempted, with nothing to compute until they get a token
+        self._waiting: list[Request] = []  # by key; preempted ones may have nothing to compute until they get a token
         self._num_rows = 0  # open rows of running requests
         self._arrivals = 0
         self._plan = StepPlan()
@@ -72,16 +71,16 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold none: new and preempted ones."""
-        return len(self._waiting) + len(self._parked)
+        return len(self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._running or self._waiting or self._parked)
+        return bool(self._running or self._waiting)
 
     @property
     def first_waiting(self) -> Request | None:
         """The request that is to be admitted next."""
-        return next(iter(self._waiting), None)
+        return next((request for request in self._waiting if not request.is_answered), None)
 
     def add(self, *requests: Request) -> None:
         """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
@@ -109,18 +108,14 @@ class Scheduler:
         return plan
 
     def _schedule(self) -> StepPlan:
-        if self.blocks.has_windows:  # what only the last chunks could see
-            for sequence, _ in self._plan.chunks:
-                self.blocks.trim(sequence.blocks)
+        for sequence, _ in self._plan.chunks:  # what only these could see
+            self.blocks.trim(sequence.blocks)
         self.blocks.index.begin_step()
-        for request in [each for each in self._parked if not each.is_answered]:
-            self._parked.remove(request)
-            insort(self._waiting, request, key=_by_key)
         plan = self._plan = StepPlan()
         left = self._continue_running()
         if not plan.preempted:
             self._admit(left)
-        while not plan.items and self._waiting:
+        while not plan.items and self.first_waiting is not None:
             # every running request waits for a token that depends on one that does not run
             self._admit(self.max_num_batched_tokens, any_rows=True)
             if plan.items:
@@ -131,7 +126,7 @@ class Scheduler:
                     break
                 manager = self.blocks
                 raise OutOfBlocksError(
-                    f"nothing can be scheduled: {self._waiting[0]!r} is the first of {self.num_waiting} waiting "
+                    f"nothing can be scheduled: {self.first_waiting!r} is the first of {self.num_waiting} waiting "
                     f"requests, {self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had. "
                     "Others hold blocks: free their caches, or raise `num_blocks`"
                 )
@@ -210,7 +205,7 @@ class Scheduler:
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will
         be that and nothing else: none waits, and the others that run, `num_ending`, end before."""
-        if self._waiting or self._parked or self._num_rows != len(sequences) + num_ending:
+        if self._waiting or self._num_rows != len(sequences) + num_ending:
             return False
         for sequence in sequences:
             blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
@@ -224,8 +219,8 @@ class Scheduler:
         return True
 
     def _admit(self, left: int, any_rows: bool = False) -> None:
-        while left > 0 and self._waiting:
-            request, is_alone = self._waiting[0], not self._running
+        while left > 0 and (request := self.first_waiting) is not None:
+            is_alone = not self._running
             if not (is_alone or any_rows) and self._num_rows + request.num_open_rows > self.max_num_seqs:
                 return
             reserve = 0 if is_alone else int(self.watermark * self.blocks.num_total)
@@ -233,7 +228,7 @@ class Scheduler:
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             if not self.preemption.bring_in(request, chunk, reserve, is_alone):
                 return
-            self._waiting.pop(0)
+            self._waiting.remove(request)
             request.status = Status.RUNNING
             self._num_rows += request.num_open_rows
             insort(self._running, request, key=_by_key)
@@ -248,10 +243,7 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         request.status = Status.WAITING
-        if request.num_preemptions and request.is_answered:
-            self._parked.append(request)
-        else:
-            insort(self._waiting, request, key=_by_key)
+        insort(self._waiting, request, key=_by_key)
         self.timeline.waits(request)
 
     def _preempt(self, request: Request, keeps: bool = True) -> None:
@@ -267,7 +259,7 @@ class Scheduler:
         self._plan = StepPlan()
         for request in list(self._running):
             self._preempt(request, keeps=False)
-        for request in (*self._waiting, *self._parked):
+        for request in self._waiting:
             self.preemption.forget(request)
         return self._plan.preempted
 
@@ -330,10 +322,8 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._running.remove(request)
             self._num_rows -= request.num_open_rows
-        elif request in self._parked:
-            self._parked.remove(request)
         else:
-            del self._waiting[bisect_left(self._waiting, request.key, key=_by_key)]
+            self._waiting.remove(request)
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} running, {self.num_waiting} waiting, {self._num_rows} sequences)"

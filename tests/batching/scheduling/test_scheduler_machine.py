@@ -141,10 +141,6 @@ class FakeSwapper:
             group.pool.release(blocks.values())
         self.restored.append(request)
 
-    def discard(self, request: Request) -> None:
-        for sequence in request.sequences:
-            sequence.swapped = None
-
 
 class Engine(RuleBasedStateMachine):
     """
@@ -189,7 +185,7 @@ class Engine(RuleBasedStateMachine):
         self.decodings: list[list[Request]] = []
         self.answered: dict[Request, set[int]] = {}
         self.is_beam: dict[Request, bool] = {}
-        self.versions = {None: 0, "adapter": 0}  # of the weights
+        self.version = 0  # of the weights
         self.least_version: dict[Request, int] = {}  # of what a request may be served
         self.outside: list[list[int]] = [[] for _ in windows]
 
@@ -236,7 +232,7 @@ class Engine(RuleBasedStateMachine):
         self.check_batch(batch)
         for request in batch.admitted:
             if request not in self.swapper.restored:
-                self.least_version[request] = self.versions[request.namespace]
+                self.least_version[request] = self.version
         self.swapper.restored.clear()
         self.manager.flush_copies()
         self.write(batch, broken=fails)
@@ -264,14 +260,10 @@ class Engine(RuleBasedStateMachine):
         else:
             self.scheduler.finish(request)
 
-    @rule(namespace=st.sampled_from(["all", None, "adapter"]))
-    def weights_change(self, namespace) -> None:
-        for name in self.versions if namespace == "all" else [namespace]:
-            self.versions[name] += 1
-        if namespace == "all":
-            self.manager.drop_cached()
-        else:
-            self.manager.drop_cached(namespace)
+    @rule()
+    def weights_change(self) -> None:
+        self.version += 1
+        self.manager.drop_cached()
 
     @rule(count=st.integers(0, 10), group=st.integers(0, 2))
     def others_hold_blocks(self, count: int, group: int) -> None:
@@ -300,7 +292,7 @@ class Engine(RuleBasedStateMachine):
 
     def content(self, sequence: Sequence, position: int) -> tuple[Any, ...]:
         namespace = sequence.request.namespace
-        return (self.versions[namespace], namespace, *sequence.token_ids[: position + 1])
+        return (self.version, namespace, *sequence.token_ids[: position + 1])
 
     def write(self, batch, broken: bool) -> None:
         written = set()

@@ -1,8 +1,5 @@
-"""What one step's attention needs to know of the rows and their block tables: made once, read by every layer.
-
-    |<------------- seq_len ------------->|
-    |<-- context_len -->|<-- query_len -->|      context_len: tokens whose K/V is in the cache before this step
-                                                 query_len: tokens computed in this step
+"""What one step's attention needs to know of the rows and their block tables: made once, read by every layer. The
+vocabulary of the map (README.md) draws what `seq_len`, `context_len` and `query_len` count.
 
 Tokens of all rows lie side by side, row after row. Positions are *table coordinates* of a row: position `t` lives in
 block `block_tables[row, t // block_size]` at offset `t % block_size`. A row whose leading blocks were given back

@@ -191,11 +191,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.is_initialized = False
         self._once(self.group.rows.free)
 
-    def offload(self) -> None:
-        """Nothing: blocks stay where they are."""
-
-    prefetch = offload
-
 
 class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer):
     """A layer that looks back `sliding_window` tokens; stands for `DynamicSlidingWindowLayer`."""

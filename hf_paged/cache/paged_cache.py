@@ -85,11 +85,8 @@ class PagedCache(DynamicCache):
             stand_in(layer, None if spec is None else self.groups[spec], index)
             for index, (layer, spec) in enumerate(zip(cache.layers, specs))
         ]
-        if not grows:
-            Cache.__init__(self, layers=layers)
-        else:
-            Cache.__init__(self, layer_class_to_replicate=cache.layer_class_to_replicate)
-            self.layers = layers
+        Cache.__init__(self, layers=layers)
+        self.layer_class_to_replicate = cache.layer_class_to_replicate
 
     @property
     def layer_class_to_replicate(self) -> Any:

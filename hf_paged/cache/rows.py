@@ -136,7 +136,7 @@ class LayerGroup:
             if context_len == 0 and length >= window and not (self.length or self.rows.borrows):
                 # a first prefill attends to its own states: what will be outside the window is never stored
                 for table, padding in zip(tables, self.paddings):
-                    table.skip(max(0, length - window + 1 - padding))
+                    table.skip(max(0, self.spec.first_visible(length) - padding))
         if any(table.shared_blocks(*tokens) for table, tokens in zip(tables, ranges)):
             self.rows.keep_snapshots()
         if self.rows.manager.extend(self.number, tables, ranges) or self.rows.borrows:
@@ -160,9 +160,8 @@ class LayerGroup:
         return max((padding + table.first_token for table, padding in rows if table.first_token), default=0)
 
     def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
-        assert self.spec.window is not None
         for table, padding in zip(tables, self.paddings):
-            oldest = max(0, length - self.spec.window + 1 - padding)
+            oldest = max(0, self.spec.first_visible(length) - padding)
             if oldest // table.block_size > table.num_dropped and table.block_ids:
                 self.rows.keep_snapshots()
                 table.drop_before(oldest)
@@ -217,8 +216,7 @@ class LayerGroup:
             table.truncate(max(0, length - padding))
         self.length = min(self.length, length)
         self.paddings = tuple(min(padding, length) for padding in self.paddings) if length else ()
-        if self.spec.window is not None:
-            self._drop_outside_window(tables, self.length)
+        self._drop_outside_window(tables, self.length)
         self.forget_steps()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -44,7 +45,6 @@ class KVBlocks:
     """The C++ kernel's last call on these blocks, for the next one that looks the same."""
 
     _store: Store | None = field(default=None, init=False, repr=False)
-    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
@@ -60,12 +60,10 @@ class KVBlocks:
             self._store, self.look = choose_store(keys, values, self.keys, self.values, slots), look
         self._store(keys, values, slots)
 
-    @property
+    @functools.cached_property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
-        if self._latents is None:
-            self._latents = KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
-        return self._latents
+        return KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
 
     @property
     def block_bytes(self) -> int:
@@ -172,10 +170,9 @@ class Storage:
             if rows < num_blocks:
                 wanted = num_blocks if exactly else max(num_blocks, rows + rows // 2)
                 try:
-                    grown = layer.grown(wanted)
+                    self.layers[index] = layer.grown(wanted)
                 except (MemoryError, RuntimeError):  # torch raises the latter
-                    grown = layer.grown(num_blocks)
-                self.layers[index] = grown
+                    self.layers[index] = layer.grown(num_blocks)
         self.capacity = max(self.capacity, num_blocks)
 
     def find(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks | None:
@@ -245,8 +242,7 @@ def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks:
     their dtype, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size + offset` of
     each token, each at most once; negative for a token that is not stored."""
     chosen = store_portable
-    needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
-    fits = keys.size(1) == values.size(1) and not needs_grad
+    fits = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
         from ..kernels.triton import store as triton  # needs Triton
 

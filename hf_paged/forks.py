@@ -1,7 +1,5 @@
-"""
-After `os.fork`, only the thread that forked goes on in the child: locks that others held are free again there, and
-what they were about to change is let go.
-"""
+"""After `os.fork`, only the thread that forked goes on in the child: locks that others held are free again there, and
+what they were about to change is let go."""
 
 from __future__ import annotations
 

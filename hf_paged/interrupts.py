@@ -1,5 +1,4 @@
-"""
-Signals wait until the bookkeeping is done, and locks within which they wait.
+"""Signals wait until the bookkeeping is done, and locks within which they wait.
 
 Python runs a signal's handler between any two bytecodes of the main thread. Within [`held`] the handler takes note, and
 the signal's own is called on leaving; [`let_in`] opens a window for what takes long or is a caller's code. Not held:

@@ -226,9 +226,8 @@ def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 class CacheRows:
-    """Rows of a batch, each of which holds a block table a layer group; if it `borrows`, the rows are others' (`take`),
-    with room for each step before it begins. Every layer asks for an operation on rows, and it is done once: each layer
-    counts its operations, and the first does what has not been done yet."""
+    """Rows of a batch, each of which holds a block table a layer group; if it `borrows`, the rows are others' (`take`).
+    Every layer asks for an operation on rows and counts it; the first layer to ask does it for all."""
 
     def __init__(
         self, memory: PagedMemory, specs: Iterable[GroupSpec], counters: ReadCounters, borrows: bool = False

@@ -13,8 +13,7 @@ from .block_pool import BlockPool
 
 class StateStorage:
     """The storage of a group of states: which row of which step holds the state of each slot, a block id of `pool`. A
-    slot that was copied is the same row until one of the two is computed again. Steps are held weakly: their runner
-    keeps them alive (`holders`). `block_bytes` of a slot over all layers is 0 before the first state is put."""
+    slot that was copied is the same row until one is computed again. Their runner keeps steps alive (`holders`)."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.capacity, self.block_bytes = 0, 0

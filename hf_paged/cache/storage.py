@@ -123,9 +123,8 @@ def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
 
 
 class Storage:
-    """The block tensors of one layer group, one `KVBlocks` a layer, by its index, made when the layer first writes. On
-    CPU they are made as large as `reserve` was told, since the system commits a page only when it is touched. When they
-    are full they grow by half."""
+    """The block tensors of one layer group, a `KVBlocks` a layer, made when the layer first writes: on CPU as large as
+    `reserve` was told, since the system commits a page only when it is touched. When full they grow by half."""
 
     def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION) -> None:
         self.block_size, self.spec = block_size, spec

@@ -58,9 +58,8 @@ class SwappedSequence:
 
 
 class BlockSwapper:
-    """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into whichever blocks
-    are free then; which of its sequences share a block stays as it was. A sequence has `swapped`, a
-    [`SwappedSequence`], while it is swapped out: its tables then hold no blocks but keep their counts of tokens."""
+    """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into blocks that are free
+    then; what is shared stays so. Tables of a sequence with `swapped` hold no blocks but keep their counts of tokens."""
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
         self.groups = list(groups)

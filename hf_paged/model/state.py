@@ -71,16 +71,12 @@ def fingerprint(model: nn.Module) -> bytes | None:
 
 class ModelState:
     """What of a model decides what its forward computes, read now; it is asked within the same window, in which no code
-    of the user's runs.
-
-    Covered are names, shapes and dtypes of all parameters, buffers, tensors and arrays that are plain attributes; all
-    attributes of modules and configs that are Python scalars, nested containers of them (the adapters of PEFT among
-    them) or objects of the user's own classes; the functions and scalars of modules' classes; functions that replace
-    `forward` or hook into it, with what they close over; train or eval mode where code of the user's own looks at it.
-    Not covered is what such code reads elsewhere: globals of Python modules, files, attributes of objects that
-    libraries made. Comparable within one process only. Subclasses of `Tensor` (quantised or sharded weights) are read
-    by `__tensor_flatten__`; those without it, sparse tensors and those without content (meta) raise `ValueError`, and
-    code of the user's may raise others."""
+    of the user's runs. Covered are all parameters, buffers, tensors and arrays; attributes of modules and configs that
+    are scalars, nested containers of them or objects of the user's own classes; functions and scalars of modules'
+    classes; functions that replace `forward` or hook into it, with what they close over; train or eval mode where code
+    of the user's own looks at it. Not covered: globals of Python modules, files, attributes of libraries' objects.
+    Comparable within one process. Subclasses of `Tensor` are read by `__tensor_flatten__`; those without it, sparse
+    tensors and those without content (meta) raise `ValueError`, and code of the user's may raise others."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []  # the distinct ones, which `structure` names by number

@@ -49,8 +49,7 @@ class Rectangle:
 
 class RectangleRunner(Runner):
     """Runs rows of a decoder-only model through its own preparation of inputs, with its attention switched by the
-    caller: prompts as a padded batch, then the next tokens of all rows, side by side. Padding is not stored, so rows of
-    any length join at no cost. A sequence begins with its prompt, or all of its tokens, and goes on by one token."""
+    caller: prompts as a padded batch, then the next tokens of all rows, side by side. Padding is not stored."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage | None, layout: Layout) -> None:
         self.model, self.memory, self.counters = model, cache.memory, cache.counters

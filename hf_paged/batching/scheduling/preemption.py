@@ -17,9 +17,8 @@ if TYPE_CHECKING:  # it has tensors
 
 class CostModel:
     """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Seconds per token and bytes
-    per second are means, weighted by tokens and by seconds, in which an observation counts half as much `HALF_LIFE`
-    observations later. Seconds per token include what a step costs whatever its size: small prefill steps make
-    recompute look dearer than it is."""
+    per second are means in which an observation counts half as much `HALF_LIFE` observations later; the former include
+    what a step costs whatever its size."""
 
     HALF_LIFE = 32
 

@@ -26,8 +26,7 @@ NAME = "hf_paged"
 
 
 class _Switched(str):
-    """Our name in a config that a call has switched. Copies and pickles that are made meanwhile get the config's own
-    name, since the end of the call puts back this config alone."""
+    """Our name in a config that a call has switched. Copies and pickles made meanwhile get the config's own name."""
 
     named: str
 

@@ -53,9 +53,8 @@ class LazyTensor(Tensor):
 
 class PagedTensor(LazyTensor):
     """A layer's keys or values, `(batch, heads, length, dim)`, left in their blocks. Our attention function reads
-    `blocks` through `step`; any other operation gathers a contiguous tensor, but of packed rows, `(1, heads,
-    num_tokens, dim)`, for which it raises [`NotPackable`]. Functions of torch that have an implementation of ours
-    (`implements`) are passed to it."""
+    `blocks` through `step`; any other operation gathers a contiguous tensor, or raises [`NotPackable`] of packed rows,
+    `(1, heads, num_tokens, dim)`. Functions of torch with an implementation of ours (`implements`) are passed to it."""
 
     step: StepMetadata
     layer: KVBlocks

@@ -26,8 +26,7 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 class PagedLayer(cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; stands for `DynamicLayer`. Its `update`, `keys` and
-    `values` return [`PagedTensor`] handles. Within a packed step (`PagedCache.begin`) the layer holds no rows: what
-    comes before is in the block tables of the step."""
+    `values` return [`PagedTensor`] handles. Within a packed step (`PagedCache.begin`) the layer holds no rows."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)

@@ -71,8 +71,7 @@ class GroupMemory(BlockGroup):
 
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
-        as far as that allows before cached blocks are given up; without one it grows only when there are no more cached
-        blocks, so that caching takes no memory beyond what the calls need."""
+        as far as that allows before cached blocks are given up; without one, once no cached blocks are left."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         if self._is_short:  # those of the call that failed went back since
             pool.shrink()
@@ -150,9 +149,8 @@ def _over_budget(needed: int, block_size: int, free: int, total: int, option: st
 
 
 class PagedMemory:
-    """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes,
-    so that several caches (calls in threads, deep copies) may share one memory. Readers need no lock: growing a tensor
-    leaves the old one as it was."""
+    """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes.
+    Readers need no lock: growing a tensor leaves the old one as it was."""
 
     def __init__(self, config: PagedConfig) -> None:
         self.config = config

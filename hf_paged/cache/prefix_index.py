@@ -27,10 +27,9 @@ class Node:
 
 class PrefixIndex:
     """Finds blocks by the tokens they hold and all tokens before them (prefix caching as in SGLang's RadixAttention,
-    arXiv 2312.07104, section 3, in steps of whole blocks). A look-up compares the tokens, never only their hash. A
-    named block is full and never written to again; only the first of several blocks with the same content has a name. A
-    node without its block in a full-attention group is forgotten with everything below it, since no sequence can start
-    behind a gap there; in a window group blocks may be missing."""
+    arXiv 2312.07104, section 3, in steps of whole blocks). A look-up compares the tokens, never only their hash. Only
+    the first of several blocks with the same content has a name. A node without its block in a full-attention group is
+    forgotten with everything below it; in a window group blocks may be missing."""
 
     def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], block_size: int) -> None:
         self.block_size = block_size

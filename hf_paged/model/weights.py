@@ -12,10 +12,9 @@ from .state import ModelState, fingerprint, read_state
 
 class WeightsGuard:
     """Lets the prefix cache serve only what the model as it is now has computed. Code of the user's may change it
-    between *windows*: a call of `generate`, or of an engine's, or one step. Blocks of earlier windows are served once
-    the window's fingerprint of the model (`vouch`) is that of `memory`, whose lock guards `blocks`. Before a window
-    ends (`settle`), what it computed gets its fingerprint: taken again, or, in steps, vouched for by a [`ModelState`]
-    that is the same. What has none is forgotten when one is taken."""
+    between *windows* (a call, or one step of an engine). Blocks of earlier windows are served once the window's
+    fingerprint (`vouch`) is that of `memory`, whose lock guards `blocks`. Before a window ends (`settle`), what it
+    computed gets a fingerprint, or is vouched for by a [`ModelState`] that is the same; else it is forgotten."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model, self._memory, self._blocks = model, memory, blocks

@@ -171,8 +171,8 @@ def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """How a `generate` call would go for a model on the meta device: how a short one goes with random weights on the
-    CPU, and fewer layers if need be; the road is `"undecided"` where that is still large."""
+    """How a short `generate` call goes with random weights on the CPU, and fewer layers if need be, for a model on the
+    meta device; the road is `"undecided"` where that is still large."""
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
     if model.config.is_encoder_decoder:
         road = "hf_loop" if compat.supports_dynamic_cache(model) else "plain"

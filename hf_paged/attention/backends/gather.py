@@ -17,9 +17,8 @@ from ...step import StepMetadata
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
-"""Queries of a row below which the query heads of a group are packed beside the queries (M = group * query_len). From
-here on CPU SDPA lays K and V out for the matrix units itself, with `enable_gqa` once for a whole group, and skips what
-causal hides. With fewer queries it does neither, and packing is up to 3.5 times as fast in half precision."""
+"""Queries of a row below which the query heads of a group are packed beside the queries (M = group * query_len), up to
+3.5 times as fast in half precision. From here on CPU SDPA lays K and V out itself and skips what causal hides."""
 
 APART_QUERIES = 32
 """Queries of a row from which the heads of a group run one after the other where all scores are held at once."""

@@ -18,8 +18,7 @@ _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not b
 
 class BeamDecoding(Decoding):
     """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt * num_beams + beam` is a
-    running beam; which row each one continues is in `SampledTokens.parents`. Rows of a prompt whose result cannot
-    change any more leave `open_rows`, unless a dict is returned or code of the caller's own sees the batch."""
+    running beam. Rows of a prompt whose result is settled leave `open_rows`, where no other code sees the batch."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config

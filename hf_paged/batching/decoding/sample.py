@@ -61,10 +61,9 @@ class ObservedCriteria(StoppingCriteriaList):
 
 
 class SampleDecoding(Decoding):
-    """Greedy search or sampling of rows that advance together: processors and criteria see the whole `(rows, cur_len)`
-    batch and draws are taken over all rows, so that one seed gives the tokens of `generate`. Rows that ended get tokens
-    until all have ended, unless the criteria include EOS: they then leave `open_rows`, or get padding where scores or
-    logits are kept. Raises `ValueError` if rows may end early and no token can pad them."""
+    """Greedy search or sampling of rows that advance together: processors and criteria see the whole batch, and draws
+    are taken over all rows, so that one seed gives the tokens of `generate`. If the criteria include EOS, rows that
+    ended leave `open_rows`, or get padding where scores are kept. Raises `ValueError` if no token can pad them."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))

@@ -89,9 +89,8 @@ class Launched(NamedTuple):
 
 
 class RunAhead:
-    """Launches the next step of decodes while its tokens are still on their way to the host, so that what the host does
-    between two forwards takes place while the device computes. It is a guess, that every row goes on and none joins:
-    what turns out otherwise is computed as always, and what was launched in vain wrote past the end of sequences."""
+    """Launches the next step of decodes while its tokens are still on their way to the host. It is a guess, that every
+    row goes on and none joins: else the step is computed as always, and what was launched wrote past their ends."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory, self._scheduler = memory, scheduler

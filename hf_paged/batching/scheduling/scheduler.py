@@ -42,9 +42,8 @@ class StepPlan:
 @dataclass(eq=False, repr=False)
 class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369) and preemption of
-    whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are ordered by `arrival + priority *
-    aging`, which never changes, so that nothing starves. In that order running requests get their tokens, and preempt
-    later ones when blocks run out; then the waiting ones are admitted while the first of them fits."""
+    whole requests (PagedAttention, arXiv 2309.06180, section 4.5). In the order of `arrival + priority * aging` running
+    requests get their tokens, and preempt later ones; then waiting ones are admitted while the first of them fits."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # in a step

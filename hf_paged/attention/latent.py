@@ -17,9 +17,8 @@ from .switch import is_from_transformers
 
 
 class LatentTensor(LazyTensor):
-    """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its cached latents. Our
-    attention function multiplies the expansion into the queries and the outputs instead ("absorption", DeepSeek-V2,
-    arXiv 2405.04434, section 2.1.2) and reads the latent blocks in place; any other operation expands."""
+    """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its latents. Our attention
+    function multiplies the expansion into queries and outputs ("absorption", DeepSeek-V2, arXiv 2405.04434, 2.1.2)."""
 
     latent: PagedTensor
     rotary: PagedTensor

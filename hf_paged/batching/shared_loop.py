@@ -46,10 +46,9 @@ class Caller:
 
 
 class SharedLoop:
-    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits for logits takes the
-    step, a forward for all of them, if no other does. It waits for callers that still sample, but not for long, and not
-    for one that was late before. Each caller's processors, criteria and streamer run in its own thread, with no lock
-    held."""
+    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of one that waits for logits takes the step
+    for all, if no other does. It waits for callers that still sample, but not for long, and not for one that was late
+    before. Each caller's processors, criteria and streamer run in its own thread, with no lock held."""
 
     def __init__(self, loop: StepLoop) -> None:
         self.loop = loop

@@ -12,9 +12,8 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockPool:
-    """The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (held
-    by none, but its content is to be kept, `keep`) or free. Free blocks are handed out least recently freed first, then
-    cached ones are evicted, least recently released first (PagedAttention, arXiv 2309.06180, section 4.2)."""
+    """The ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block tables), cached (by
+    none, but kept) or free. Cached ones are evicted in LRU order (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
     def __init__(self, num_blocks: int = 0) -> None:
         self._refcounts: list[int] = []

@@ -125,10 +125,9 @@ class PagedCache(DynamicCache):
                 blocks.storage.reserve(num_blocks, share, drops=not is_used)
 
     def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
-        """Holds, from now on, what these rows hold, with a table for each of `groups`, as if the model had written it
-        here; or borrows them for a step. `paddings`: leading positions of each row that are padding and not in its
-        tables. `length`: logical positions of every row, padding included; without it what layers and groups counted
-        stays."""
+        """Holds, from now on, what these rows hold, as if the model had written it here; or borrows them for a step.
+        `paddings`: leading positions of each row that are not in its tables. `length`: logical positions of every row,
+        padding included; without it what layers and groups counted stays."""
         with held(), self.memory.lock:
             if not self.rows.borrows:
                 self.rows.free()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -30,10 +29,9 @@ Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 @dataclass(eq=False)
 class KVBlocks:
     """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of `data`, for states of
-    `dtypes`, which may be stored in another (`GroupSpec.storage_dtype`). Where K and V agree in heads, dims and
-    dtype, `data` is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first, so that one gather
-    serves both; where only the dims differ (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size,
-    key_dim + value_dim)`, else two."""
+    `dtypes`, which may be stored in another (`GroupSpec.storage_dtype`). Where K and V agree in heads, dims and dtype,
+    `data` is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first; where only the dims differ
+    (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two."""
 
     data: tuple[Tensor, ...]
     keys: Tensor
@@ -45,6 +43,7 @@ class KVBlocks:
     """The C++ kernel's last call on these blocks, for the next one that looks the same."""
 
     _store: Store | None = field(default=None, init=False, repr=False)
+    _latents: KVBlocks | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
@@ -60,10 +59,12 @@ class KVBlocks:
             self._store, self.look = choose_store(keys, values, self.keys, self.values, slots), look
         self._store(keys, values, slots)
 
-    @functools.cached_property
+    @property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
-        return KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
+        if self._latents is None:
+            self._latents = KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
+        return self._latents
 
     @property
     def block_bytes(self) -> int:

@@ -58,8 +58,8 @@ class SwappedSequence:
 
 
 class BlockSwapper:
-    """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into blocks that are free
-    then; what is shared stays so. Tables of a sequence with `swapped` hold no blocks but keep their counts of tokens."""
+    """Copies a request's blocks to host memory (pinned where there is a CUDA device) and back, into blocks that are
+    free then; what is shared stays so. Tables of a sequence with `swapped` keep their counts of tokens."""
 
     def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
         self.groups = list(groups)

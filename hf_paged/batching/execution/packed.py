@@ -21,9 +21,8 @@ from .inputs import GroupTokens, PackedTokens, TableRows
 
 
 class PackedRunner(Runner):
-    """Runs the forward of a model that `capability` lets run packed on tokens of many sequences at once, with its
-    attention switched by the caller; steps of nothing but decodes as replays of a graph where there are graphs.
-    `cache`, built for the model and empty, tells which layers share tables, and owns the memory."""
+    """Runs the model on tokens of many sequences at once, with its attention switched by the caller; steps of nothing
+    but decodes as replays of a graph where there are any. `cache`, empty, tells which layers share tables."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
         self.model, self.device, self.cache, self.counters = model, model.device, cache, cache.counters

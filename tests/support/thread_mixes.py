@@ -81,12 +81,6 @@ class Call:
     seed: int  # of samples
     pause: float  # seconds before it
 
-    @property
-    def key(self) -> Any:
-        """Calls of other keys run in other loops."""
-        config = {name: value for name, value in self.cache_config.items() if name != "cache_salt"}
-        return tuple(sorted(config.items())), self.is_autocast, self.is_inference
-
     def num_needed(self, num_groups: int) -> int:
         """Blocks with which any of its prompts can run to its end."""
         longest = max(length for _, length in self.texts) + self.options["max_new_tokens"]
@@ -105,11 +99,10 @@ class Mix:
 
     @property
     def may_run_out(self) -> bool:
-        """Whether blocks can be held by what the loop of a call cannot preempt."""
+        """Whether blocks can be held by what no call gives up: rows that ended, for a cache that is returned."""
         calls = [call for own in self.calls for call in own]
-        # after a forward that fails, calls go on in loops of their own
-        apart = any(call.is_poisoned or call.options.get("return_dict_in_generate") for call in calls)
-        return "num_blocks" in calls[0].cache_config and (apart or len({call.key for call in calls}) > 1)
+        keeps = any(call.options.get("return_dict_in_generate") for call in calls)
+        return keeps and "num_blocks" in calls[0].cache_config
 
 
 def draw(seed: int, number: int) -> Mix:

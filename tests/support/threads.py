@@ -3,7 +3,7 @@ Random calls of `generate` from four threads at once on one model: `python -m te
 
 Each call must end as plain `generate` ends alone: with the same tokens, with the exception of its own code, or, in the
 main thread, by a real SIGINT, which another process sends. With a budget of blocks `OutOfBlocksError` may end it where
-others can hold blocks for good: calls that cannot share a loop, or whose cache is returned. After each mix the pools
+others can hold blocks for good: rows that ended, for a cache that is returned. After each mix the pools
 are whole and empty, the model is as it was and no loop is left. The exit code is 1 if anything else was seen; every
 failure is printed with the numbers that repeat its choices.
 """
@@ -54,7 +54,7 @@ def compare(call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_in
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "" if is_interrupted else f"interrupted by another's signal:\n{paged}"
     if isinstance(error, OutOfBlocksError):
-        return "out of blocks", "" if may_run_out else f"nothing but its own loop held blocks:\n{paged}"
+        return "out of blocks", "" if may_run_out else f"no call kept blocks:\n{paged}"
     if plain.error is not None:
         if type(error) is not type(plain.error):
             return "raised", f"plain raised {plain.error!r}, paged:\n{paged}"

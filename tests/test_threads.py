@@ -151,7 +151,7 @@ WRONGS: dict[Callable[[Any, Call], None], str] = {
     inference: "an inference tensor",
     raises: "plain gave tokens, paged:\nKeyError",
     interrupts: "interrupted by another's signal",
-    out_of_blocks: "no call kept blocks",
+    out_of_blocks: "no call kept the blocks",
     changes_the_model: "the model was",
     leaves_a_loop: "loops are left",
 }

@@ -54,7 +54,7 @@ def compare(call: Call, plain: Outcome, paged: Outcome, may_run_out: bool, is_in
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "" if is_interrupted else f"interrupted by another's signal:\n{paged}"
     if isinstance(error, OutOfBlocksError):
-        return "out of blocks", "" if may_run_out else f"no call kept blocks:\n{paged}"
+        return "out of blocks", "" if may_run_out else f"no call kept the blocks:\n{paged}"
     if plain.error is not None:
         if type(error) is not type(plain.error):
             return "raised", f"plain raised {plain.error!r}, paged:\n{paged}"

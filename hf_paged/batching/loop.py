@@ -207,7 +207,7 @@ class StepLoop:
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                self._loosen(self.scheduler.recompute())
+                self.num_preemptions += len(self.scheduler.recompute())  # not for want of blocks: rows stay together
 
     def _deliver(self, batch: StepPlan, logits: Tensor | None) -> Ready:
         found: dict[Generation, dict[int, int]] = {}

@@ -316,6 +316,39 @@ def test_a_call_with_rows_that_ended_goes_on_after_a_forward_that_failed() -> No
     assert_clean(model)
 
 
+@pytest.mark.parametrize("name", ["llama", "BambaForCausalLM"])
+def test_samples_beside_a_call_whose_forward_fails_are_those_of_plain(name: str) -> None:
+    model, failed = models.build(name) if name == "llama" else build(name), threading.Event()
+    inputs, options = models.padded_prompt("llama", (13, 4)), dict(do_sample=True, max_new_tokens=40, pad_token_id=0)
+    long = dict(max_new_tokens=40, min_new_tokens=40)
+    torch.manual_seed(5)
+    expected = model.generate(**inputs, **options), generate(model, 1, **long)
+    cls, original = type(model), type(model).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if num_callers() == 2 and input_ids.numel() == 3 and not failed.is_set():  # a token of each row
+            failed.set()
+            raise MemoryError("of three rows")
+        return original(self, input_ids=input_ids, **kwargs)
+
+    def samples() -> torch.Tensor:
+        torch.manual_seed(5)
+        return model.generate(**inputs, **options, **PAGED)
+
+    cls.forward = forward  # type: ignore[method-assign]
+    try:
+        paged(model, 0)  # the replaced forward is checked
+        found = in_threads(
+            samples, lambda: paged(model, 1, AtToken(1, lambda: wait_for(lambda: num_callers() == 2)), **long)
+        )
+    finally:
+        cls.forward = original  # type: ignore[method-assign]
+    assert failed.is_set(), "no forward had the rows of both calls"
+    assert all(map(torch.equal, expected, found))
+    assert_clean(model)
+
+
 def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, jobs = models.build("llama"), []
     expected = [generate(model, number) for number in (0, 1)]

@@ -97,4 +97,3 @@ def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     assert is_taken(states, states, value_blocks)
     assert not is_taken(states.double(), states.double(), value_blocks)
     assert not is_taken(states, states[:, :1], value_blocks[:, :1])
-    assert not is_taken(states.clone().requires_grad_(), states, value_blocks.clone())

@@ -31,6 +31,7 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
 
 
 PREPARE_CACHE = _name(GenerationMixin, "_prepare_cache_for_generation")
+EXPAND_INPUTS = _name(GenerationMixin, "_expand_inputs_for_generation")
 PREFILL = _name(GenerationMixin, "_prefill")
 SAMPLE = _name(GenerationMixin, "_sample")
 BEAM_SEARCH = _name(GenerationMixin, "_beam_search")

@@ -61,6 +61,9 @@ class Request:
     priority: int = 0  # lower runs earlier
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
     adapter: str | None = None  # the PEFT adapter that its forwards run with
+    # the call's `Prompts`, which are the runner's, and which row of them it is, where a prompt is more than its token
+    # ids: it is computed as a whole, by the model's own forward
+    inputs: tuple[Any, int] | None = None
     status: Status = Status.WAITING
     key: tuple[float, int] = (0, 0)  # the scheduler's order; how many requests came before
     admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`

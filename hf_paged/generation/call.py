@@ -25,6 +25,7 @@ from ..attention.switch import foreign_attention, switchable_configs, use_paged_
 from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
+from ..batching.execution.prompts import CACHE_NAMES, Prompts, prompts_of, unshared
 from ..batching.factory import UNLIMITED, choose_layout, empty_cache, make_loop
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
@@ -41,7 +42,6 @@ from ..step import ReadCounters
 
 logger = logging.getLogger(__name__)
 
-CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
 # What the engine has no use for, or looks at; so with a Trainer's labels, where transformers' own code drops them.
@@ -81,6 +81,7 @@ class Call:
         self.caches: list[PagedCache] = []  # those built, or the caller's
         self.counters: list[ReadCounters] = []  # of how their keys and values were read
         self.repeats = 1
+        self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None  # ids and inputs before rows were repeated
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = False
         self.slowed_by: set[str] = set()  # what kernels said
@@ -124,6 +125,11 @@ class Call:
             self.reads_in_place = True
             if self.is_running:
                 self._switch()
+
+    def note_inputs(self, input_ids: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
+        """What `generate` prepared, before it repeats rows."""
+        if isinstance(input_ids, torch.Tensor):
+            self.unexpanded = input_ids, {name: unshared(value) for name, value in model_kwargs.items()}
 
     def _switch(self) -> None:
         modules = list(self.model.modules())
@@ -184,6 +190,16 @@ class BatchCall:
     streamer: Any
     layout: Layout = field(default_factory=Layout)
     paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
+    has_inputs: bool = False  # whether its prompts are more than token ids that positions count
+
+    @functools.cached_property
+    def prompts(self) -> Prompts | None:
+        """Each prompt once; `None` where rows were repeated by a method of the model's own."""
+        unexpanded = self.call.unexpanded
+        if unexpanded is None and self.call.repeats == 1:
+            unexpanded = self.inputs.input_ids, self.model_kwargs
+        is_decoder = bool(self.call.model.config.is_encoder_decoder)
+        return None if unexpanded is None else prompts_of(unexpanded, self.model_kwargs, is_decoder)
 
     def reasons_against(self) -> Iterator[str]:
         """Why the engine cannot serve the call: the first counts. Without any, `paddings` and `layout` are known."""
@@ -207,9 +223,9 @@ class BatchCall:
             yield "the attention mask has another shape than the token ids"
         if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1].all()):
             yield "the attention mask hides more than padding on the left"
-        if positions is not None and (positions.dim() != 2 or positions.shape[1] != ids.shape[1]):
+        if positions is not None and positions.shape[-1] != ids.shape[1]:
             yield "the position ids are not one a token"
-        if positions is not None and bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):
+        if positions is not None and bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):  # on some axis
             yield "the position ids do not count a row's tokens"
         if repeats > 1 and any(first_rows(value, repeats) is None for value in (ids, mask)):
             yield "the rows of a prompt differ"
@@ -274,6 +290,7 @@ class BatchCall:
             prompt = Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())
             max_num_tokens = decoding.max_length - self.paddings[row]
             request = Request(f"row {row}", [prompt], max_num_tokens, num_rows=repeats, namespace=namespace)
+            request.inputs = (self.prompts, row // repeats) if self.has_inputs else None
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 

@@ -18,13 +18,15 @@ from ..attention import interface
 from ..attention.latent import is_hooked, unwrap_expansions
 from ..attention.switch import NAME
 from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
+from ..batching.decoding.prepare import LoopCall, capturing
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
+from ..batching.execution.prompts import CACHE_NAMES
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.registry import memory_for
-from .call import CACHE_NAMES, Call, batch_of, cache_parts, current, first_rows, prepared, rows_per_prompt
+from .call import Call, batch_of, cache_parts, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
 
@@ -188,7 +190,19 @@ def _repeat(value: Any, rows: int, repeats: int) -> Any:
     return tuple(_repeat(part, rows, repeats) for part in value) if isinstance(value, tuple) else value
 
 
+def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    call = current.get()
+    if call is not None and call.model is model:
+        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        call.note_inputs(given.get("input_ids"), given.get("model_kwargs", {}))
+    return original(model, *args, **kwargs)
+
+
 def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    call = current.get()
+    if capturing.get() is model:
+        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        return LoopCall(original.__name__, arguments, None if call is None else call.unexpanded)
     call = prepared.get()
     running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if call is not None and call.model is model:
@@ -209,6 +223,7 @@ def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: A
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "generate": _generate,
+    compat.EXPAND_INPUTS: _expand_inputs,
     compat.PREPARE_CACHE: _prepare_cache,
     compat.PREFILL: _prefill,
     compat.SAMPLE: _decode,

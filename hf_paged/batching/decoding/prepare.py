@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,33 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _SHARED),
     **dict.fromkeys(("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _SHARED)),
 }
+
+
+class LoopCall(NamedTuple):
+    """What `generate` would call its decoding loop with."""
+
+    method: str  # its name among those of `GenerationMixin`
+    arguments: dict[str, Any]
+    unexpanded: (
+        tuple[Tensor, dict[str, Any]] | None
+    )  # token ids and other inputs of the model, before rows were repeated
+
+
+# The model whose `generate`, in this context, returns a `LoopCall` in place of its result.
+capturing: ContextVar[PreTrainedModel | None] = ContextVar("hf_paged_capturing", default=None)
+
+
+def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
+    """What `model.generate(**arguments)` prepares, encoders' outputs included; no decoding loop runs, and no memory of
+    ours is taken. Raises what `generate` raises. For use under the model's `step_lock`."""
+    token = capturing.set(model)
+    try:
+        found: Any = model.generate(**{**arguments, "cache_implementation": "dynamic"})
+    finally:
+        capturing.reset(token)
+    if not isinstance(found, LoopCall):
+        raise ValueError(f"`generate` of {type(model).__name__} does more than one decoding loop: call it instead")
+    return found
 
 
 def request_decoding(

@@ -47,6 +47,7 @@ class Lengths(NamedTuple):
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
     query_start: Tensor | None = None  # (n + 1,)
+    origins: Tensor | None = None  # (n,), where a step is recorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class StepMetadata:
     """Where a step that is recorded to be run again reads other lengths; all rows then have equally many queries."""
     columns: range | None = None
     """Columns of the padded batch that a layer shows, the new ones included; `None` for packed rows."""
-    origins: tuple[int, ...] = ()  # with `columns`, the column of each row's position 0
+    origins: tuple[int, ...] = ()  # of each row's position 0, the column with `columns`, else the sequence's position
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # where all rows have equally many; without rows 1
     _plans: dict[object, Any] = dataclasses.field(init=False, repr=False)

@@ -115,21 +115,56 @@ def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int)
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """A packed step under the window of its mask. Raises `NotPackable` unless the mask is causal and nothing else, and
-    tokens that the group gave back lie outside its window."""
+    """A packed step under the window or the chunks of its mask. Raises `NotPackable` unless the mask is causal and
+    nothing else, and tokens that the group gave back are hidden by it."""
     if not isinstance(mask, PagedMask):
         raise NotPackable(f"the attention mask is {'None' if mask is None else 'a dense tensor'}")
     arguments, pattern = mask.arguments, mask.pattern
-    sizes = [arguments.get(name, 0) for name in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")]
-    if pattern is None or not pattern.causal or pattern.chunk is not None:
-        raise NotPackable("the attention mask is more than causal with a window")
-    if sizes != [1, step.num_tokens, step.num_tokens, 0, 0]:
+    sizes = [arguments.get(name, 0) for name in ("batch_size", "q_length", "kv_length", "kv_offset")]
+    if pattern is None or not pattern.causal:
+        raise NotPackable("the attention mask is more than causal with a window or chunks")
+    if sizes != [1, step.num_tokens, step.num_tokens, 0]:
         raise NotPackable(f"the attention mask was made for other sizes than 1 x {step.num_tokens} tokens: {sizes}")
     if mask.visible_columns != ((0,), (step.num_tokens,)):
         raise NotPackable("the attention mask hides tokens")
-    if step.window is not None and (pattern.window is None or pattern.window > step.window):
-        raise NotPackable(f"the mask's window is {pattern.window}, but the cache keeps {step.window} tokens")
-    return dataclasses.replace(step, window=pattern.window)
+    most = pattern.window if pattern.chunk is None else pattern.chunk
+    if step.window is not None and (most is None or most > step.window):
+        raise NotPackable(f"the mask's window is {most}, but the cache keeps {step.window} tokens")
+    step = dataclasses.replace(step, window=pattern.window)
+    return step if pattern.chunk is None else _in_chunks(step, pattern.chunk)
+
+
+def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
+    """A packed step whose queries see chunks of `size` positions of their sequence: queries of several chunks become a
+    row for each of these, over the same block table."""
+    if step.lengths is not None:  # a recorded step has rows of one query
+        seq_lens, _, _, origins = step.lengths
+        assert step.query_len == 1 and origins is not None
+        starts = ((origins + seq_lens - 1).div(size, rounding_mode="floor") * size - origins).clamp_(min=0)
+        return dataclasses.replace(step, lengths=step.lengths._replace(starts=starts))
+    rows, query_start, seq_lens, starts = [], [0], [], []
+    for row, (seq_len, origin) in enumerate(zip(step.seq_lens, step.origins)):
+        end = origin + seq_len
+        first = end - (step.query_start[row + 1] - step.query_start[row])
+        while first < end:
+            begin = first // size * size
+            last = min(begin + size, end)
+            rows.append(row)
+            query_start.append(query_start[-1] + last - first)
+            seq_lens.append(last - origin)
+            starts.append(max(0, begin - origin))
+            first = last
+    tables = step.block_tables
+    if len(rows) > step.num_rows:
+        tables = tables[torch.tensor(rows, device=tables.device)]
+    return dataclasses.replace(
+        step,
+        block_tables=tables,
+        query_start=tuple(query_start),
+        seq_lens=tuple(seq_lens),
+        starts=tuple(starts),
+        origins=(),
+    )
 
 
 def rectangle_step(

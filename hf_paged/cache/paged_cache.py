@@ -43,6 +43,8 @@ class PagedCache(DynamicCache):
     ```
     """
 
+    _positions: torch.Tensor | None = None  # of the tokens of the packed forward that runs now
+
     def __init__(
         self,
         config: PreTrainedConfig | None = None,
@@ -142,15 +144,26 @@ class PagedCache(DynamicCache):
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
-    def begin(self, steps: Sequence[StepMetadata | None]) -> None:
-        """The next forward is packed: `[1, sum(query_len)]` tokens of many sequences, with the step of each of
-        `groups`; `None` ends it. The cache holds nothing itself."""
+    def begin(self, steps: Sequence[StepMetadata | None], positions: torch.Tensor | None = None) -> None:
+        """The next forward is packed: `[1, sum(query_len)]` tokens of many sequences at `positions`, of the same shape,
+        with the step of each of `groups`; `None` ends it. The cache holds nothing itself."""
+        self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
             for layer in self.layers:  # their handles are used again; what these show goes now, as blocks that grow do
                 for handle in getattr(layer, "packed_handles", None) or ():
                     handle.step = handle.fresh = handle.layer = handle.blocks = None
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Logical positions seen, padding included. A layer that asks for itself in a packed forward counts positions
+        from there: it gets, `(sum(query_len),)`, what makes 0, 1, 2, ... the positions of the tokens."""
+        if layer_idx is None or self._positions is None:
+            return super().get_seq_length(layer_idx or 0)
+        return self._positions[0] - torch.arange(self._positions.shape[1], device=self._positions.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return super().get_seq_length(layer_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

@@ -16,11 +16,11 @@ from transformers.masking_utils import create_causal_mask, create_chunked_causal
 from hf_paged import kernels
 from hf_paged.attention.backends import reference
 from hf_paged.attention.interface import paged_attention
-from hf_paged.attention.masks import PagedMask
+from hf_paged.attention.masks import PagedMask, packed_step
 from hf_paged.attention.switch import NAME
 from hf_paged.cache.handles import PagedTensor
 from hf_paged.cache.storage import KVBlocks, choose_store
-from hf_paged.step import NotPackable, StepMetadata
+from hf_paged.step import Lengths, NotPackable, StepMetadata
 from tests.support.attention import attend
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -38,6 +38,8 @@ class Case:
     key_dim: int = 16
     value_dim: int = 16
     window: int | None = None  # of the mask
+    chunk: int | None = None  # of the mask
+    num_dropped: int = 0  # tokens that each table has given back, and the context does not count
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
@@ -45,7 +47,9 @@ class Case:
     def __str__(self) -> str:
         name = "_".join(f"{context}+{query}" for context, query in self.rows)
         name += f"-b{self.block}-h{self.heads}_{self.kv_heads}-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}"
-        return name + "".join(f"-{f}" for f in ("window", "softcap", "sinks") if getattr(self, f))
+        return name + "".join(
+            f"-{f}" for f in ("window", "chunk", "num_dropped", "softcap", "sinks") if getattr(self, f)
+        )
 
 
 DECODES, PROMPTS = ((0, 1), (7, 1), (8, 1), (40, 1)), ((0, 5), (0, 33), (0, 2))
@@ -69,6 +73,11 @@ CASES = [
     Case(MIXED, window=9, softcap=3.0, sinks=True),
     Case(MIXED, heads=5, kv_heads=1),
     Case(MIXED, dtype=torch.bfloat16),
+    Case(DECODES, chunk=7),
+    Case(DECODES, chunk=5, num_dropped=24),
+    Case(MIXED, chunk=11),
+    Case(MIXED, chunk=16, num_dropped=8),
+    Case(PROMPTS, chunk=100),
 ]
 
 
@@ -122,6 +131,7 @@ class Built:
             window=kept_window,
             slots=torch.zeros(1, num_tokens, dtype=torch.long),
             block_ids=self.tables[:num_decodes],
+            origins=(case.num_dropped,) * len(rows),
         )
         self.blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
         self.key = PagedTensor(self.step, self.blocks, False, keys)
@@ -135,13 +145,16 @@ class Built:
     def expected(self) -> torch.Tensor:
         case, parts, first = self.case, [], 0
         for (context, query), table in zip(case.rows, self.tables):
-            seq_len = context + query
-            step = StepMetadata.rectangle(
-                torch.tensor([table], dtype=torch.int32), (seq_len,), case.block, query_len=query, window=case.window
-            )
-            part = self.query[:, :, first : first + query]
+            chunk, dropped = case.chunk or 1 << 20, case.num_dropped
             features = dict(scale=0.3, softcap=case.softcap, sinks=self.sinks)
-            parts.append(attend(reference, part, self.key_blocks, self.value_blocks, step, **features))
+            for i in range(query):  # one by one, as each may be in a chunk of its own
+                end = context + i + 1
+                start = max(0, (dropped + end - 1) // chunk * chunk - dropped)
+                step = StepMetadata.rectangle(
+                    torch.tensor([table], dtype=torch.int32), (end,), case.block, starts=(start,), window=case.window
+                )
+                part = self.query[:, :, first + i : first + i + 1]
+                parts.append(attend(reference, part, self.key_blocks, self.value_blocks, step, **features))
             first += query
         return torch.cat(parts, dim=1)
 
@@ -152,7 +165,7 @@ class Built:
 def test_each_sequence_gets_what_it_gets_alone(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, backend)
     built = Built(case)
-    output = built.attend(causal_mask(built.step.num_tokens, case.window))
+    output = built.attend(causal_mask(built.step.num_tokens, case.window, case.chunk))
     expected = built.expected()
     assert output.shape == expected.shape and output.dtype == case.dtype
     torch.testing.assert_close(output, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
@@ -177,7 +190,6 @@ def test_what_is_not_causal_in_one_sequence_is_refused() -> None:
     refused = {
         "None": None,
         "dense": torch.ones(1, 1, length, length, dtype=torch.bool),
-        "more than causal": causal_mask(length, chunk=8),
         "other sizes": causal_mask(length + 1),
         "hides tokens": causal_mask(length, attention_mask=padded),
     }
@@ -193,7 +205,21 @@ def test_a_mask_that_looks_past_what_the_cache_keeps_is_refused() -> None:
     for window in (None, 7):
         with pytest.raises(NotPackable, match="the cache keeps 6 tokens"):
             built.attend(causal_mask(built.step.num_tokens, window))
+    with pytest.raises(NotPackable, match="the cache keeps 6 tokens"):
+        built.attend(causal_mask(built.step.num_tokens, chunk=7))
     built.attend(causal_mask(built.step.num_tokens, 6))
+    built.attend(causal_mask(built.step.num_tokens, chunk=6))
+
+
+@torch.no_grad()
+def test_a_recorded_step_finds_its_chunks_on_the_device() -> None:
+    case = Case(DECODES, chunk=5, num_dropped=24)
+    built = Built(case)
+    seq_lens = torch.tensor(built.step.seq_lens, dtype=torch.int32)
+    lengths = Lengths(seq_lens, torch.zeros_like(seq_lens), origins=torch.full_like(seq_lens, 24))
+    recorded = StepMetadata.rectangle(built.step.block_tables, (), case.block, lengths=lengths)
+    mask = causal_mask(built.step.num_tokens, chunk=5)
+    assert packed_step(recorded, mask).on_device.starts.tolist() == list(packed_step(built.step, mask).starts)
 
 
 def test_the_interface_refuses_what_changes_the_numbers() -> None:

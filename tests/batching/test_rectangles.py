@@ -22,7 +22,6 @@ CLASSES = [
     "Qwen3NextForCausalLM",  # linear attention beside full attention
     "BambaForCausalLM",  # Mamba states beside full attention
     "BloomForCausalLM",  # alibi, attention code of its own
-    "Llama4ForCausalLM",  # chunked attention
     "MambaForCausalLM",  # states only
 ]
 SMALL = PagedConfig(block_size=8)

@@ -329,10 +329,13 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
                 parameter.normal_(0.0, 0.1, generator=generator)
 
 
-def tiny_model(model_class: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
-    """A tiny float32 `model_class` in eval mode with well separated logits."""
+def tiny_model(model_class: type[PreTrainedModel], seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny float32 `model_class` in eval mode with well separated logits; `changes` of its decoder's config."""
     torch.manual_seed(seed)
-    model = model_class(tiny_config(model_class.config_class)).float().eval()
+    config = tiny_config(model_class.config_class)
+    for name, value in changes.items():
+        setattr(config.get_text_config(decoder=True), name, value)
+    model = model_class(config).float().eval()
     spread_weights(model, seed)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

@@ -18,6 +18,7 @@ class GroupTokens(NamedTuple):
     slots: list[int]  # of all tokens
     tables: list[list[int]]  # block ids of each row
     seq_lens: list[int]  # tokens that each table holds, those of the step included
+    origins: list[int]  # the sequence's position that each table begins with
 
 
 class PackedTokens(NamedTuple):
@@ -74,16 +75,16 @@ class StaticInputs:
     ) -> None:
         self.num_rows, self.widths, self.windows, self.block_size = num_rows, widths, windows, block_size
         num_longs = (2 + len(widths)) * num_rows  # token ids, positions, every group's slots
-        num_ints = sum((2 + width) * num_rows for width in widths)  # lengths, starts, tables
+        num_ints = sum((3 + width) * num_rows for width in widths)  # lengths, starts, origins, tables
         with torch.inference_mode(False):  # they outlive the call
             self._host = torch.zeros(num_longs + -(-num_ints // 2), dtype=torch.long, pin_memory=device.type != "cpu")
             self._buffer = torch.zeros_like(self._host, device=device)
             memory = memoryview((ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())).cast("B")
             self._longs, self._ints = memory.cast("q"), memory[8 * num_longs :].cast("i")
             self.token_ids, self.positions, *self._slots = self._buffer[:num_longs].view(-1, 1, num_rows)
-            sizes = [rows for width in widths for rows in (2 * num_rows, width * num_rows)]
+            sizes = [rows for width in widths for rows in (3 * num_rows, width * num_rows)]
             parts = self._buffer[num_longs:].view(torch.int32)[:num_ints].split(sizes)
-            self._lengths = [part.view(2, num_rows) for part in parts[::2]]  # seq_lens, starts
+            self._lengths = [part.view(3, num_rows) for part in parts[::2]]
             self._tables = [part.view(num_rows, -1) for part in parts[1::2]]
         self._known: list[list[list[int]]] = [[[]] * num_rows for _ in widths]  # block ids that each row holds
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
@@ -100,8 +101,9 @@ class StaticInputs:
         for group, width, known in zip(tokens.groups, self.widths, self._known):
             longs.extend(group.slots + [-1] * padding)
             self._ints[start : start + rows] = array("i", group.seq_lens + nothing)
-            _write_changed(self._ints, start + 2 * rows, width, known, group.tables)
-            start += (2 + width) * rows
+            self._ints[start + 2 * rows : start + 3 * rows] = array("i", group.origins + nothing)
+            _write_changed(self._ints, start + 3 * rows, width, known, group.tables)
+            start += (3 + width) * rows
         self._longs[: len(longs)] = longs
         self._buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
@@ -109,6 +111,11 @@ class StaticInputs:
 
     def steps(self) -> list[StepMetadata]:
         return [
-            StepMetadata.rectangle(tables, (), self.block_size, window=window, slots=slots, lengths=Lengths(*lengths))
-            for slots, window, tables, lengths in zip(self._slots, self.windows, self._tables, self._lengths)
+            StepMetadata.rectangle(
+                *(tables, (), self.block_size),
+                **{"window": window, "slots": slots, "lengths": Lengths(seq_lens, starts, origins=origins)},
+            )
+            for slots, window, tables, (seq_lens, starts, origins) in zip(
+                self._slots, self.windows, self._tables, self._lengths
+            )
         ]

@@ -76,8 +76,9 @@ class PackedRunner(Runner):
                 window=self.windows[number],
                 slots=inputs[2 + number : 3 + number],
                 block_ids=tables[: tokens.num_decodes],
+                origins=tuple(origins),
             )
-            for number, (_, tables, seq_lens) in enumerate(tokens.groups)
+            for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]
         last = tokens.last
         kept = last or [len(tokens.token_ids) - 1]  # a head with weights of another library's may refuse no rows
@@ -91,7 +92,7 @@ class PackedRunner(Runner):
 
     def _forward(self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], **arguments: Any) -> Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
-        self.cache.begin(steps)
+        self.cache.begin(steps, positions)
         try:
             logits: Tensor = self.model(
                 input_ids=token_ids,
@@ -132,14 +133,16 @@ class PackedRunner(Runner):
         slots: list[int] = []
         tables: list[list[int]] = []
         seq_lens: list[int] = []
+        origins: list[int] = []
         for sequence, query_len in items:
             table = sequence.blocks.tables[number]
             block_ids = table.block_ids
-            seq_len = sequence.num_computed_tokens + ahead - table.num_dropped * size
+            origins.append(table.num_dropped * size)
+            seq_len = sequence.num_computed_tokens + ahead - origins[-1]
             if query_len == 1:
                 slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
             else:
                 slots += table.slots(seq_len - query_len, seq_len)
             tables.append(block_ids)
             seq_lens.append(seq_len)
-        return GroupTokens(slots, tables, seq_lens)
+        return GroupTokens(slots, tables, seq_lens, origins)

@@ -34,7 +34,7 @@ def _kind(x: Tensor) -> str:
 
 def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
     """What the kernel is told of a step, the same for all layers; the step's rows, queries of each and block size."""
-    tables, (seq_lens, starts, _), query_len = step.block_tables, step.on_device, step.query_len
+    tables, (seq_lens, starts, *_), query_len = step.block_tables, step.on_device, step.query_len
     if query_len is None:
         raise ValueError(f"rows of different numbers of queries, they start at {step.query_start}")
     for name, tensor, dims in (("block_tables", tables, 2), ("seq_lens", seq_lens, 1), ("starts", starts, 1)):

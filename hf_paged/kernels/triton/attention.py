@@ -121,7 +121,7 @@ def prefill_attention(
     parts = query.new_empty(shape, dtype=query.dtype if is_whole else torch.float32)
     lse = None if is_whole else query.new_empty(shape[:3], dtype=torch.float32)
     if parts.numel():
-        _, starts, query_start = step.on_device
+        _, starts, query_start, _ = step.on_device
         _launch(
             (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
             (max(16, triton.next_power_of_2(value_dim)), 0), **features,

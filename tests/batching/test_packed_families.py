@@ -1,0 +1,89 @@
+"""Kinds of attention in packed steps: each sequence gets what plain `generate` gives it alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
+from tests.support.architecture_configs import tiny_model
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 11}),
+    # queries are scaled by their positions, of which plain rows count padding, too
+    "scales": ("Llama4ForCausalLM", {"attention_chunk_size": 11, "floor_scale": 8, "attn_scale": 0.5}),
+}
+NAMES = sorted(FAMILIES)
+
+
+@functools.cache
+def build(name: str) -> Any:
+    kind, changes = FAMILIES[name]
+    model = tiny_model(getattr(transformers, kind), **changes)
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        config.eos_token_id = None
+    return model
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(20, 100, (length,), generator=generator).tolist() for length in lengths]
+
+
+def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config: PagedConfig) -> Any:
+    """All at once in an engine, each compared with its lone run; the engine's figures."""
+    model = build(name)
+    with PagedEngine(model, config) as engine:
+        for seed, (prompt, options) in enumerate(zip(texts, modes)):
+            engine.add_request(prompt, options, request_id=str(seed), seed=seed)
+        results = run_all(engine)
+        assert_drained(engine)
+        route, stats = engine.route, engine.stats()
+    assert route is not None and route.reason.startswith("packed forwards"), route
+    for seed, (prompt, options) in enumerate(zip(texts, modes)):
+        assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
+    return stats
+
+
+@pytest.mark.parametrize("max_tokens", [2048, 11])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
+    """With few tokens a step, prompts come in chunks that end within blocks and chunks of attention."""
+    texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
+    check(name, texts, list(MODES.values()), PagedConfig(block_size=8, max_num_batched_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
+    modes = [MODES["greedy"], MODES["samples"], MODES["beams"], MODES["sample"]]
+    config = PagedConfig(block_size=8, num_blocks=19, preemption=preemption)
+    assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, "the budget was meant to be short"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefixes_are_found_again(name: str) -> None:
+    (prefix,), options = prompts(29), MODES["greedy"]
+    texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
+    stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))
+    assert stats.num_prefix_hit_tokens >= 32
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "scales"])
+def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
+    model, texts = build(name), prompts(5, 19, 9, 14)
+    ids = torch.tensor([[0] * (19 - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (19 - len(text)) + [1] * len(text) for text in texts])
+    options: dict[str, Any] = {**MODES[mode], "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    found = model.generate(ids, attention_mask=mask, **options, cache_implementation="paged")
+    assert torch.equal(expected, found)
+    route = last_route(model)
+    assert route is not None and route.reason.startswith("packed forwards"), route
+    assert memory_stats(model).used_blocks == 0

@@ -85,7 +85,7 @@ def test_latents(tmp_path: Path) -> None:
     [group] = report.groups
     assert group.is_latent and group.layers == {"latent of 24, rotary key of 8": 3}
     assert group.token_bytes == 3 * (24 + 8) * 4
-    assert report.route.road == "engine" and report.route.in_place and "side by side" in report.route.reason
+    assert report.route.road == "engine" and report.route.in_place and "packed forwards" in report.route.reason
     assert group.name == "full attention" and list(group.kernels) == ["decode", "prefill chunk"]
 
 

@@ -16,7 +16,7 @@ from ..cache.storage import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall
-from .latent import LatentTensor
+from .latent import LatentTensor, attend_packed
 from .masks import PagedMask, in_table_coordinates, mask_observer, packed_step, rectangle_step
 
 # More queries than this in one row are a prefill chunk: gathering once and calling sdpa costs less than 3% more.
@@ -68,6 +68,8 @@ def _paged_attention(
         if key.fresh is None:
             found = key.step, query, _pair(key, value), None
     elif isinstance(key, LatentTensor):
+        if key.latent.step.columns is None:
+            return _packed(module, query, key, value, mask, kwargs), None
         found = key.absorb(module, query, value)
     if found is not None:
         step, in_place_query, blocks, expand = found
@@ -91,16 +93,26 @@ _untraced = torch.compiler.disable(_paged_attention)
 
 
 def _packed(
-    module: nn.Module, query: Tensor, key: PagedTensor, value: PagedTensor, mask: Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: PagedTensor | LatentTensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """Attention of a packed step, which nothing else can compute: raises `NotPackable` where `_in_place` gives up."""
-    step = key.step
+    step = key.step if isinstance(key, PagedTensor) else key.latent.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
         raise NotPackable(f"{type(module).__name__} adds more to attention than softcap and sinks")
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens")
     metadata = step.plan(packed_step, mask)
+    if isinstance(key, LatentTensor):
+        if not isinstance(value, LatentTensor) or not key.is_with(value):
+            raise NotPackable("values that are not of the latents that the keys are of")
+        return attend_packed(module, query, key, value, metadata, features[:3]).unsqueeze_(0)
+    assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:
         assert key.fresh is not None and value.fresh is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +15,13 @@ from torch.nn.modules import module as torch_module
 from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.storage import KVBlocks
 from ..step import StepMetadata
+from . import backends
+from .backends.reference import AttentionCall
 from .switch import is_from_transformers
+
+MAX_ABSORBED_QUERIES = 16
+"""Queries of a row of a packed step up to which they go to the latents: more are a prompt, whose latents are expanded
+once for all of them."""
 
 
 class LatentTensor(LazyTensor):
@@ -22,25 +30,42 @@ class LatentTensor(LazyTensor):
 
     latent: PagedTensor
     rotary: PagedTensor
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     expansion: Callable[[], tuple[Tensor, Tensor]]
     which: int
 
     @staticmethod
     def __new__(
-        cls, module: Any, latent: PagedTensor, rotary: PagedTensor, expansion: Callable[[], Any], which: int
+        cls,
+        module: Any,
+        latent: PagedTensor,
+        rotary: PagedTensor,
+        expand: Callable[[Tensor, Tensor], Any],
+        expansion: Callable[[], Any],
+        which: int,
     ) -> LatentTensor:
-        """`which`: 0 for the keys, 1 for the values that `expansion()` returns."""
+        """`which`: 0 for the keys, 1 for the values that `expand(latent, rotary)` and, of these, `expansion()` give."""
         batch, _, length, _ = latent.shape
         dims = (module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim)
         heads = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
         shape = (batch, heads, length, dims[which])
         tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=latent.dtype, device=latent.device)
-        tensor.latent, tensor.rotary, tensor.expansion, tensor.which = latent, rotary, expansion, which
+        tensor.latent, tensor.rotary, tensor.which = latent, rotary, which
+        tensor.expand, tensor.expansion = expand, expansion
         return tensor
 
     def dense(self) -> Tensor:
         """The expanded keys or values, contiguous."""
         return self.expansion()[self.which].contiguous()
+
+    @property
+    def sources(self) -> tuple[PagedTensor, PagedTensor]:
+        """What is expanded."""
+        return self.latent, self.rotary
+
+    def is_with(self, value: Tensor) -> bool:
+        """Whether these are the keys, and `value` the values, of one expansion."""
+        return isinstance(value, LatentTensor) and value.expansion is self.expansion and value.which > self.which
 
     def absorb(
         self, module: nn.Module, query: Tensor, value: Tensor
@@ -49,7 +74,7 @@ class LatentTensor(LazyTensor):
         width that serve as both, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to
         `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side, or `value` is none of theirs."""
         layer, rank = self.latent.layer, self.latent.shape[3]
-        if not isinstance(value, LatentTensor) or value.expansion is not self.expansion or value.which <= self.which:
+        if not self.is_with(value):
             return None
         if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
             return None
@@ -59,6 +84,61 @@ class LatentTensor(LazyTensor):
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
         values = weight[:, nope:]
         return self.latent.step, query, layer.latents, lambda x: torch.einsum("bqhr,hvr->bqhv", x[..., :rank], values)
+
+
+# -- packed steps ---------------------------------------------------------------------------------------------------
+
+
+def attend_packed(
+    module: nn.Module, query: Tensor, key: LatentTensor, value: LatentTensor, step: StepMetadata, features: Any
+) -> Tensor:
+    """Attention of a packed step, `(T, heads, value_dim)`, on queries `(1, heads, T, key_dim)`. Leading rows of few
+    queries absorb the expansion; of the others' latents, cached ones included, keys and values are expanded for this
+    layer alone, as blocks. `features`: scale, softcap and sinks of an `AttentionCall`."""
+    near, far, blocks = step.plan(_split)
+    num_near, outputs = 0, []
+    if near is not None:
+        absorbed = key.absorb(module, query[:, :, : near.num_tokens], value)
+        if absorbed is None:
+            near, far, blocks = None, *step.plan(_to_expand, 0)
+        else:
+            _, near_query, latents, expand = absorbed
+            num_near = near.num_tokens
+            output = backends.attend(AttentionCall(near_query[0].transpose(0, 1), latents, near, *features))
+            outputs.append(expand(output.unsqueeze(0))[0])
+            step.counters.latent += 1
+    if far is not None:
+        states = [x.blocks.index_select(0, blocks).to(x.dtype).flatten(0, 2)[None, None] for x in key.sources]
+        expanded = (x[0].contiguous().unflatten(1, (-1, step.block_size)) for x in key.expand(*states))
+        keys, values = (x.transpose(0, 1) for x in expanded)  # (blocks, heads, block_size, dim)
+        far_query = query[0, :, num_near:].transpose(0, 1)
+        outputs.append(
+            backends.attend(AttentionCall(far_query, KVBlocks((keys, values), keys, values), far, *features))
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _split(step: StepMetadata) -> tuple[StepMetadata | None, StepMetadata | None, Tensor | None]:
+    """The leading rows of few queries; the rest and its blocks, as by `_to_expand`."""
+    lengths = (end - start for start, end in itertools.pairwise(step.query_start))
+    count = next((row for row, length in enumerate(lengths) if length > MAX_ABSORBED_QUERIES), step.num_rows)
+    if count == step.num_rows:
+        return step, None, None
+    return step.rows(0, count) if count else None, *_to_expand(step, count)
+
+
+def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
+    """Rows from `first` on over blocks of their own, one row's after the other's, and the blocks these stand for."""
+    rows = step.rows(first, step.num_rows)
+    counts = [-(-seq_len // step.block_size) for seq_len in rows.seq_lens]
+    blocks = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts)])
+    begins = list(itertools.accumulate(counts[:-1], initial=0))
+    tables = torch.tensor(begins, dtype=torch.int32, device=blocks.device)[:, None]
+    tables = tables + torch.arange(max(counts), dtype=torch.int32, device=blocks.device)
+    return dataclasses.replace(rows, block_tables=tables, block_ids=()), blocks
+
+
+# -- the models' own expansion --------------------------------------------------------------------------------------
 
 
 def can_absorb(module: nn.Module) -> bool:
@@ -95,11 +175,13 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
 def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor, *args: Any, **kwargs: Any) -> Any:
-        lazy = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor) and kv_nope.fresh is None
+        lazy = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor)
+        lazy = lazy and (kv_nope.fresh is None or kv_nope.step.columns is None)
         if not lazy or args or kwargs or not can_absorb(self) or torch.is_grad_enabled():
             return original(self, kv_nope, k_rot, *args, **kwargs)
-        expansion = functools.cache(lambda: original(self, kv_nope, k_rot))
-        return tuple(LatentTensor(self, kv_nope, k_rot, expansion, which) for which in (0, 1))
+        expand = functools.partial(original, self)
+        expansion = functools.cache(lambda: expand(kv_nope, k_rot))
+        return tuple(LatentTensor(self, kv_nope, k_rot, expand, expansion, which) for which in (0, 1))
 
     return expand_kv
 

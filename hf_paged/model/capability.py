@@ -186,12 +186,13 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 _CONFIG = PagedConfig(block_size=8)  # of a memory of its own: the model's may be bounded and full
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
-_FIRST, _SECOND, _CHUNK = 8, 9, 13  # tokens of the first two's prompts, and of the third's first chunk
+_FIRST, _SECOND = 8, 9  # tokens of the first two's prompts
+_CHUNK, _THIRD = 18, 13  # of the third's first chunk, more than a decode has; and of its prompt where there are none
 StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompts' lengths; rows with `query_len`
 # Prompts side by side; decodes beside a chunk; a chunk after what is cached.
 _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
 # A short and a long row; a row that joins them; one that has left.
-_SIDE_STEPS = ((0, _FIRST), (2, _CHUNK)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
+_SIDE_STEPS = ((0, _FIRST), (2, _THIRD)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
 
 
 def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
@@ -218,7 +219,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     """Compares rows side by side, joining and leaving, with plain forwards. Raises what `self_check` does."""
     with _forwards(model):
         rows = _test_tokens(model)
-        ends = ((_FIRST, 11), (_SECOND, 10), (_CHUNK, 15))  # of each row's prompt, and of what follows it
+        ends = ((_FIRST, 11), (_SECOND, 10), (_THIRD, 15))  # of each row's prompt, and of what follows it
         short, middle, long = (_plain_logits(model, rows[i : i + 1, :end], n)[0] for i, (n, end) in enumerate(ends))
         at_once = [_plain_logits(model, rows[i : i + 1, :end], end)[0, 0] for i, (_, end) in enumerate(ends)]
     decoded = torch.stack([short[-1], middle[-1], long[-1]])
@@ -227,7 +228,7 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
         with contextlib.suppress(ForwardFailedError):
-            found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _CHUNK), _SIDE_STEPS))
+            found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _THIRD), _SIDE_STEPS))
             if _difference(model, cache, torch.stack(order), found, "logits") is None:
                 return layout
     return ONE_BY_ONE
@@ -290,8 +291,7 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
     prompts, steps = plan
     tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
     with _forwards(model):
-        if not is_packed:
-            wrap_expansions(model.modules())
+        wrap_expansions(model.modules())
         manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), layout)
         sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():

@@ -15,6 +15,8 @@ from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_l
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 11}),
+    "latents": ("DeepseekV3ForCausalLM", {}),
+    "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
     # queries are scaled by their positions, of which plain rows count padding, too
     "scales": ("Llama4ForCausalLM", {"attention_chunk_size": 11, "floor_scale": 8, "attn_scale": 0.5}),
 }

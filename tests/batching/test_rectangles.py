@@ -18,7 +18,6 @@ from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
 
 CLASSES = [
-    "DeepseekV3ForCausalLM",  # latent attention
     "Qwen3NextForCausalLM",  # linear attention beside full attention
     "BambaForCausalLM",  # Mamba states beside full attention
     "BloomForCausalLM",  # alibi, attention code of its own
@@ -141,7 +140,7 @@ def test_rows_are_computed_again_as_they_were(name: str, mode: str) -> None:
         assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
 
 
-@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
 def test_preempted_rows_are_computed_again(name: str) -> None:
     model, texts = build(name), prompts(20, 25, 9, 31)
     modes = [MODES["greedy"], MODES["samples"], MODES["beams"], MODES["sample"]]
@@ -155,7 +154,7 @@ def test_preempted_rows_are_computed_again(name: str) -> None:
         assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
 
 
-@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "BloomForCausalLM"])
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "DiffLlamaForCausalLM"])
 def test_a_step_that_is_interrupted_never_happened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that layers before the interrupt moved on are computed again."""
     model, texts = build(name), prompts(*LENGTHS)

@@ -77,6 +77,7 @@ class PackedRunner(Runner):
                 slots=inputs[2 + number : 3 + number],
                 block_ids=tables[: tokens.num_decodes],
                 origins=tuple(origins),
+                counters=self.counters,
             )
             for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]

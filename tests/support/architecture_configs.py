@@ -97,6 +97,20 @@ GEMMA4_TEXT = {
     "num_key_value_heads": 2,
     "per_layer_config": "__default__",
 }
+GEMMA4_VISION = {
+    **{
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    },
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
+}
+GEMMA4_UNIFIED_VISION = {
+    **{"model_type": "gemma4_unified_vision", "patch_size": 8, "pooling_kernel_size": 2, "mm_embed_dim": 32},
+    **{"mm_posemb_size": 16, "output_proj_dims": 32},
+}
 MLA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16}
 MLA_HEADS |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 MROPE = {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
@@ -111,7 +125,13 @@ MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
 FIXUPS: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1], "num_hidden_layers": 3, **MAMBA_HEADS},
     "Blip2Config": {"image_token_index": 155},
-    "ChameleonConfig": {"vocabulary_map": {"<image>": 159}},
+    "ChameleonConfig": {
+        "vocabulary_map": {
+            "<image>": 159,
+            **{f"IMGIMG{'ABCDEFGH'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 112 + i for i in range(32)},
+        },
+    },
+    "ChameleonVQVAEConfig": {**VQVAE, "num_embeddings": 32, "embed_dim": 32, "latent_channels": 32, "resolution": 16},
     "CohereCompassTextConfig": {
         "num_hidden_layers": 4,
         "layer_types": SLIDING_AND_FULL,
@@ -130,8 +150,13 @@ FIXUPS: dict[str, dict[str, Any]] = {
         "per_layer_config": {i: {**MLA_HEADS, "sliding_window": 8} for i in (1, 3)},
     },
     "Dots3NoteVisionConfig": {"mlp_layer_types": ["dense", "dense"], "num_hidden_layers": 2, "head_dim": 8},
-    "Emu3Config": {"vocabulary_map": {"<image>": 159, "<|extra_200|>": 158}},
-    "Emu3VQVAEConfig": VQVAE,
+    "Emu3Config": {
+        "vocabulary_map": {
+            **{"<image>": 159, "<|extra_200|>": 158},
+            **{f"<|visual token {i:06}|>": 112 + i for i in range(32)},
+        },
+    },
+    "Emu3VQVAEConfig": {**VQVAE, "codebook_size": 32},
     "Dots1Config": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
         **{"max_window_layers": 1, "num_hidden_layers": 2, "layer_types": SLIDING_AND_FULL[:2]},
@@ -147,7 +172,10 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "Glm4vMoeTextConfig": MROPE_PARTIAL,
     "Glm5NextTextConfig": {"index_topk": 8, "index_kpool": 4},
     "GlmOcrTextConfig": MROPE,
-    "Granite4VisionConfig": {"deepstack_layer_map": [(0, 0), (1, 1)]},
+    "Granite4VisionConfig": {
+        **{"deepstack_layer_map": [(0, 0), (1, 1)], "spatial_target_layers": [0, 1, 0, 1], "downsample_rate": "1/2"},
+        **{"vision_config": {"hidden_size": 64}, "image_grid_pinpoints": [[32, 64], [64, 32]]},
+    },
     "Gemma3nTextConfig": {
         **{"num_hidden_layers": 4, "layer_types": SLIDING_AND_FULL, "num_kv_shared_layers": 2},
         **{"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
@@ -170,7 +198,12 @@ FIXUPS: dict[str, dict[str, Any]] = {
     },
     "Lfm2Config": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "Lfm2MoeConfig": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "Llama4VisionConfig": {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+    "Llama4VisionConfig": {
+        "intermediate_size": 128,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    },
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MinistralConfig": {"head_dim": 8},
     "LEDConfig": {"attention_window": 8},
@@ -179,7 +212,10 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
     "MoonshineStreamingEncoderConfig": {"num_key_value_heads": 4},
-    "NemotronH_Omni_Reasoning_V3_Config": {"vision_config": {"video_temporal_patch_size": 2}},
+    "NemotronH_Omni_Reasoning_V3_Config": {
+        **{"vision_config": {"video_temporal_patch_size": 2}, "vision_hidden_size": 32, "projector_hidden_size": 32},
+        **{"image_token_id": 159, "video_token_id": 158, "audio_token_id": 157},
+    },
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
     "PaddleOCRTextConfig": MROPE,
     "Pop2PianoConfig": {"composer_vocab_size": 1},
@@ -196,6 +232,44 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "VibeVoiceAcousticTokenizerEncoderConfig": VIBEVOICE_ENCODER,
     "VibeVoiceSemanticTokenizerEncoderConfig": VIBEVOICE_ENCODER,
     "WhisperConfig": {"begin_suppress_tokens": [], "suppress_tokens": []},
+    "AriaConfig": {"projector_patch_to_query_dict": {4: 3}},
+    "Gemma3Config": {"mm_tokens_per_image": 4},
+    "Exaone4_5_VisionConfig": {"window_size": 56},
+    "Qwen2_5_VLVisionConfig": {"window_size": 56},
+    "Qwen2_5OmniVisionEncoderConfig": {"window_size": 56},
+    "LlavaNextConfig": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
+    "LlavaNextVideoConfig": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
+    "LlavaOnevisionConfig": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
+    "VipLlavaConfig": {"vision_feature_layer": [-2, -1]},
+    "MiniCPMOcrConfig": {"image_token_id": 159, "video_token_id": 158},
+    "MiniCPMV4_6Config": {"image_token_id": 159, "video_token_id": 158},
+    "MiniCPMV4_7Config": {"image_token_id": 159, "video_token_id": 158},
+    "InternVLVisionConfig": {"image_size": [56, 56]},
+    "QianfanOCRVisionConfig": {"image_size": [56, 56]},
+    "GotOcr2VisionConfig": {"image_size": 128},
+    "Step3p7VisionConfig": {"image_size": 112},
+    "Qwen3VLVisionConfig": {"deepstack_visual_indexes": [0, 1]},
+    "Qwen3VLMoeVisionConfig": {"deepstack_visual_indexes": [0, 1]},
+    "Qwen3OmniMoeVisionEncoderConfig": {"deepstack_visual_indexes": [0, 1]},
+    "CohereCompassVisionConfig": {"deepstack_visual_indexes": [0, 1]},
+    "GraniteDoclingVisionConfig": {"image_size": 128, "deepstack_visual_indexes": [0, 1]},
+    "Kimi_K25Config": {"projection_hidden_size": 32},
+    "MuseGlimmerConfig": {"out_hidden_size": 128},
+    "MuseSparkConfig": {"out_hidden_size": 128},
+    "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 32], "output_channels": 32},
+    "UnlimitedOcrSamVisionConfig": {"downsample_channels": [32, 32], "output_channels": 32, "image_size": 128},
+    "Molmo2Config": {"image_patch_id": 150},
+    "Molmo2VisionConfig": {"image_size": [56, 56]},
+    "MllamaVisionConfig": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96, "num_global_layers": 1},
+    "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "Phi4MultimodalVisionConfig": {"image_size": 56, "crop_size": 56, "image_token_id": 159},
+    "T5Gemma2EncoderConfig": {"mm_tokens_per_image": 4, "eoi_token_index": 157},
+    "VisionEncoderDecoderConfig": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "SpeechEncoderDecoderConfig": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "Gemma4Config": {"vision_config": GEMMA4_VISION},
+    "Gemma4UnifiedConfig": {"vision_config": GEMMA4_UNIFIED_VISION},
+    "SamVisionConfig": {"global_attn_indexes": [0, 1]},
+    "Pix2StructTextConfig": {"hidden_size": 32},
     "xLSTMConfig": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4},
     "ZambaConfig": {
         **{"num_hidden_layers": 5, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4},
@@ -325,6 +399,8 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
             if parameter.ndim >= 2:
                 std = 0.5 if id(parameter) in embeddings else 1.3 * parameter[0].numel() ** -0.5
                 parameter.normal_(0.0, std, generator=generator)
+            elif parameter.numel() == 1 and not parameter.any():
+                parameter.fill_(0.5)  # a gate that is closed until it is trained
             elif last == "bias":
                 parameter.normal_(0.0, 0.1, generator=generator)
 

@@ -33,6 +33,7 @@ from transformers.models.auto import modeling_auto
 from benchmarks import machine
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
+from tests.support.architecture_media import MEDIA_TYPES
 
 FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -45,7 +46,6 @@ BLOCK_SIZE = 8  # tokens; equal to the sliding window of the tiny models, and be
 SECONDS_PER_ARCHITECTURE = 120.0
 END_TOKENS = list(range(100, 112))  # enough of them that some rows end before the others
 TEXT = ("input_ids", "attention_mask")
-MEDIA = {"pixel_values", "input_features", "input_values"}  # images and sound
 LOGITS_TOLERANCE = 1e-3  # of the logits' standard deviation; float32 sums in another order stay far below
 
 MODES: dict[str, dict[str, Any]] = {
@@ -63,6 +63,7 @@ MODES: dict[str, dict[str, Any]] = {
         "eos_token_id": END_TOKENS,
     },
 }
+OTHER_INPUTS = ("text", "video", "audio")  # modes too: greedy with these, where the modes above had another medium
 
 
 @dataclasses.dataclass
@@ -87,7 +88,8 @@ class Result:
     reason: str = ""
     in_place: bool | None = None  # None: not reported
     latent: bool | None = None
-    inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that it got beside ids and masks
+    medium: str = ""  # of the four modes: image, video, audio or text
+    inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that came with it, beside ids and masks
     seconds: float = 0.0
 
 
@@ -123,24 +125,37 @@ def check(name: str) -> Result:
 def _check(result: Result) -> None:
     try:
         model = tiny_model(getattr(transformers, result.name))
-        inputs = make_inputs(model)
+        (result.medium, inputs), *others = make_inputs(model).items()
     except Exception as error:
         result.status, result.detail = "cannot build", describe(error)
         return
     result.inputs = sorted(k for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in TEXT)
-    try:
-        first = _generate(model, inputs, "greedy", paged=False)
-        problem = "" if _same(first, _generate(model, inputs, "greedy", paged=False)) else "not deterministic"
-    except Exception as error:
-        problem = describe(error)
+    problem = _problem_of_plain(model, inputs, result.medium)
     if problem:
         result.status, result.detail = "plain fails", problem
         return
     for mode in MODES:
         result.modes[mode] = _check_mode(model, inputs, mode, result)
+    for medium, other in others:
+        result.modes[medium] = _check_mode(model, other, medium, result)
     statuses = {mode.status for mode in result.modes.values()}
     result.status = next((s for s in ("error", "different") if s in statuses), "equal")
     result.detail = "; ".join(f"{name}: {m.detail}" for name, m in result.modes.items() if m.detail)
+
+
+def _problem_of_plain(model: PreTrainedModel, inputs: dict[str, Any], medium: str) -> str:
+    """Why plain `generate` gives nothing to compare with; empty where it does."""
+    try:
+        if not _same(*(_generate(model, inputs, "greedy", paged=False) for _ in range(2))):
+            return "not deterministic"
+        if medium != "text":
+            drawn = make_inputs(model, seed=2)[medium]
+            others = {k: v for k, v in drawn.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+            if _same(*(_generate(model, given, "logits", paged=False) for given in (inputs, {**inputs, **others}))):
+                return f"another {medium} gives the same logits"
+    except Exception as error:
+        return describe(error)
+    return ""
 
 
 def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, result: Result) -> ModeResult:
@@ -169,7 +184,7 @@ def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, resul
 def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: bool) -> Any:
     # `generate` may write to what it is given
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    arguments |= MODES[mode]
+    arguments |= MODES["greedy" if mode in OTHER_INPUTS else mode]
     if paged:
         import hf_paged
 
@@ -327,15 +342,22 @@ def _serve_checks(pipe: Connection) -> None:
 
 def table(results: list[Result]) -> str:
     """The results in Markdown, one row per architecture."""
-    header = ["architecture", "family", "status", *MODES, "road", "in place", "latent", "s", "detail"]
+    header = ["architecture", "family", "medium", "status", *MODES, "road", *OTHER_INPUTS]
+    header += ["in place", "latent", "s", "detail"]
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
     for result in results:
         modes = [result.modes[mode].status if mode in result.modes else "" for mode in MODES]
+        others = [_status_and_road(result.modes[mode]) if mode in result.modes else "" for mode in OTHER_INPUTS]
         flags = ["" if flag is None else "yes" if flag else "no" for flag in (result.in_place, result.latent)]
         detail = "; ".join(filter(None, (result.detail, result.reason))).replace("|", "/")
-        cells = [result.name, result.family, result.status, *modes, result.road, *flags, f"{result.seconds:.1f}"]
+        cells = [result.name, result.family, result.medium, result.status, *modes, result.road, *others, *flags]
+        cells.append(f"{result.seconds:.1f}")
         lines.append(" | ".join([*cells, detail]))
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _status_and_road(result: ModeResult) -> str:
+    return f"{result.status}, {result.road}" if result.road else result.status
 
 
 def summary(results: list[Result]) -> str:
@@ -351,8 +373,8 @@ def summary(results: list[Result]) -> str:
         f"read in place: {sum(bool(result.in_place) for result in served)}, "
         f"of them latent: {sum(bool(result.latent) for result in served)}",
     ]
-    for mode in MODES:
-        counts = collections.Counter(result.modes[mode].status for result in served)
+    for mode in (*MODES, *OTHER_INPUTS):
+        counts = collections.Counter(result.modes[mode].status for result in served if mode in result.modes)
         lines.append(f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common()))
     return "\n".join(f"- {line}" for line in lines)
 
@@ -360,7 +382,8 @@ def summary(results: list[Result]) -> str:
 def overview(results: list[Result]) -> str:
     """Counts per family: what docs/guide/compatibility.md has as a table."""
     header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
-    header += ["blocks read in place", "of them MLA latents", "given images or sound"]
+    header += ["blocks read in place", "of them MLA latents", "given images, video or sound"]
+    header += ["on the engine with these", "on the engine with text alone"]
     lines = [header, ["---"] * len(header)]
     families = [*dict.fromkeys(result.family for result in results), "all"]
     for family in families:
@@ -369,7 +392,9 @@ def overview(results: list[Result]) -> str:
         counts = [len(members), len(served), sum(result.status == "equal" for result in members)]
         counts.append(sum(result.road == "engine" for result in served))
         counts += [sum(bool(result.in_place) for result in served), sum(bool(result.latent) for result in served)]
-        counts.append(sum(bool(MEDIA & set(result.inputs)) for result in served))
+        given = [result for result in served if result.medium != "text"]
+        counts += [len(given), sum(result.road == "engine" for result in given)]
+        counts.append(sum("text" in result.modes and result.modes["text"].road == "engine" for result in given))
         lines.append([family, *map(str, counts)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -390,6 +415,11 @@ def class_lists(results: list[Result]) -> str:
     return "\n\n".join(lists)
 
 
+def _media(result: Result) -> list[str]:
+    """What the class was given beside text; empty where plain `generate` does not serve it."""
+    return [medium for medium in (result.medium, *result.modes) if result.modes and medium in MEDIA_TYPES]
+
+
 def section(data: dict[str, Any]) -> str:
     """What stands in docs/guide/compatibility.md between the marks, of the content of `--json`."""
     results = [
@@ -397,7 +427,7 @@ def section(data: dict[str, Any]) -> str:
         for row in data["results"]
     ]
     facts = data["facts"]
-    given = [result.name for result in results if result.modes and MEDIA & set(result.inputs)]
+    given = [f"{result.name} ({', '.join(_media(result))})" for result in results if _media(result)]
     different = [f"{result.name} ({result.status})" for result in results if result.status in ("different", "error")]
     others = ["", f"Not equal: {', '.join(different)}."] if different else []
     lines = [
@@ -407,10 +437,12 @@ def section(data: dict[str, Any]) -> str:
         overview(results),
         *others,
         "",
-        "Only these classes got images or sound; all others, most image-text classes among them, ran on text alone:",
-        f"{', '.join(given)}.",
+        "Where a class takes images, video or sound, the two prompts have different ones, with text before and behind,",
+        "and the columns count its first medium; each other one, and text alone, is checked with a greedy call.",
         "",
         "<details><summary>The classes</summary>",
+        "",
+        f"**given images, video or sound**: {', '.join(given)}.",
         "",
         class_lists(results),
         "",

@@ -1,0 +1,480 @@
+"""Images, video and sound for each tiny architecture, as its processor would give them.
+
+Two rows with different pictures (clips, sounds), of different size where the class takes any size, with text before
+and behind. A row has as many placeholders as the model makes embeddings of its picture, so nothing here repeats the
+arithmetic of processors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+Tensors = dict[str, Any]  # a few classes take lists of numbers
+MEDIA_TYPES = {"image": 1, "video": 2, "audio": 3}  # in `mm_token_type_ids`
+TEXT_AROUND = [(6, 4), (2, 3)]  # tokens before and behind the medium of each row
+STARTS = {
+    "image": ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"),
+    "video": ("vision_start_token_id", "video_start_token_id"),
+    "audio": ("audio_start_token_id", "audio_bos_token_id", "boa_token_id"),
+}
+ENDS = {
+    "image": ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index"),
+    "video": ("vision_end_token_id", "video_end_token_id"),
+    "audio": ("audio_end_token_id", "audio_eos_token_id", "eoa_token_id", "eoa_token_index"),
+}
+FRAME_BY_FRAME = ("cohere_compass", "cosmos3", "glm", "qwen3_5", "qwen3_vl", "qwen4")  # a time stamp before each frame
+IMAGES_AS_FRAMES = ("glm",)  # their videos have the placeholders of images
+NOT_FOR_FEATURES = ("image_num_crops", "second_per_grid_ts", "video_second_per_grid")
+
+
+def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
+    """What `generate` gets of every medium that this model takes."""
+    name = type(model).__name__
+    if name in CALLS:
+        return CALLS[name](model.config)
+    found = {}
+    for medium in MEDIA_TYPES:
+        build = ROWS.get((name, medium)) or _general_row(model, medium)
+        if build is not None:
+            found[medium] = _prompts(model, medium, [build(model.config, row) for row in range(2)])
+    return found
+
+
+def _general_row(model: PreTrainedModel, medium: str) -> Callable[[PretrainedConfig, int], Tensors] | None:
+    method = _features_method(model, medium)
+    if method is None:
+        return None
+    parameters = inspect.signature(method).parameters
+    takes = {*parameters, *inspect.signature(model.forward).parameters}
+    if medium == "video":
+        return grid_of_frames if "video_grid_thw" in takes else None
+    if medium == "audio":
+        return None
+    if "image_grid_thw" in takes:
+        return grid_of_patches
+    if "pixel_values_local" in takes:
+        return picture_and_crops
+    if "pixel_attention_mask" in takes:
+        return tiles_with_mask
+    if hasattr(model.config, "image_grid_pinpoints"):
+        return picture_and_tiles
+    if "image_sizes" in parameters and parameters["image_sizes"].default is inspect.Parameter.empty:
+        return picture_of_any_size
+    return square_picture
+
+
+def _features_method(model: PreTrainedModel, medium: str) -> Callable[..., Any] | None:
+    for owner in (getattr(model, "model", None), model):
+        if hasattr(owner, f"get_{medium}_features"):
+            return getattr(owner, f"get_{medium}_features")
+    return None
+
+
+def _prompts(model: PreTrainedModel, medium: str, media: list[Tensors]) -> Tensors:
+    """Both rows: text around the placeholders, padded on the left, with masks, types and the media of both."""
+    config, kind = model.config, model.config.model_type
+    name = "image" if medium == "video" and kind.startswith(IMAGES_AS_FRAMES) else medium
+    (placeholder,) = _tokens(config, (f"{name}_token_id", f"{name}_token_index"))
+    counts = []
+    for tensors in media:
+        stamped = medium == "video" and kind.startswith(FRAME_BY_FRAME)
+        frames = int(tensors["video_grid_thw"][0, 0]) if stamped else 1
+        counts.append([_count_embeddings(model, medium, tensors) // frames] * frames)
+    inputs = prompts(config, medium, placeholder, counts)
+    types = (inputs["input_ids"] == placeholder) * MEDIA_TYPES[medium]
+    takes = inspect.signature(model.forward).parameters
+    if "mm_token_type_ids" in takes:
+        inputs["mm_token_type_ids"] = types
+    if "token_type_ids" in takes:
+        inputs["token_type_ids"] = types * (kind != "paligemma")  # there it marks what is to be learned
+    return {**inputs, **join(media)}
+
+
+def prompts(config: PretrainedConfig, medium: str, placeholder: int, counts: list[list[int]]) -> Tensors:
+    """Two rows, each with its groups of placeholders; a time stamp stands between two groups."""
+    start, end = (_tokens(config, names[medium]) for names in (STARTS, ENDS))
+    rows = []
+    for groups, (before, behind) in zip(counts, TEXT_AROUND, strict=True):
+        stamped = [token for count in groups for token in (*_words(1), *[placeholder] * count)]
+        rows.append([*_words(before), *start, *stamped[1:], *end, *_words(behind)])
+    return pad(rows)
+
+
+def pad(rows: list[list[int]]) -> Tensors:
+    width = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def join(media: list[Tensors]) -> Tensors:
+    """The tensors of both rows in one; patches that stand side by side do so still, indices go on counting."""
+    first, second = media
+    if "image_token_pooling" in first:
+        patches = first["pixel_values"].shape[:2].numel()
+        second = {**second, "image_token_pooling": second["image_token_pooling"] + patches}
+    joined = {}
+    for name, x in first.items():
+        side = -1 if name == "pixel_values" and "target_sizes" in first else 0
+        joined[name] = torch.cat([x, second[name]], side) if isinstance(x, torch.Tensor) else x + second[name]
+    return joined
+
+
+def _words(count: int) -> list[int]:
+    return torch.randint(5, 100, (count,)).tolist()
+
+
+def _tokens(config: PretrainedConfig, names: tuple[str, ...]) -> list[int]:
+    """The token that the config has under the first of `names`, or none."""
+    return [value for name in names if isinstance(value := getattr(config, name, None), int)][:1]
+
+
+@torch.no_grad()
+def _count_embeddings(model: PreTrainedModel, medium: str, tensors: Tensors) -> int:
+    """Of how many tokens the medium of one row is."""
+    method = _features_method(model, medium)
+    output = method(**{name: x for name, x in tensors.items() if name not in NOT_FOR_FEATURES})
+    features = getattr(output, "pooler_output", None)
+    if features is None:
+        layers = getattr(output, "deepstack_features", None)
+        features = layers[0][1] if layers else output.last_hidden_state
+    features = [features] if isinstance(features, torch.Tensor) else features
+    return sum(x.numel() for x in features) // model.get_input_embeddings().weight.shape[1]
+
+
+def _side(size: Any) -> int:
+    return size if isinstance(size, int) else size[0]
+
+
+def square_picture(config: PretrainedConfig, row: int) -> Tensors:
+    size = _side(config.vision_config.image_size)
+    return {"pixel_values": torch.randn(1, 3, size, size)}
+
+
+def square_tiles(config: PretrainedConfig, row: int) -> Tensors:
+    """Two tiles of the first picture, one of the second."""
+    size = _side(config.vision_config.image_size)
+    return {"pixel_values": torch.randn(2 - row, 3, size, size)}
+
+
+def picture_of_any_size(config: PretrainedConfig, row: int, side: int = 64) -> Tensors:
+    """Pictures padded to the largest of the batch: the second is half as high."""
+    height = side // (row + 1)
+    pixels = torch.zeros(1, 3, side, side)
+    pixels[:, :, :height] = torch.randn(1, 3, height, side)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, side]])}
+
+
+def picture_and_tiles(config: PretrainedConfig, row: int) -> Tensors:
+    """The whole picture and its two tiles, which stand on one another in the first row, side by side in the second."""
+    size = _side(config.vision_config.image_size)
+    shape = (2 * size, size) if row == 0 else (size - 4, 2 * size)
+    return {"pixel_values": torch.randn(1, 3, 3, size, size), "image_sizes": torch.tensor([shape])}
+
+
+def picture_and_crops(config: PretrainedConfig, row: int) -> Tensors:
+    """The whole picture and two crops of the first, one of the second."""
+    vision = config.vision_config
+    size = _side(getattr(vision, "sam_config", vision).image_size)
+    pixels = {"pixel_values": torch.randn(1, 3, size, size), "pixel_values_local": torch.randn(2 - row, 3, size, size)}
+    return {**pixels, "num_local_patches": torch.tensor([2 - row])}
+
+
+def picture_and_grid_of_crops(config: PretrainedConfig, row: int) -> Tensors:
+    crops = 2 - row
+    return {**picture_and_crops(config, row), "num_local_patches": [crops], "patches_grid": [[1, crops]]}
+
+
+def tiles_with_mask(config: PretrainedConfig, row: int) -> Tensors:
+    """Two tiles of the first picture; one of the second, in part padding, and an empty one."""
+    size = _side(config.vision_config.image_size)
+    pixels = torch.randn(1, 2, 3, size, size)
+    mask = torch.ones(1, 2, size, size, dtype=torch.long)
+    if row:
+        pixels[:, 1] = 0
+        mask[:, 1] = 0
+        pixels[:, 0, :, size // 2 :] = 0
+        mask[:, 0, size // 2 :] = 0
+    return {"pixel_values": pixels, "pixel_attention_mask": mask}
+
+
+def grid_of_patches(config: PretrainedConfig, row: int) -> Tensors:
+    grid = (1, 4, 4 // (row + 1))
+    return {"pixel_values": _patches(config, grid), "image_grid_thw": torch.tensor([grid])}
+
+
+def grid_of_frames(config: PretrainedConfig, row: int) -> Tensors:
+    grid = (2, 4, 4 // (row + 1))
+    return {"pixel_values_videos": _patches(config, grid), "video_grid_thw": torch.tensor([grid])}
+
+
+def _patches(config: PretrainedConfig, grid: tuple[int, ...]) -> torch.Tensor:
+    """`(t * h * w, channels * frames * height * width)`: the pixels of a grid of patches."""
+    vision = config.vision_config
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    frames = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", 1)
+    return torch.randn(math.prod(grid), channels * frames * vision.patch_size**2)
+
+
+def square_patches(config: PretrainedConfig, row: int) -> Tensors:
+    """A grid whose patches are `(channels, height, width)`."""
+    inputs = grid_of_patches(config, row)
+    size = config.vision_config.patch_size
+    return {**inputs, "pixel_values": inputs["pixel_values"].view(-1, 3, size, size)}
+
+
+def square_patches_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
+    """A video that the processor cut into clips of one frame."""
+    image = square_patches(config, row)
+    return {"pixel_values_videos": image["pixel_values"], "video_grid_thw": image["image_grid_thw"]}
+
+
+def strip_of_patches(config: PretrainedConfig, row: int) -> Tensors:
+    """Patches side by side."""
+    grid = (8, 8 // (row + 1))
+    size = config.vision_config.patch_size
+    return {"pixel_values": torch.randn(1, 3, size, math.prod(grid) * size), "target_sizes": torch.tensor([grid])}
+
+
+def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
+    """Patches padded to the most of the batch."""
+    grid, most = (4, 4 // (row + 1)), 16
+    pixels, mask = torch.zeros(1, most, 3 * config.vision_config.patch_size**2), torch.zeros(1, most, dtype=torch.long)
+    pixels[:, : math.prod(grid)] = torch.randn(1, math.prod(grid), pixels.shape[-1])
+    mask[:, : math.prod(grid)] = 1
+    return {"pixel_values": pixels, "spatial_shapes": torch.tensor([grid]), "pixel_attention_mask": mask}
+
+
+def plain_patches(config: PretrainedConfig, row: int) -> Tensors:
+    return {"pixel_values": torch.randn(4 - 2 * row, 3 * config.patch_size**2)}
+
+
+def picture_and_question(config: PretrainedConfig, row: int) -> Tensors:
+    """A picture with the question for the Q-former."""
+    mask = torch.ones(1, 4, dtype=torch.long)
+    mask[:, 4 - row :] = 0
+    return {
+        **square_picture(config, row),
+        "qformer_input_ids": torch.randint(5, 100, (1, 4)),
+        "qformer_attention_mask": mask,
+    }
+
+
+def frames_and_question(config: PretrainedConfig, row: int) -> Tensors:
+    size = _side(config.vision_config.image_size)
+    return {**picture_and_question(config, row), "pixel_values": torch.randn(1, 2, 3, size, size)}
+
+
+def picture_and_finer_one(config: PretrainedConfig, row: int) -> Tensors:
+    size = _side(config.high_res_vision_config.image_size)
+    return {**square_picture(config, row), "high_res_pixel_values": torch.randn(1, 3, size, size)}
+
+
+def tiles_with_flags(config: PretrainedConfig, row: int) -> Tensors:
+    """Two tiles of the first picture, one of the second and an empty one."""
+    inputs = tiles_with_mask(config, 0)
+    return {**inputs, "pixel_attention_mask": torch.tensor([[True, row == 0]])}
+
+
+def patches_with_positions(config: PretrainedConfig, row: int) -> Tensors:
+    """Patches padded to the most of the batch, with the place of each."""
+    grid, most = (4, 4 // (row + 1)), 16
+    size = getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size)
+    pixels, places = torch.zeros(1, most, 3 * size**2), torch.full((1, most, 2), -1)
+    pixels[:, : math.prod(grid)] = torch.rand(1, math.prod(grid), pixels.shape[-1])
+    places[:, : math.prod(grid)] = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).flip(-1)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def crops_with_pooling(config: PretrainedConfig, row: int) -> Tensors:
+    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that each token is the mean of."""
+    vision = config.vision_config
+    side = vision.image_size[0] // vision.patch_size
+    places = torch.arange(2 * side**2).view(2, side // 2, 2, side // 2, 2).transpose(2, 3).reshape(2, side // 2, -1, 4)
+    rows = side // 2 // (row + 1)  # of the crop
+    return {
+        "pixel_values": torch.randn(2, side**2, 3 * vision.patch_size**2),
+        "image_token_pooling": torch.cat([places[0].flatten(0, 1), places[1, :rows].flatten(0, 1)]),
+        "image_grids": torch.tensor([[side // 2, side // 2, rows, side // 2]]),
+        "image_num_crops": torch.tensor([2]),
+    }
+
+
+def patches_with_merge_sizes(config: PretrainedConfig, row: int) -> Tensors:
+    return {**grid_of_patches(config, row), "image_merge_sizes": torch.tensor([2])}
+
+
+def frames_with_merge_sizes(config: PretrainedConfig, row: int) -> Tensors:
+    return {**grid_of_frames(config, row), "video_merge_sizes": torch.tensor([2])}
+
+
+def merged_patches(config: PretrainedConfig, row: int) -> Tensors:
+    """Patches of the size that becomes one token, channels last."""
+    grid = (1, 4, 4 // (row + 1))
+    size = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    return {"pixel_values": torch.randn(math.prod(grid), size, size, 3), "image_grid_thw": torch.tensor([grid])}
+
+
+def patches_with_plane_grid(config: PretrainedConfig, row: int) -> Tensors:
+    inputs = grid_of_patches(config, row)
+    return {"pixel_values": inputs["pixel_values"], "image_grid_hw": inputs["image_grid_thw"][:, 1:]}
+
+
+def square_frames(config: PretrainedConfig, row: int) -> Tensors:
+    size = _side(config.vision_config.image_size)
+    return {"pixel_values_videos": torch.randn(1, 2, 3, size, size)}
+
+
+def frames_with_seconds(config: PretrainedConfig, row: int) -> Tensors:
+    return {**grid_of_frames(config, row), "video_second_per_grid": torch.tensor([1.0])}
+
+
+Row = Callable[[PretrainedConfig, int], Tensors]
+ROWS_BY_BUILDER: dict[tuple[str, Row], str] = {
+    ("image", square_tiles): "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR",
+    ("image", square_patches): "Kimi_K25 PaddleOCRVL",
+    ("image", strip_of_patches): "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7",
+    ("image", padded_patches): "Lfm2Vl",
+    ("image", patches_with_positions): "Gemma4 Gemma4Unified",
+    ("image", picture_and_question): "InstructBlip",
+    ("image", picture_and_finer_one): "DeepseekVLHybrid",
+    ("image", tiles_with_flags): "GraniteDocling",
+    ("image", crops_with_pooling): "Molmo2",
+    ("image", patches_with_merge_sizes): "VideoLlama3",
+    ("image", merged_patches): "Inkling2",
+    ("video", square_frames): "LlavaNextVideo LlavaOnevision VideoLlava",
+    ("video", square_patches_of_a_frame): "Kimi_K25",
+    ("video", frames_and_question): "InstructBlipVideo",
+    ("video", frames_with_merge_sizes): "VideoLlama3",
+    ("video", frames_with_seconds): "Qwen2_5OmniThinker Qwen3OmniMoeThinker",
+}
+ROWS: dict[tuple[str, str], Row] = {
+    **{
+        (f"{name}ForConditionalGeneration", medium): build
+        for (medium, build), names in ROWS_BY_BUILDER.items()
+        for name in names.split()
+    },
+    ("ChameleonForConditionalGeneration", "image"): lambda c, row: {"pixel_values": torch.randn(1, 3, 16, 16)},
+    ("Emu3ForConditionalGeneration", "image"): lambda c, row: picture_of_any_size(c, row, side=8),
+    ("Florence2ForConditionalGeneration", "image"): lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)},
+    ("FuyuForCausalLM", "image"): plain_patches,
+    ("UnlimitedOcrForConditionalGeneration", "image"): picture_and_grid_of_crops,
+    ("NemotronH_Omni_Reasoning_V3", "image"): patches_with_plane_grid,
+    ("T5Gemma2ForConditionalGeneration", "image"): lambda c, row: square_picture(c.encoder, row),
+}
+
+
+def waveform(config: PretrainedConfig, samples: int = 4000) -> dict[str, Tensors]:
+    return {"audio": {"input_values": torch.randn(2, samples), "attention_mask": _lengths_mask(samples)}}
+
+
+def spectrogram(config: PretrainedConfig, bins: int, frames: int, bins_first: bool = False) -> dict[str, Tensors]:
+    features = torch.randn(2, bins, frames) if bins_first else torch.randn(2, frames, bins)
+    return {"audio": {"input_features": features, "attention_mask": _lengths_mask(frames)}}
+
+
+def _lengths_mask(length: int) -> torch.Tensor:
+    """`(2, length)`: the second row ends at three quarters."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length * 3 // 4 :] = 0
+    return mask
+
+
+def pictures(config: PretrainedConfig, size: int = 32) -> Tensors:
+    return {"pixel_values": torch.randn(2, 3, size, size)}
+
+
+def words(lengths: tuple[int, int] = (11, 6)) -> Tensors:
+    return pad([_words(length) for length in lengths])
+
+
+def _idefics(config: PretrainedConfig) -> dict[str, Tensors]:
+    inputs = {**words(), "pixel_values": torch.randn(2, 1, 3, 32, 32)}
+    return {"image": {**inputs, "image_attention_mask": torch.ones(2, 11, 1, dtype=torch.long)}}
+
+
+def _kosmos2(config: PretrainedConfig) -> dict[str, Tensors]:
+    mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)  # 4 placeholders
+    return {"image": {**words(), **pictures(config), "image_embeds_position_mask": mask}}
+
+
+def _kosmos2_5(config: PretrainedConfig) -> dict[str, Tensors]:
+    mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)
+    return {"image": {**words(), **_flat_patches(config), "image_embeds_position_mask": mask.long()}}
+
+
+def _flat_patches(config: PretrainedConfig) -> Tensors:
+    """`(2, 6, 2 + pixels)`: each patch behind its row and column."""
+    places = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4)).expand(2, -1, -1)
+    pixels = torch.randn(2, 6, config.vision_config.patch_embed_hidden_size)
+    return {"flattened_patches": torch.cat([places, pixels], -1)}
+
+
+def _mllama(config: PretrainedConfig) -> dict[str, Tensors]:
+    """The first picture of two tiles, the second of one; what follows the image token sees the tiles."""
+    vision, tiles = config.vision_config, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    inputs = prompts(config, "image", config.image_token_index, [[1], [1]])
+    seen = (inputs["input_ids"] == config.image_token_index).cumsum(-1)
+    pixels = torch.randn(2, 1, 4, 3, vision.image_size, vision.image_size) * tiles[:, None, :, None, None, None]
+    return {
+        "image": {
+            **inputs,
+            "pixel_values": pixels,
+            "aspect_ratio_ids": torch.tensor([[2], [1]]),
+            "aspect_ratio_mask": tiles[:, None],
+            "cross_attention_mask": seen[:, :, None, None] * tiles[:, None, None],
+        }
+    }
+
+
+def _phi4(config: PretrainedConfig) -> dict[str, Tensors]:
+    """The whole picture and a crop, half of which is padding in the second row."""
+    vision = config.vision_config
+    side = vision.crop_size // vision.patch_size
+    mask = torch.ones(2, 2, side, side, dtype=torch.long)
+    mask[1, 1, side // 2 :] = 0
+    row = side // 2 * (side // 2 + 1)  # tokens of a whole picture, with the ends of its lines
+    counts = [[2 * row + 1], [row * 3 // 2 + 1]]
+    pixels = torch.randn(2, 2, 3, vision.crop_size, vision.crop_size)
+    return {
+        "image": {
+            **prompts(config, "image", vision.image_token_id, counts),
+            "image_pixel_values": pixels,
+            "image_sizes": torch.tensor([[vision.crop_size, vision.crop_size]] * 2),
+            "image_attention_mask": mask,
+        }
+    }
+
+
+# The classes whose calls are not text around placeholders: encoders, pictures that cross-attention reads.
+CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
+    "BlipForConditionalGeneration": lambda c: {"image": {**pictures(c, c.vision_config.image_size), **words()}},
+    "CanaryForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
+    "CohereAsrForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
+    "GitForCausalLM": lambda c: {"image": {**pictures(c), **words()}},
+    "IdeficsForVisionText2Text": _idefics,
+    "Kosmos2ForConditionalGeneration": _kosmos2,
+    "Kosmos2_5ForConditionalGeneration": _kosmos2_5,
+    "MllamaForConditionalGeneration": _mllama,
+    "MoonshineForConditionalGeneration": waveform,
+    "MoonshineStreamingForConditionalGeneration": waveform,
+    "PPFormulaNetForConditionalGeneration": lambda c: {"image": pictures(c)},
+    "Phi4MultimodalForCausalLM": _phi4,
+    "Pix2StructForConditionalGeneration": lambda c: {"image": _flat_patches(c)},
+    "Pop2PianoForConditionalGeneration": lambda c: spectrogram(c, c.d_model, 20),
+    "SeamlessM4TForSpeechToText": lambda c: spectrogram(c, 160, 40),
+    "SeamlessM4Tv2ForSpeechToText": lambda c: spectrogram(c, 160, 40),
+    "Speech2TextForConditionalGeneration": lambda c: spectrogram(c, c.input_feat_per_channel, 40),
+    "SpeechEncoderDecoderModel": waveform,
+    "SpeechT5ForSpeechToText": waveform,
+    "UdopForConditionalGeneration": lambda c: {"image": {**words(), "bbox": torch.rand(2, 11, 4), **pictures(c)}},
+    "VisionEncoderDecoderModel": lambda c: {"image": pictures(c)},
+    "WhisperForConditionalGeneration": lambda c: spectrogram(c, c.num_mel_bins, 2 * c.max_source_positions, True),
+}

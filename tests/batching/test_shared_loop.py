@@ -74,10 +74,17 @@ def paged(model: PreTrainedModel, number: int, *processors: LogitsProcessor, **o
 
 
 def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[[], torch.Tensor]]:
-    """Jobs of `NUM` calls: the first waits at its first token until all are in the loop; the second has `others`."""
-    first = AtToken(0, lambda: wait_for(lambda: num_callers() == NUM))
-    processors: dict[int, tuple[LogitsProcessor, ...]] = {0: (first,), 1: others}
-    return [lambda number=number: paged(model, number, *processors.get(number, ())) for number in range(NUM)]
+    """Jobs of `NUM` calls, each of which waits at its first token until all are in the loop; the second has `others`."""
+    are_in = threading.Event()
+
+    def is_ready() -> bool:
+        if num_callers() == NUM:
+            are_in.set()  # from then on some may leave
+        return are_in.is_set()
+
+    processors = {number: [AtToken(0, lambda: wait_for(is_ready))] for number in range(NUM)}
+    processors[1] += others
+    return [lambda number=number: paged(model, number, *processors[number]) for number in range(NUM)]
 
 
 @contextlib.contextmanager

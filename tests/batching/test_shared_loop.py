@@ -74,7 +74,7 @@ def paged(model: PreTrainedModel, number: int, *processors: LogitsProcessor, **o
 
 
 def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[[], torch.Tensor]]:
-    """Jobs of `NUM` calls, each of which waits at its first token until all are in the loop; the second has `others`."""
+    """Jobs of `NUM` calls, which wait at their first token until all are in the loop; the second has `others`."""
     are_in = threading.Event()
 
     def is_ready() -> bool:

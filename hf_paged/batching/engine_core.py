@@ -18,6 +18,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
+from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
 from .arguments import Prompt, RequestOptions, check_names
 from .execution.executor import Window
@@ -208,7 +209,8 @@ class EngineCore:
             return self.loop
         empty = empty_cache(model, self.memory)
         layout = choose_layout(model, empty)
-        made_for = (_layers(empty), layout, model.dtype, model.device, autocast_dtype(model.device))
+        device = compute_device(model)
+        made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
         if self.loop is None or made_for != self._made_for:
             self.retire()
             cache = empty_cache(model, self.memory)
@@ -224,7 +226,7 @@ class EngineCore:
         """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""
         if not self.requests or self.loop is None:
             return
-        began, dtype = self.loop.executor.autocast, autocast_dtype(self.model.device)
+        began, dtype = self.loop.executor.autocast, autocast_dtype(compute_device(self.model))
         if dtype != began:
             raise ValueError(f"autocast to {dtype} here, to {began} in unfinished requests: add it after their end")
         if _config_text(self.model) == self._config_text:

@@ -81,7 +81,7 @@ class KVBlocks:
     ) -> KVBlocks:
         """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
         (heads, key_dim), (value_heads, value_dim) = keys.shape[1::2], values.shape[1::2]
-        stored = [spec.storage_dtype(states.dtype) for states in (keys, values)]
+        stored = [spec.storage_dtype(dtype) for dtype in _attended(keys.dtype, values.dtype)]
         if (heads, stored[0]) != (value_heads, stored[1]):
             shapes = [(heads, block_size, key_dim), (value_heads, block_size, value_dim)]
         elif key_dim == value_dim:
@@ -232,6 +232,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
+def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """What attention computes in, of states in these dtypes. Autocast leaves keys in float32 where these were rotated
+    in it, beside values in half precision, to which it then rounds both."""
+    is_mixed = keys is torch.float32 and values in (torch.bfloat16, torch.float16)
+    return (values, values) if is_mixed else (keys, values)
+
+
 def looks(keys: Tensor, values: Tensor) -> Look:
     """Equal for states that the same blocks and the same way of storing serve."""
     return keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride(), values.dtype
@@ -250,13 +257,20 @@ def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks:
         if fits and all(x.dtype in DTYPES and x.device == key_blocks.device for x in tensors):
             chosen = triton.store
     elif fits and cpp.is_available():
+        casts = (keys.dtype, values.dtype) != (key_blocks.dtype, value_blocks.dtype)
         with contextlib.suppress(TypeError):  # the kernel does not take such tensors
-            return cpp_attention.Store(keys, values, key_blocks, value_blocks, slots)
+            stored = keys.to(key_blocks.dtype), values.to(value_blocks.dtype)
+            store: Store = cpp_attention.Store(*stored, key_blocks, value_blocks, slots)
+            return _cast_first(store, key_blocks.dtype, value_blocks.dtype) if casts else store
 
     def store_again(keys: Tensor, values: Tensor, slots: Tensor) -> None:
         chosen(keys, values, key_blocks, value_blocks, slots)
 
     return store_again
+
+
+def _cast_first(store: Store, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Store:
+    return lambda keys, values, slots: store(keys.to(key_dtype), values.to(value_dtype), slots)
 
 
 def store_portable(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:

@@ -37,6 +37,7 @@ from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.capability import Layout, is_stock
+from ..model.forwards import compute_device
 from ..model.registry import note_route, route_of
 from ..step import ReadCounters
 
@@ -269,7 +270,7 @@ class BatchCall:
 
     def _loop_key(self) -> Hashable:
         """Calls of equal keys can share a forward, whichever of their threads computes it."""
-        device = self.call.model.device
+        device = compute_device(self.call.model)
         modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
         return (
             dataclasses.replace(self._config, cache_salt=None),

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
 from ..attention import interface
-from ..attention.latent import is_hooked, unwrap_expansions
+from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
 from ..batching.arguments import as_list, check_ids, check_numbers, check_streamed_rows, check_streamer, shown
 from ..batching.decoding.prepare import LoopCall, capturing
@@ -25,6 +26,7 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
+from ..model.forwards import has_foreign_hook
 from ..model.registry import memory_for
 from .call import Call, batch_of, cache_parts, current, first_rows, prepared, rows_per_prompt
 
@@ -177,11 +179,16 @@ def _of_first_rows(
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether a row's result is its own, with no dropout, hooks, or state in a module for a number of rows."""
+    """Whether a row's result is its own, with no dropout, code of the user's, or state in a module for some rows."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
         return False
-    return not any(x.training or is_hooked(x) or hasattr(x, "_setup_cache") for x in model.modules())
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return False
+    return not any(
+        module.training or has_foreign_hook(module) or "forward" in vars(module) or hasattr(module, "_setup_cache")
+        for module in model.modules()
+    )
 
 
 def _repeat(value: Any, rows: int, repeats: int) -> Any:

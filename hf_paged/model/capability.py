@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 import weakref
@@ -27,12 +28,15 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in, step_lock
-from .state import is_idle_hook
+from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
 _lock = forks.lock()
-_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Hashable, Any]]] = weakref.WeakKeyDictionary()
+# Attributes of modules that are part of what a forward computes; a forward that stands for the class's is one.
+_TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
+_MAX_VERDICTS = 16  # of a model, which may go to and fro between training and evaluation
+_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
@@ -82,28 +86,34 @@ def _find(check: Callable[..., Any], packs: bool, model: PreTrainedModel, cache:
     if reason := next(_reasons(model, cache, modules, packs), None):
         return reason
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
-    key = layers, _code(model, modules)
+    key = check, layers, _code(model, modules)
     with _lock:
-        known, verdict = _verdicts.setdefault(model, {}).get(check, (None, None))
-    if known != key:
-        try:
-            with step_lock(model), let_in():
-                verdict = check(model, cache, make)
-        except ForwardFailedError as error:  # it may be something passing: the next call checks again
-            return str(error)
-        with _lock:
-            _verdicts[model][check] = key, verdict
+        known = _verdicts.setdefault(model, {})
+        if key in known:
+            return known[key]
+    try:
+        with step_lock(model), let_in():
+            verdict = check(model, cache, make)
+    except ForwardFailedError as error:  # it may be something passing: the next call checks again
+        return str(error)
+    with _lock:
+        while len(known) >= _MAX_VERDICTS:
+            del known[next(iter(known))]
+        known[key] = verdict
     return verdict
 
 
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """What a forward computes but for the numbers in it, as far as it can be told in a millisecond."""
+    """What a forward computes but for the numbers in it, as far as it can be told in a millisecond. Holds no model."""
     kinds = tuple((type(module), module.training) for _, module in modules)
-    switches = tuple(x for _, module in modules for x in vars(module).values() if type(x) in (bool, str))
+    held = [x for _, module in modules for x in vars(module).values() if type(x) in _TOLD]
+    held += [hook for _, module in modules for hook in hooks_of(module)]
+    attributes = tuple(x if type(x) is bool else code_of(x) for x in held)
     classes = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
     functions = tuple(x for base in classes for x in vars(base).values() if isinstance(x, types.FunctionType))
     attention = tuple(map(model_attention, switchable_configs(module for _, module in modules)))
-    return kinds, switches, functions, attention, model.dtype, autocast_dtype(model.device), model.device
+    device = compute_device(model)
+    return kinds, attributes, functions, attention, model.dtype, autocast_dtype(device), device
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
@@ -144,12 +154,11 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs:
         yield "there are global forward hooks"
     devices = set()
     for name, module in modules:
-        if module._compiled_call_impl is not None or "forward" in vars(module):
-            yield f"the forward of {name or 'the model'} is compiled or replaced"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if hasattr(module, "_hf_hook") or not all(map(is_idle_hook, hooks)):  # they would see packed tokens
+        if has_foreign_hook(module):  # it would see packed tokens
             yield f"there are forward hooks on {name or 'the model'}"
         devices |= {x.device for x in (*module._parameters.values(), *module._buffers.values()) if x is not None}
+    if any("_hf_hook" in vars(module) for _, module in modules):
+        devices.discard(torch.device("meta"))  # accelerate loads those weights when they are used
     if len(devices) > 1:
         yield f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}"
     # what one token gets must not depend on which others are in the batch, nor on chance
@@ -172,7 +181,7 @@ def _chance(module: nn.Module) -> str | None:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():
-        random = any(word in name for word in ("dropout", "drop_path", "layerdrop", "jitter"))
+        random = any(word in name for word in ("dropout", "drop_path", "layerdrop", "jitter", "noise"))
         if random and isinstance(value, (int, float)) and value > 0:
             return name
     return None
@@ -198,10 +207,11 @@ _SIDE_STEPS = ((0, _FIRST), (2, _THIRD)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1
 def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
     """Why packed steps differ from plain forwards, of whole sequences and of decode steps, or `None`. Raises
     `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out."""
+    dtypes = {model.dtype}
     with _forwards(model):
         rows = _test_tokens(model)
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
-        decoded = _plain_logits(model, rows[:, : _FIRST + 2], _FIRST)
+        decoded = _plain_logits(model, rows[:, : _FIRST + 2], _FIRST, dtypes)
     try:
         found = _step_logits(model, make, Layout(), rows, ((_FIRST, _SECOND, _LENGTH), _PACKED_STEPS))
     except ForwardFailedError as error:
@@ -209,27 +219,30 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> s
     positions = [(0, _FIRST), (1, _SECOND), (0, _FIRST + 1), (1, _SECOND + 1), (0, _FIRST + 2), (2, _LENGTH)]
     alone = torch.stack([whole[row, end - 1] for row, end in positions])
     in_steps = torch.stack([decoded[0, 1], decoded[1, 2], decoded[0, 2]])
-    in_any_step = _difference(model, cache, alone, found, "logits")
-    in_decodes = _difference(model, cache, in_steps, found[2:5], "logits of decode steps")
+    difference = functools.partial(_difference, dtypes, cache)
+    in_any_step = difference(alone, found, "logits")
+    in_decodes = difference(in_steps, found[2:5], "logits of decode steps")
     # a model's own `prepare_inputs_for_generation` may give a first forward other inputs
-    return in_any_step or in_decodes or _difference(model, cache, decoded[:, 0], whole[:, _FIRST - 1], "first logits")
+    return in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """Compares rows side by side, joining and leaving, with plain forwards. Raises what `self_check` does."""
+    dtypes = {model.dtype}
     with _forwards(model):
         rows = _test_tokens(model)
         ends = ((_FIRST, 11), (_SECOND, 10), (_THIRD, 15))  # of each row's prompt, and of what follows it
-        short, middle, long = (_plain_logits(model, rows[i : i + 1, :end], n)[0] for i, (n, end) in enumerate(ends))
-        at_once = [_plain_logits(model, rows[i : i + 1, :end], end)[0, 0] for i, (_, end) in enumerate(ends)]
+        plain = functools.partial(_plain_logits, model, dtypes=dtypes)
+        short, middle, long = (plain(rows[i : i + 1, :end], n)[0] for i, (n, end) in enumerate(ends))
+        at_once = [plain(rows[i : i + 1, :end], end)[0, 0] for i, (_, end) in enumerate(ends)]
     decoded = torch.stack([short[-1], middle[-1], long[-1]])
-    replays = _difference(model, cache, decoded, torch.stack(at_once), "logits") is not None
+    replays = _difference(dtypes, cache, decoded, torch.stack(at_once), "logits") is not None
     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
         with contextlib.suppress(ForwardFailedError):
             found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _THIRD), _SIDE_STEPS))
-            if _difference(model, cache, torch.stack(order), found, "logits") is None:
+            if _difference(dtypes, cache, torch.stack(order), found, "logits") is None:
                 return layout
     return ONE_BY_ONE
 
@@ -237,8 +250,9 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
 @contextlib.contextmanager
 def _forwards(model: PreTrainedModel) -> Iterator[None]:
     """Puts back what forwards set on modules, and the random state; `ForwardFailedError` unless memory ran out."""
-    devices = [] if model.device.type in ("cpu", "meta") else [model.device]
-    rng = torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda")
+    device = compute_device(model)
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with held(), rng, torch.no_grad():
         held_by = (x for module in model.modules() for x in (vars(module), module._buffers))
         before = [(attributes, dict(attributes)) for attributes in held_by]
@@ -256,9 +270,30 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
                 now.update(known)
 
 
-def _plain_logits(model: Any, rows: Tensor, prompt: int) -> Tensor:
-    """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`."""
-    ids, cache = rows[:, :prompt], DynamicCache(config=model.config.get_text_config(decoder=True))
+class _ObservedCache(DynamicCache):
+    """Adds to `dtypes` what a forward computes in where it caches: it may turn on autocast by itself."""
+
+    dtypes: set[torch.dtype | None]
+
+    def _observed(name: str) -> Callable[..., Any]:
+        def method(self: _ObservedCache, *args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    self.dtypes |= {x.dtype, autocast_dtype(x.device)}
+            return getattr(DynamicCache, name)(self, *args, **kwargs)
+
+        return method
+
+    update, update_conv_state, update_recurrent_state = map(
+        _observed, ("update", "update_conv_state", "update_recurrent_state")
+    )
+
+
+def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype | None]) -> Tensor:
+    """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`.
+    Adds to `dtypes` what is computed in."""
+    ids, cache = rows[:, :prompt], _ObservedCache(config=model.config.get_text_config(decoder=True))
+    cache.dtypes = dtypes
     inputs = first_inputs(model, ids, torch.ones_like(ids), cache)
     logits = []
     for length in range(prompt, rows.shape[1] + 1):
@@ -307,15 +342,18 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
         return torch.cat(logits)
 
 
-def _difference(model: PreTrainedModel, cache: PagedCache, plain: Tensor, packed: Tensor, what: str) -> str | None:
-    """How far logits `(n, vocab_size)` are apart, if that is too far; NaN and infinities must agree."""
+def _difference(
+    dtypes: set[torch.dtype | None], cache: PagedCache, plain: Tensor, packed: Tensor, what: str
+) -> str | None:
+    """How far logits `(n, vocab_size)`, computed in `dtypes`, are apart, if that is too far; NaN and infinities must
+    agree."""
     plain, packed, finite = plain.float(), packed.float(), plain.isfinite()
     gap = torch.full((len(plain),), float("inf"), device=plain.device)
     if torch.equal(finite, packed.isfinite()):  # root mean square of each row, in standard deviations
         gap = torch.where(finite, plain - packed, 0.0).square().mean(1).sqrt() / plain[finite].std().clamp_min(1e-6)
-    computed = autocast_dtype(model.device) or model.dtype  # some models widen their logits
-    dtypes = (computed, *(spec.storage_dtype(computed) for spec in cache.groups))
-    half = max((HALF_TOLERANCE[dtype] for dtype in dtypes if dtype in HALF_TOLERANCE), default=None)
+    computed = {dtype for dtype in dtypes if dtype is not None}
+    computed |= {spec.storage_dtype(dtype) for spec in cache.groups for dtype in computed}
+    half = max((HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE), default=None)
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):  # NaN too
         return f"packed, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
@@ -330,4 +368,4 @@ def _test_tokens(model: PreTrainedModel) -> Tensor:
     vocab_size = min(model.get_input_embeddings().weight.shape[0], getattr(config, "vocab_size", 1 << 30))
     usable = [token for token in range(min(vocab_size, 4096)) if token not in special]
     chosen = torch.randint(len(usable), (3, _LENGTH), generator=torch.Generator().manual_seed(0), device="cpu")
-    return torch.tensor(usable, device="cpu")[chosen].to(model.device)
+    return torch.tensor(usable, device="cpu")[chosen].to(compute_device(model))

@@ -15,6 +15,7 @@ from .. import forks
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..config import PagedConfig
 from ..step import ReadCounters
+from .forwards import compute_device
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
     """The memory of `model`, made again when block size, budget, dtype or device are others than before."""
     budget = (config.block_size, config.num_blocks, config.memory_fraction)
-    key = (budget, model.dtype, autocast_dtype(model.device), model.device)
+    device = compute_device(model)
+    key = (budget, model.dtype, autocast_dtype(device), device)
     with _lock:
         known, memory = _memories.get(model, (None, None))
         if memory is None or known != key:

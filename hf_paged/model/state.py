@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import cpp
+from .forwards import is_idle_hook
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ CHUNK_BYTES = 8 << 20  # that the portable hash reads at once; it takes some fou
 _STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
 _MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
@@ -218,7 +220,7 @@ class ModelState:
         if is_read or id(value) in self._object_numbers:
             self._num_plain += id(value) not in self._object_numbers
             return "object", self._number(value)
-        return "object", kind.__qualname__
+        return "object", self._called(value, depth)
 
     def _cell(self, cell: types.CellType, depth: int) -> Any:
         try:
@@ -226,9 +228,17 @@ class ModelState:
         except ValueError:  # not bound yet
             return "empty"
         # other objects may be what a hook collects, which says nothing of the forward
-        if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module, types.FunctionType)):
+        if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module, *_FUNCTIONS)):
             return self._value(value, depth)
-        return type(value).__qualname__
+        return self._called(value, depth)
+
+    def _called(self, value: Any, depth: int) -> Any:
+        """An object of a library's, which may be a wrapper around a function, as accelerate's are, or autocast."""
+        kind = type(value)
+        if kind is torch.autocast:
+            return kind.__qualname__, value.device, str(value.fast_dtype), value._enabled
+        wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
+        return kind.__qualname__, None if wrapped is None else self._value(wrapped, depth + 1)
 
     def _tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
@@ -248,11 +258,6 @@ class ModelState:
         if number == len(self.tensors):
             self.tensors.append(tensor)
         return "tensor", number, form
-
-
-def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is what transformers leaves after a call with `output_hidden_states`; idle in calls without."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def _attributes(item: Any) -> Iterator[tuple[str, Any]]:

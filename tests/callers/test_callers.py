@@ -34,6 +34,13 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 BEAMS: dict[str, Any] = {"num_beams": 3, **GREEDY}
 
 
+ENCODER_DECODER_ROAD = "hf_loop"  # of calls that the engine would serve for a decoder-only model
+
+
+def road_of(model: PreTrainedModel) -> str:
+    return ENCODER_DECODER_ROAD if model.config.is_encoder_decoder else "engine"
+
+
 def assert_used_pool(model: torch.nn.Module) -> None:
     assert hf_paged.memory_stats(model).peak_blocks > 0, "the call did not use the paged pool"
     hf_paged.check_integrity(model)
@@ -255,9 +262,18 @@ def compiled_in_place(model: PreTrainedModel) -> Any:
     return model
 
 
+def compiled_layers(model: PreTrainedModel) -> Any:
+    for layer in model.get_decoder().layers:
+        layer.compile(backend="eager")
+    return model
+
+
+COMPILED = (compiled_forward, compiled_in_place, compiled_layers)
+
+
 @pytest.mark.parametrize(
     "wrap",
-    [compiled_module, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in (compiled_forward, compiled_in_place))],
+    [compiled_module, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in COMPILED)],
 )
 def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     inputs = models.padded_prompt("llama")
@@ -271,6 +287,7 @@ def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain again")
     gc.collect()  # tracing leaves reference cycles, which hold what the traced call saw
     assert_used_pool(model)
+    assert hf_paged.last_route(model).road == "engine"
     torch._dynamo.reset()
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, CpuOffload, ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
+from transformers.integrations.neftune import activate_neftune
 
 import hf_paged
 from hf_paged.batching.factory import choose_layout
@@ -97,6 +101,27 @@ def test_hooks_are_refused_while_they_are_there(where: str) -> None:
     assert reason(model) is None
     model.get_submodule(where)._hf_hook = object()
     assert f"hooks on {where}" in str(reason(model))
+
+
+def test_libraries_hooks_are_judged_by_what_they_compute() -> None:
+    model = models.build("llama")
+    model.enable_input_require_grads()
+    torch.nn.utils.spectral_norm(model.lm_head)  # type: ignore[arg-type]
+    add_hook_to_module(model.model.norm, SequentialHook(AlignDevicesHook("cpu"), CpuOffload("cpu")))
+    assert reason(model) is None
+
+    class Recorder(ModelHook):
+        pass
+
+    add_hook_to_module(model.model.norm, Recorder(), append=True)
+    assert "hooks on model.norm" in str(reason(model))
+
+
+def test_noise_on_embeddings_matters_in_training_mode_only() -> None:
+    model = models.build("llama")
+    activate_neftune(model, 5.0)
+    assert reason(model) is None
+    assert "training mode with neftune_noise_alpha" in str(reason(model.train()))
 
 
 def test_transformers_own_idle_hooks_are_no_obstacle() -> None:
@@ -240,14 +265,81 @@ def test_a_model_that_mixes_tokens_is_found_out(change: Any, dtype: torch.dtype)
     assert "standard deviations" in str(reason(model))
 
 
-def test_a_compiled_or_replaced_forward_is_refused() -> None:
+def test_a_replaced_forward_is_judged_by_what_it_computes() -> None:
     model = models.build("llama")
+    layer: Any = model.model.layers[0]
+    layer.forward = layer.forward  # the class's own, as accelerate puts it back
+    layer.mlp.forward = types.MethodType(type(layer.mlp).forward, layer.mlp)
     assert reason(model) is None
-    model.model.layers[0].forward = model.model.layers[0].forward
-    assert "model.layers.0" in str(reason(model))
-    del model.model.layers[0].forward
-    model.model.norm.compile()
-    assert "model.norm" in str(reason(model))
+    own = layer.mlp.forward
+    layer.mlp.forward = lambda hidden: own(hidden) / hidden.abs().max()
+    assert "standard deviations" in str(reason(model))
+    layer.mlp.forward = lambda hidden: own(hidden) / 2
+    assert reason(model) is None
+    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+    assert "takes no position_ids" in str(reason(model))
+
+
+def test_a_compiled_forward_is_judged_by_what_it_computes() -> None:
+    torch._dynamo.reset()
+    model = models.build("llama")
+    model.model.norm.compile(backend="eager")
+    assert reason(model) is None
+    torch._dynamo.reset()
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls = []
+    original = capability.self_check
+
+    def counting(*args: Any) -> str | None:
+        calls.append(args[1:])
+        return original(*args)
+
+    monkeypatch.setattr(capability, "self_check", counting)
+    return calls
+
+
+def test_a_forward_that_is_replaced_is_checked_again_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, model = count_checks(monkeypatch), models.build("llama")
+    norm: Any = model.model.norm
+    own = norm.forward
+
+    def scaled(twice: bool) -> Any:
+        return lambda hidden: own(hidden) * (2 if twice else 1)
+
+    def check(expected: int) -> None:
+        for _ in range(2):
+            assert reason(model) is None and len(calls) == expected
+
+    check(1)
+    norm.forward = scaled(False)
+    check(2)
+    norm.forward = scaled(False)  # made alike
+    check(2)
+    norm.forward = scaled(True)
+    check(3)
+    del norm.forward
+    check(3)  # known from the beginning
+    model.enable_input_require_grads()
+    check(4)
+    model.train()
+    check(5)
+    model.eval()
+    check(4 + 1)
+
+
+def test_a_verdict_keeps_neither_model_nor_forward_alive() -> None:
+    model = models.build("llama")
+    norm: Any = model.model.norm
+    own = norm.forward
+    norm.forward = functools.partial(lambda own, module, hidden: own(hidden), own, norm)
+    model.generate(models.token_ids(1, 5), max_new_tokens=2, **models.PAGED)
+    assert hf_paged.last_route(model).road == "engine"
+    gone = weakref.ref(model), weakref.ref(norm)
+    del model, norm, own
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_a_forward_that_raises_is_a_reason_of_one_line() -> None:
@@ -262,14 +354,7 @@ def test_a_forward_that_raises_is_a_reason_of_one_line() -> None:
 
 
 def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = capability.self_check
-
-    def counting(*args: Any) -> str | None:
-        calls.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(capability, "self_check", counting)
+    calls = count_checks(monkeypatch)
     model = models.build("llama")
     for expected in (1, 1):
         assert reason(model) is None and len(calls) == expected
@@ -280,8 +365,8 @@ def test_the_check_runs_once_per_model_and_again_when_its_modules_change(monkeyp
     for expected in (2, 2):
         assert reason(model) is None and len(calls) == expected
     wrapped.unload()
-    assert reason(model) is None and len(calls) == 3
-    assert reason(copy.deepcopy(model)) is None and len(calls) == 4
+    assert reason(model) is None and len(calls) == 2  # as at first
+    assert reason(copy.deepcopy(model)) is None and len(calls) == 3
 
 
 def test_the_check_leaves_no_trace() -> None:

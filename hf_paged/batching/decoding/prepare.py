@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from ... import compat
 from ...model.capability import is_stock
+from ...model.forwards import compute_device
 from ..arguments import RequestOptions, as_list, as_whole, check_streamer
 from .base import LoopInputs
 from .beam import BeamDecoding
@@ -72,7 +73,7 @@ def request_decoding(
     generator, streamer = None, options.streamer
     if options.seed is not None:
         seed = as_whole("seed", options.seed, -(2**63), 2**64 - 1, before="None or ")  # as torch does
-        generator = torch.Generator(device=model.device).manual_seed(seed)
+        generator = torch.Generator(device=compute_device(model)).manual_seed(seed)
     check_streamer(streamer)
     own = LogitsProcessorList(as_list("logits_processor", options.logits_processor))
     criteria = StoppingCriteriaList(as_list("stopping_criteria", options.stopping_criteria))
@@ -87,7 +88,7 @@ def request_decoding(
     if low < 0 or high > last:
         wrong = low if low < 0 else high
         raise ValueError(f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding")
-    ids = torch.tensor([list(input_ids)], dtype=torch.long, device=model.device)
+    ids = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
     config = _prepared_config(model, ids, generation_config)
     uses_beams = config.num_beams > 1
     if uses_beams and streamer is not None:

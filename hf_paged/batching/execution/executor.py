@@ -18,6 +18,7 @@ from ...attention.masks import mask_observer
 from ...attention.switch import switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in, step_lock
+from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...step import ReadCounters
@@ -170,7 +171,8 @@ class Executor:
     def begin(self, check_weights: bool = True, switch_attention: bool = True) -> None:
         """Called first, and while nothing is in flight. Without `check_weights` neither the prefix cache nor graphs are
         used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`."""
-        self.autocast = autocast_dtype(self.model.device)  # what forwards compute in, whichever thread takes the steps
+        self._device = compute_device(self.model)
+        self.autocast = autocast_dtype(self._device)  # what forwards compute in, whichever thread takes the steps
         self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
         self.checks_weights, self._switches_attention = check_weights, switch_attention
         self.guard.begin(check_weights, self.autocast)
@@ -271,9 +273,9 @@ class Executor:
             return self.runner.run_ahead(sequences, known, adapter)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None and autocast_dtype(self.model.device) is None:
+        if self.autocast is None and autocast_dtype(self._device) is None:
             return contextlib.nullcontext()  # `torch.autocast` would clear its cache of weights in every step
-        return torch.autocast(self.model.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        return torch.autocast(self._device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
 
 def _tails(sequence: Sequence) -> list[int]:

@@ -251,7 +251,9 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
     """The recorded forward, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
+    torch.clear_autocast_cache()  # a forward's own autocast may keep weights that were converted before the recording
     logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps())[0]
+    torch.clear_autocast_cache()
     if not outputs:
         outputs.append(graphs._output(logits))
     outputs[0].copy_(logits)

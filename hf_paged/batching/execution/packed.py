@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...cache.paged_cache import PagedCache
+from ...model.forwards import compute_device
 from ...model.state import ModelState
 from ...step import StepMetadata
 from ..request import Sequence
@@ -25,19 +26,20 @@ class PackedRunner(Runner):
     but decodes as replays of a graph where there are any. `cache`, empty, tells which layers share tables."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
-        self.model, self.device, self.cache, self.counters = model, model.device, cache, cache.counters
+        self.model, self.cache, self.counters = model, cache, cache.counters
+        self.device = compute_device(model)
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
         """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
-        self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._graphs = decode_graphs(model, cache)
         self.can_capture = self._graphs is not None
-        self._is_known = False  # whether the model's state was read when this work began
+        self.begin(None)
 
     def begin(self, state: ModelState | None) -> None:
         """The model stays in this state until the work ends. Without one, as at first, no step is a replay."""
         self._is_known = state is not None
+        self._picks_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         if state is not None and self._graphs is not None:
             self._graphs.begin(state)
 

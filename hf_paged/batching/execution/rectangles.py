@@ -19,6 +19,7 @@ from ...cache.block_manager import SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ...model.capability import Layout, first_inputs, next_logits
+from ...model.forwards import compute_device
 from ..request import Sequence
 from .executor import Runner, in_order
 
@@ -129,7 +130,7 @@ class RectangleRunner(Runner):
 
     def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
         """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""
-        model, device = self.model, self.model.device
+        model, device = self.model, compute_device(self.model)
         lengths = [sequence.num_computed_tokens for sequence in sequences]
         pad = getattr(model.generation_config, "pad_token_id", None)
         pad = pad if isinstance(pad, int) and pad >= 0 else 0  # any id: the mask hides it

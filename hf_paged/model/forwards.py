@@ -1,0 +1,77 @@
+"""What is put around and in the place of modules' forwards by libraries and users: hooks, wrappers, compiled code."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+_NONE: list[Any] = []
+# Where hooks come from that move, cast or require a gradient for what they get, and look at no token's place.
+_LIBRARIES = ("accelerate.", "peft.", "torch.nn.utils.", "transformers.", "trl.")
+
+
+def is_idle_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is what transformers leaves after a call with `output_hidden_states`; idle in calls without."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Of torch's and accelerate's kind: those before the module's own forward, those after it, those around it."""
+    attributes = vars(module)
+    hook = attributes.get("_hf_hook")
+    around = () if hook is None else getattr(hook, "hooks", (hook,))
+    if not (around or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):  # as nearly always
+        return _NONE
+    return [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values(), *around]
+
+
+def has_foreign_hook(module: nn.Module) -> bool:
+    """Whether code of the user's own is told what goes into the module or comes out of it."""
+    hooks = hooks_of(module)
+    return bool(hooks) and not all(str(getattr(x, "__module__", "")).startswith(_LIBRARIES) for x in hooks)
+
+
+def code_of(function: Any, seen: set[int] | None = None) -> Any:
+    """What tells a function, method, wrapper or hook from those that compute something else: its code and that of the
+    functions it calls by closure. Equal for two that were made alike, hashable, and keeps code and classes alive."""
+    kind, seen = type(function), set() if seen is None else seen
+    if kind in (bool, str, torch.dtype):
+        return function
+    if id(function) in seen:  # some close over themselves
+        return kind
+    seen.add(id(function))
+    if kind is types.MethodType:
+        return kind, code_of(function.__func__, seen)
+    if kind is types.FunctionType:
+        cells = (_content(cell) for cell in function.__closure__ or ())
+        return function.__code__, *(code_of(x, seen) for x in (*cells, *(function.__defaults__ or ())))
+    if kind is functools.partial:
+        parts = (function.func, *function.args, *function.keywords.values())
+        return kind, *(code_of(part, seen) for part in parts)
+    if kind is torch.autocast:
+        return kind, function.device, function.fast_dtype, function._enabled
+    wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
+    return kind if wrapped is None else (kind, code_of(wrapped, seen))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def compute_device(model: Any) -> torch.device:
+    """Where the model's forward computes: where its weights are, or, of those that accelerate keeps elsewhere, where
+    they are loaded to."""
+    device: torch.device = model.device
+    if device.type != "meta":
+        return device
+    hooks = (hook for module in model.modules() for hook in hooks_of(module))
+    targets = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((torch.device(target) for target in targets if target is not None), device)

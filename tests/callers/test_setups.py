@@ -1,0 +1,300 @@
+"""Models as libraries leave them: with hooks, with forwards in the place of their own, with weights kept elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils.operations import convert_outputs_to_fp32
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import hf_paged
+from hf_paged import PagedEngine
+from tests.callers.test_callers import assert_used_pool
+from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
+from tests.regressions.test_autocast import CLOSE
+from tests.support import models
+from tests.support.checks import assert_same_tokens
+
+OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10}
+MODES = {"greedy": {}, "beams": {"num_beams": 3}, "samples": {"do_sample": True, "num_return_sequences": 2}}
+PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
+
+
+def route_of(model: PreTrainedModel) -> hf_paged.Route:
+    route = hf_paged.last_route(model)
+    assert route is not None
+    return route
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    tokens: Tensor = model.generate(**models.padded_prompt("llama"), **{**OPTIONS, **options})
+    return tokens
+
+
+def assert_as_plain(model: PreTrainedModel, road: str = "engine") -> None:
+    """In every mode, by `generate` and by an engine."""
+    for mode, options in MODES.items():
+        expected = generate(model, **options)
+        assert_same_tokens(expected, generate(model, **options, **models.PAGED), mode)
+        assert route_of(model).road == road, route_of(model).reason
+    assert_used_pool(model)
+    with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
+        results = engine.generate(PROMPTS, OPTIONS)
+        engine.check_integrity()
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.error is None, result.error
+        plain = model.generate(torch.tensor([prompt]), **OPTIONS)
+        assert_same_tokens(plain[:, len(prompt) :], torch.tensor([result.token_ids]))
+
+
+# ----------------------------------------------------------------------------------------------------- hooks
+
+
+def test_hooks_that_require_gradients() -> None:
+    model = models.build("llama")
+    model.enable_input_require_grads()
+    assert_as_plain(model)
+
+
+def test_gradient_checkpointing() -> None:
+    """Active, it keeps the layers from caching, and plain's tokens are those of a model without a past."""
+    model = models.build("llama")
+    usual = generate(model)
+    model.activation_checkpointing_enable()
+    model.enable_input_require_grads()
+    assert_as_plain(model)
+    model.train()
+    assert not torch.equal(generate(model), usual), "the past is seen: the test is void"
+    assert_as_plain(model, road="hf_loop")
+    model.activation_checkpointing_disable()
+    assert_as_plain(model)
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_gradient_modes(context: Callable[[], Any]) -> None:
+    model = models.build("llama").train()
+    model.enable_input_require_grads()
+    with context():
+        assert_as_plain(model)
+
+
+def test_a_hook_of_the_users_own_sees_what_plain_shows_it() -> None:
+    """One that steers, and notes what it saw."""
+    model, seen = models.build("llama"), []
+    steering = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    usual = generate(model, **models.PAGED)
+
+    def steer(module: Any, args: Any, output: Tensor) -> Tensor:
+        seen.append(output.shape)
+        return output + steering
+
+    handle = model.model.layers[0].mlp.register_forward_hook(steer)  # type: ignore[union-attr]
+    expected = generate(model)
+    assert not torch.equal(expected, usual), "the hook changes nothing: the test is void"
+    shapes, seen[:] = list(seen), []
+    assert_same_tokens(expected, generate(model, **models.PAGED))
+    assert route_of(model).reason.endswith("there are forward hooks on model.layers.0.mlp")
+    assert seen == shapes
+    handle.remove()
+    assert_same_tokens(usual, generate(model, **models.PAGED))
+    assert route_of(model).road == "engine"
+
+
+# ----------------------------------------------------------------------------------------------------- forwards
+
+
+def test_the_classes_own_forward_as_an_attribute() -> None:
+    """As `unwrap_model` of accelerate leaves it."""
+    model = models.build("llama")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model)
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+    assert vars(model)["forward"].__func__ is inspect.unwrap(LlamaForCausalLM.forward)
+    assert_as_plain(model)
+
+
+def test_layers_with_the_forward_of_another_class() -> None:
+    """As `kernelize` and Liger patch instances: their own function, bound to the layer."""
+
+    class Norm:
+        def forward(self: Any, hidden_states: Tensor) -> Tensor:
+            wide = hidden_states.float()
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * wide.to(hidden_states.dtype)
+
+    model = models.build("llama")
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = types.MethodType(Norm.forward, module)
+    assert_as_plain(model)
+
+
+def replace_mlp(model: PreTrainedModel, forward: Callable[[Callable[..., Tensor], Tensor], Tensor]) -> Any:
+    mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr]
+    own = type(mlp).forward.__get__(mlp)
+    mlp.forward = lambda hidden: forward(own, hidden)
+    return mlp
+
+
+def test_a_forward_that_only_looks_at_shapes() -> None:
+    model, seen = models.build("llama"), []
+
+    def noting(own: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        seen.append(hidden.shape)
+        return own(hidden) * 0.5
+
+    replace_mlp(model, noting)
+    assert_as_plain(model)
+    assert seen
+
+
+def test_a_forward_that_depends_on_the_batch() -> None:
+    """The model's own loop where no other batch gives the same."""
+    model = models.build("llama")
+    replace_mlp(model, lambda own, hidden: own(hidden) * hidden.shape[0])
+    for options in MODES.values():
+        assert_same_tokens(generate(model, **options), generate(model, **options, **models.PAGED))
+        assert route_of(model).road == "hf_loop"
+    needs_rows = models.build("llama")
+
+    def raising(own: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+        if hidden.shape[0] == 1:
+            raise ValueError("a batch of one")
+        return own(hidden)
+
+    replace_mlp(needs_rows, raising)
+    assert_same_tokens(generate(needs_rows), generate(needs_rows, **models.PAGED))
+    assert route_of(needs_rows).road == "hf_loop"
+
+
+@pytest.mark.parametrize("replaced", ["layer", "model"])
+def test_blocks_of_another_forward_are_not_served(replaced: str) -> None:
+    model = models.build("llama")
+    inputs = {"input_ids": models.token_ids(1, 40), **OPTIONS, "max_new_tokens": 100}
+
+    def check() -> Tensor:
+        expected = model.generate(**inputs)
+        for _ in range(2):
+            assert_same_tokens(expected, model.generate(**inputs, **models.PAGED))
+            assert route_of(model).road == "engine"
+        return expected
+
+    before = check()
+    if replaced == "layer":
+        replace_mlp(model, lambda own, hidden: own(hidden) * 0.5)
+        halved = check()
+        replace_mlp(model, lambda own, hidden: own(hidden) * 0.25)
+    else:
+        hidden = model.model.layers[0].mlp  # type: ignore[union-attr]
+        own = type(model).forward.__get__(model)
+
+        def scaled(factor: float) -> Callable[..., Any]:
+            @functools.wraps(own)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                weight = hidden.down_proj.weight
+                kept, weight.data = weight.data, weight.data * factor
+                try:
+                    return own(*args, **kwargs)
+                finally:
+                    weight.data = kept
+
+            return forward
+
+        model.forward = scaled(0.5)
+        halved = check()
+        model.forward = scaled(0.25)
+    assert not torch.equal(before, halved) and not torch.equal(halved, check()), "nothing changes: the test is void"
+
+
+# ----------------------------------------------------------------------------------------------------- autocast
+
+
+def cast_inside(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As `Accelerator.prepare` does, which on the CPU takes bfloat16 alone."""
+    forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(type(model).forward))
+    model.forward = types.MethodType(forward, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype) -> None:
+    """Blocks in half precision, read in place; others than those without autocast, though nothing outside tells."""
+    model = models.build("llama")
+    plain = generate(model, max_new_tokens=60)
+    assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
+    wide = hf_paged.memory_stats(model, reset=True).peak_bytes
+    own = model.forward
+    cast_inside(model, dtype)
+    assert model.dtype is torch.float32
+    logits = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 60}
+    expected, outputs = (generate(model, **logits, **options) for options in ({}, models.PAGED))
+    route = route_of(model)
+    assert (route.road, route.in_place, route.slowed_by) == ("engine", True, ())
+    assert outputs.logits[0].dtype is expected.logits[0].dtype is torch.float32
+    for step in (0, 1):
+        difference = (outputs.logits[step] - expected.logits[step]).abs().max()
+        assert 0 <= difference < CLOSE[dtype]
+    assert (outputs.sequences == expected.sequences).float().mean() > 0.7
+    del outputs, expected
+    assert hf_paged.memory_stats(model).peak_bytes == wide // 2
+    model.forward = own  # as it was: blocks in half precision must not serve it
+    assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
+
+
+def test_autocast_to_another_dtype_gets_blocks_of_its_own() -> None:
+    model, hits = models.build("llama"), []
+    prompt = models.token_ids(1, 60)[0].tolist()
+    with PagedEngine(model) as engine:
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, torch.float16):
+            cast_inside(model, dtype)
+            hits.append(engine.generate([prompt], OPTIONS)[0].num_prefix_hit_tokens > 0)
+    assert hits == [False, True, False, True]
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+def on_one_device(model: PreTrainedModel, folder: Path) -> None:
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+
+
+def offloaded(model: PreTrainedModel, folder: Path) -> None:
+    cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def on_disk(model: PreTrainedModel, folder: Path) -> None:
+    disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def partly_on_disk(model: PreTrainedModel, folder: Path) -> None:
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu")
+    places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), "disk")
+    dispatch_model(model, places, main_device="cpu", offload_dir=str(folder))
+
+
+@pytest.mark.parametrize("place", [on_one_device, offloaded, on_disk, partly_on_disk])
+def test_weights_that_accelerate_places(place: Callable[[PreTrainedModel, Path], None], tmp_path: Path) -> None:
+    model = models.build("llama")
+    expected = generate(copy.deepcopy(model))
+    place(model, tmp_path)
+    if place is not on_one_device:
+        assert any(weight.is_meta for weight in model.parameters()), "nothing is elsewhere: the test is void"
+    assert_same_tokens(expected, generate(model))
+    assert_as_plain(model)
+    remove_hook_from_module(model, recurse=True)
+    if place is on_one_device:
+        assert "forward" in vars(model)
+        assert_as_plain(model)

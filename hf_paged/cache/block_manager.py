@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .block_pool import BlockTable, OutOfBlocksError
-from .groups import BlockGroup
+from .groups import BlockGroup, StateSpec
 from .prefix_index import Node, PrefixIndex
 
 UNCACHED = object()
@@ -23,6 +23,7 @@ class SequenceBlocks:
     node: Node | None = None  # of the last block that was offered to the prefix index
     num_registered: int = 0  # blocks that have been
     capacity: int = 0  # tokens for which the tables have blocks of their own: a step of one may just count it
+    stops: tuple[int, ...] = ()  # tokens after which a step ends, for `register` to keep the state there
 
 
 NO_BLOCKS = SequenceBlocks()
@@ -42,11 +43,14 @@ class BlockManager:
         prefix_caching: bool = True,
     ) -> None:
         self.groups, self.block_size, self.prefix_caching = list(groups), block_size, prefix_caching
-        self.index = PrefixIndex([group.pool for group in groups], [group.spec.window for group in groups], block_size)
+        windows = [group.spec.prefix_window for group in groups]
+        self.index = PrefixIndex([group.pool for group in groups], windows, block_size)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
+        specs = enumerate(group.spec for group in groups)
+        self._states = next((i for i, spec in specs if isinstance(spec, StateSpec) and not spec.is_empty), None)
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
@@ -107,8 +111,9 @@ class BlockManager:
         for group, table in zip(self.groups, tables) if skips else ():
             table.skip(group.spec.first_visible(end))
         self.trim(blocks)
-        needs = [table.num_needed(end - table.num_tokens) for table in tables]
-        taken = self._take(needs)
+        taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
+        if taken is None and self._unname_state(blocks):
+            taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -171,6 +176,16 @@ class BlockManager:
             return None
         return taken
 
+    def _unname_state(self, blocks: SequenceBlocks) -> bool:
+        """Gives up the snapshot that the sequence stands at, if no other does: its slot is then the sequence's own."""
+        table = None if self._states is None else blocks.tables[self._states]
+        if table is None or not table.block_ids or table.pool.refcount(table.block_ids[0]) > 1:
+            return False
+        is_kept = table.pool.is_kept(table.block_ids[0])
+        if is_kept:
+            table.pool.lose(table.block_ids[0])
+        return is_kept
+
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Forgets all tokens from `num_tokens` on. `ValueError` if blocks in front of that left the window."""
         for table in blocks.tables:
@@ -218,23 +233,38 @@ class BlockManager:
         for group, table in enumerate(blocks.tables):
             first = self.index.first_needed(group, len(path))
             held = [block_id for node in path[first:] if (block_id := node.block_ids[group]) is not None]
-            table.attach(held, first)
+            if table.block_size == size:
+                table.attach(held, first)
+            else:
+                table.attach(held, 0, len(path) * size)
         blocks.node, blocks.num_registered, blocks.epoch = path[-1], len(path), min(node.epoch for node in path)
         blocks.capacity = len(path) * size
         return blocks.capacity
 
-    def register(self, blocks: SequenceBlocks, token_ids: Sequence[int], num_tokens: int, namespace: Hashable) -> None:
-        """Names the full blocks below `num_tokens` that have no name yet. Costs nothing where none got full."""
+    def num_known(self, token_ids: Sequence[int], namespace: Hashable) -> int:
+        """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each block;
+        0 where states are not kept."""
+        if self._states is None or not self.prefix_caching or namespace is UNCACHED:
+            return 0
         size = self.block_size
-        full, number = num_tokens // size, blocks.num_registered
-        if full <= number or not self.prefix_caching or namespace is UNCACHED or blocks.epoch < self._dropped:
+        return size * len(self.index.find(token_ids, namespace, (len(token_ids) - 1) // size, without=self._states))
+
+    def register(self, blocks: SequenceBlocks, token_ids: Sequence[int], num_tokens: int, namespace: Hashable) -> None:
+        """Names the full blocks below `num_tokens` that have no name yet, and at one of the sequence's stops the state
+        there. Costs nothing where none got full. All must be computed, or be so before another sequence reads them."""
+        size = self.block_size
+        full, is_cached = num_tokens // size, self.prefix_caching and namespace is not UNCACHED
+        if full <= blocks.num_registered or not is_cached or blocks.epoch < self._dropped:
             return
-        node = blocks.node
+        node, first = blocks.node, blocks.num_registered
         if node is None or node.parent is None:  # forgotten, as a block that only the index knew was evicted
-            node, number = self.index.root(namespace), 0
-        for start in range(number * size, full * size, size):
-            tokens = tuple(token_ids[start : start + size])
-            node = self.index.add(node, tokens, blocks.tables, start // size, blocks.epoch)
+            node, first = self.index.root(namespace), 0
+        for number in range(first, full):
+            tokens = tuple(token_ids[number * size : (number + 1) * size])
+            held = [table.full_block(number) if table.block_size == size else None for table in blocks.tables]
+            if self._states is not None and (number + 1) * size == num_tokens and num_tokens in blocks.stops:
+                (held[self._states],) = blocks.tables[self._states].block_ids
+            node = self.index.add(node, tokens, held, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
 
     def begin_window(self) -> None:

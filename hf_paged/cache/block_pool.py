@@ -56,6 +56,11 @@ class BlockPool:
         return block_id in self._kept
 
     @property
+    def kept(self) -> list[int]:
+        """The blocks whose content is to be kept, used ones too."""
+        return list(self._kept)
+
+    @property
     def is_exclusive(self) -> bool:
         """Whether any used block may be written to: none has two holders, and no content is to be kept."""
         return not (self.num_shared or self._kept)
@@ -122,6 +127,12 @@ class BlockPool:
         if block_id in self._cached:
             del self._cached[block_id]
             self._free[block_id] = None
+
+    def lose(self, block_id: int) -> None:
+        """As `drop`, but `on_evict` is told."""
+        on_evict = self._kept[block_id]
+        self.drop(block_id)
+        on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
         """Turns up to `num_blocks` cached blocks into free ones, least recently released first; returns how many."""
@@ -202,6 +213,10 @@ class BlockTable:
         """The partly filled tail block, if other tables hold it too or its content is to be kept: no write to it."""
         return next(iter(self.shared_blocks(self.num_tokens, self.num_tokens + 1)), None)
 
+    def full_block(self, number: int) -> int | None:
+        """The block that holds tokens `[number, number + 1) * block_size`; `None` if it was given back."""
+        return self.block_ids[number - self.num_dropped] if number >= self.num_dropped else None
+
     def places(self, first: int, last: int) -> range:
         """Indices into `block_ids` of the blocks that hold tokens `[first, last)`, as far as they are there."""
         begin, end = first // self.block_size, -(-last // self.block_size)
@@ -261,14 +276,16 @@ class BlockTable:
         self.num_tokens += num_tokens
         return copy
 
-    def attach(self, block_ids: Sequence[int], num_dropped: int) -> None:
-        """Lets an empty table hold these full blocks, which others computed, as if `num_dropped` had gone before."""
+    def attach(self, block_ids: Sequence[int], num_dropped: int, num_tokens: int | None = None) -> None:
+        """Lets an empty table hold these blocks, which others computed, as if `num_dropped` had gone before. They are
+        full, unless it says `num_tokens`."""
         if self.block_ids or self.num_tokens:
             raise ValueError(f"a table that holds {self.num_tokens} tokens cannot begin with others")
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
         self.num_dropped = num_dropped
-        self.num_tokens = (num_dropped + len(block_ids)) * self.block_size
+        full = (num_dropped + len(block_ids)) * self.block_size
+        self.num_tokens = full if num_tokens is None else num_tokens
 
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to a block: what is in front is never stored."""

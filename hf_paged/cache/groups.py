@@ -38,6 +38,11 @@ class GroupSpec:
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     @property
+    def prefix_window(self) -> int | None:
+        """Tokens that a sequence which begins behind cached ones looks back, its own first included; `None`: all."""
+        return self.window
+
+    @property
     def label(self) -> tuple[str, int | None]:
         """What reports name the group by."""
         return self.kind, self.window
@@ -48,12 +53,22 @@ FULL_ATTENTION = GroupSpec()
 
 @dataclass(frozen=True)
 class StateSpec(GroupSpec):
-    """States of linear attention and convolutions: one slot a sequence, a block for any number of tokens."""
+    """States of linear attention and convolutions: one slot a sequence, a block for any number of tokens. A state that
+    the prefix cache keeps, a snapshot, is a slot that no sequence computes on."""
 
     kind: str = "states"
+    is_empty: bool = False  # the model has no states: the slot only tells sequences apart
 
     def block_size(self, num_tokens: int) -> int:
         return UNBOUNDED
+
+    def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
+        return max(0, super().num_spanned(first, end, chunk, num_held, block_size) - num_held)
+
+    @property
+    def prefix_window(self) -> int | None:
+        """The snapshot after the token in front."""
+        return 1 if self.is_empty else 2
 
 
 class BlockGroup:

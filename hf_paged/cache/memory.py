@@ -21,6 +21,7 @@ from .storage import KVBlocks, Storage, free_bytes
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
+KEPT_STATES = 16  # snapshots of states that are not given up for a new one, where no budget says how many can be
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class GroupMemory(BlockGroup):
 
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
-        as far as that allows before cached blocks are given up; without one, once no cached blocks are left."""
+        as far as that allows before cached blocks are given up; without one, once no cached blocks are left, or no more
+        than a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         if self._is_short:  # those of the call that failed went back since
             pool.shrink()
@@ -80,10 +82,12 @@ class GroupMemory(BlockGroup):
                 self.storage.layers.clear()
         has_budget = config.num_blocks is not None or config.memory_fraction is not None
         memory.make_place(num_blocks, self)
-        missing = num_blocks - (pool.num_free if has_budget else pool.num_available)
+        grows = has_budget or (self.holds_states and pool.num_cached < KEPT_STATES)
+        missing = num_blocks - (pool.num_free if grows else pool.num_available)
         if missing <= 0:
             return
-        added, affordable = max(missing, min(GROWTH_STEP, pool.num_blocks)), memory.num_affordable(self)
+        step = 0 if self.holds_states else min(GROWTH_STEP, pool.num_blocks)
+        added, affordable = max(missing, step), memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
         if num_blocks > pool.num_available + added:

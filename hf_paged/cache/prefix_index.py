@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Hashable, Sequence
 
-from .block_pool import BlockPool, BlockTable
+from .block_pool import BlockPool
 
 
 class Node:
@@ -29,7 +29,8 @@ class PrefixIndex:
     """Finds blocks by the tokens they hold and all tokens before them (prefix caching as in SGLang's RadixAttention,
     arXiv 2312.07104, section 3, in steps of whole blocks). A look-up compares the tokens, never only their hash. Only
     the first of several blocks with the same content has a name. A node without its block in a full-attention group is
-    forgotten with everything below it; in a window group blocks may be missing."""
+    forgotten with everything below it; in a window group blocks may be missing. A group of states is one with a window
+    that needs the last block alone: the snapshot after its tokens."""
 
     def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], block_size: int) -> None:
         self.block_size = block_size
@@ -50,8 +51,11 @@ class PrefixIndex:
         window = self._windows[group]
         return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
-    def find(self, token_ids: Sequence[int], namespace: Hashable, max_blocks: int) -> list[Node]:
-        """The longest path of at most `max_blocks` nodes along `token_ids` behind which a sequence can start."""
+    def find(
+        self, token_ids: Sequence[int], namespace: Hashable, max_blocks: int, without: int | None = None
+    ) -> list[Node]:
+        """The longest path of at most `max_blocks` nodes along `token_ids` behind which a sequence can start; or could,
+        `without` what it needs of this group."""
         node: Node | None = self._roots.get(namespace)
         if node is None:
             return []
@@ -67,29 +71,24 @@ class PrefixIndex:
             can_start = True
             for group, block_id in enumerate(node.block_ids):
                 present[group] = 0 if block_id is None else present[group] + 1
-                can_start &= len(path) - self.first_needed(group, len(path)) <= present[group]
+                can_start &= group == without or len(path) - self.first_needed(group, len(path)) <= present[group]
             if can_start:
                 usable = len(path)
         return path[:usable]
 
-    def add(
-        self, parent: Node, tokens: tuple[int, ...], tables: Sequence[BlockTable], number: int, epoch: int = 0
-    ) -> Node:
-        """The node of `tokens` behind `parent`; block `number` of each table, which a sequence of this epoch filled, is
-        named by it where no other is yet."""
+    def add(self, parent: Node, tokens: tuple[int, ...], block_ids: Sequence[int | None], epoch: int = 0) -> Node:
+        """The node of `tokens` behind `parent`; the block of each group that has one, which a sequence of this epoch
+        filled, is named by it where no other is yet."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
-        for group, table in enumerate(tables):
-            position = number - table.num_dropped
-            if node.block_ids[group] is None and position >= 0:
-                block_id = table.block_ids[position]
-                if block_id not in self._named[group]:
-                    self._pools[group].keep(block_id, self._on_evict[group])
-                    self._named[group][block_id] = node
-                    node.block_ids[group] = block_id
-                    node.epoch = min(node.epoch, epoch)
-                    self._step.append((group, block_id))
+        for group, block_id in enumerate(block_ids):
+            if node.block_ids[group] is None and block_id is not None and block_id not in self._named[group]:
+                self._pools[group].keep(block_id, self._on_evict[group])
+                self._named[group][block_id] = node
+                node.block_ids[group] = block_id
+                node.epoch = min(node.epoch, epoch)
+                self._step.append((group, block_id))
         return node
 
     def begin_step(self) -> None:

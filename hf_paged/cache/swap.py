@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .memory import GroupMemory
+from .states import StateRows, StateStorage
 from .storage import KVBlocks, Storage
 
 
@@ -41,6 +42,22 @@ class HostLayer(NamedTuple):
         target.keys[ids], target.values[ids] = found.keys.to(target.keys), found.values.to(target.values)
 
 
+class HostStates(NamedTuple):
+    """Copies of the states of some slots in host memory."""
+
+    rows: StateRows
+
+    def put_back(self, storage: StateStorage, index: int, block_ids: dict[int, int]) -> None:
+        storage.put_back(self.rows, block_ids)
+
+
+def _copies_of(group: GroupMemory, block_ids: list[int]) -> dict[int, Any]:
+    """By layer; all states together. Raises `KeyError` if a state was never computed."""
+    if not group.holds_states:
+        return {index: HostLayer.copy_of(layer, block_ids) for index, layer in group.storage.layers.items()}
+    return {0: HostStates(group.storage.copy_out(block_ids))} if block_ids else {}
+
+
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     blocks = tensor.index_select(0, torch.tensor(block_ids, device=tensor.device))
     if tensor.is_cpu:
@@ -53,7 +70,8 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
 class SwappedSequence:
     """What a sequence holds while its blocks are in host memory."""
 
-    host: list[dict[int, HostLayer]]  # for each group the layers by index, of all sequences of its request together
+    # for each group the layers by index (`HostLayer`, `HostStates`), of all sequences of its request together
+    host: list[dict[int, Any]]
     rows: list[list[int]]  # for each group, where each block of the sequence's table is among the host's
 
 
@@ -77,18 +95,15 @@ class BlockSwapper:
 
     def swap_out(self, request: Any) -> bool:
         """Copies every block of `request` to host memory and gives it back to the pool. Blocks that others hold too
-        stay theirs. `False`, with nothing changed, if the host has no memory for it."""
+        stay theirs. `False`, with nothing changed, if the host has no memory for it, or a state is not known."""
         self.flush_copies()
         held = [(sequence, sequence.blocks.tables) for sequence in request.sequences if sequence.blocks.tables]
         with self.groups[0].memory.lock:
             # the distinct blocks of each group, in the order met, and their rows in host memory
             rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
             try:
-                host = [
-                    {index: HostLayer.copy_of(layer, list(ids)) for index, layer in group.storage.layers.items()}
-                    for group, ids in zip(self.groups, rows)
-                ]
-            except (MemoryError, RuntimeError):  # torch raises the latter
+                host = [_copies_of(group, list(ids)) for group, ids in zip(self.groups, rows)]
+            except (MemoryError, RuntimeError, KeyError):  # torch raises the second
                 return False
             for sequence, tables in held:
                 sequence.swapped = SwappedSequence(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -31,7 +30,7 @@ class Entry:
 class PrefixIndexMachine(RuleBasedStateMachine):
     """A namespace's path of blocks is known as long as the full-attention group, which is the first, has all of it."""
 
-    @initialize(window=st.sampled_from([None, 1, 3, 4]), num_blocks=st.integers(MAX_BLOCKS, 12))
+    @initialize(window=st.sampled_from([None, 1, 2, 3, 4]), num_blocks=st.integers(MAX_BLOCKS, 12))
     def start(self, window: int | None, num_blocks: int) -> None:
         self.windows = [None, window]
         self.pools = [BlockPool(num_blocks) for _ in self.windows]
@@ -71,10 +70,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         if any(pool.num_available < len(path) - gone for pool, gone in zip(self.pools, dropped)):
             return
         block_ids = [self.allocate(group, len(path) - gone) for group, gone in enumerate(dropped)]
-        tables = [SimpleNamespace(block_ids=ids, num_dropped=gone) for ids, gone in zip(block_ids, dropped)]
         node = self.index.root(namespace)
         for number, tokens in enumerate(path):
-            node = self.index.add(node, tokens, tables, number, self.epoch)  # type: ignore[arg-type]
+            named = [ids[number - gone] if number >= gone else None for ids, gone in zip(block_ids, dropped)]
+            node = self.index.add(node, tokens, named, self.epoch)
             key = (namespace, path[: number + 1])
             entry = self.entries.setdefault(key, Entry([None] * len(self.pools)))
             for group, gone in enumerate(dropped):
@@ -168,22 +167,20 @@ def test_first_needed_is_the_first_block_that_the_next_token_sees(window: int | 
 def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
     pool = BlockPool(2)
     index = PrefixIndex([pool], [None], SIZE)
-    first, second = (SimpleNamespace(block_ids=pool.allocate(1), num_dropped=0) for _ in range(2))
-    for table in (first, second):
-        index.add(index.root(None), (5, 6), [table], 0)  # type: ignore[list-item]
-    assert [node.block_ids for node in index.find([5, 6], None, 1)] == [first.block_ids]
-    assert not pool.is_kept(second.block_ids[0])
+    first, second = pool.allocate(2)
+    for block_id in (first, second):
+        index.add(index.root(None), (5, 6), [block_id])
+    assert [node.block_ids for node in index.find([5, 6], None, 1)] == [[first]]
+    assert not pool.is_kept(second)
 
 
 def fill(index: PrefixIndex, pools: list[BlockPool], path: tuple, num_dropped: int, epoch: int) -> None:
     """A sequence of this path whose table in the second group begins behind `num_dropped` blocks."""
-    tables = [
-        SimpleNamespace(block_ids=pool.allocate(len(path) - dropped), num_dropped=dropped)
-        for pool, dropped in zip(pools, (0, num_dropped))
-    ]
+    gone = (0, num_dropped)
+    held = [[None] * dropped + pool.allocate(len(path) - dropped) for pool, dropped in zip(pools, gone)]
     node = index.root(None)
-    for number, tokens in enumerate(path):
-        node = index.add(node, tokens, tables, number, epoch)  # type: ignore[arg-type]
+    for tokens, *block_ids in zip(path, *held):
+        node = index.add(node, tokens, block_ids, epoch)
 
 
 def test_a_hole_in_a_window_is_not_stepped_over() -> None:
@@ -210,7 +207,7 @@ def test_a_node_is_as_old_as_its_oldest_block() -> None:
 def test_check_integrity_sees_a_name_that_no_node_has() -> None:
     pool = BlockPool(1)
     index = PrefixIndex([pool], [None], SIZE)
-    node = index.add(index.root(None), (5, 6), [SimpleNamespace(block_ids=pool.allocate(1), num_dropped=0)], 0)  # type: ignore[list-item]
+    node = index.add(index.root(None), (5, 6), pool.allocate(1))
     index.check_integrity()
     node.block_ids[0] = None
     with pytest.raises(AssertionError, match="lacks its block in group 0"):

@@ -70,6 +70,8 @@ class StepMetadata:
     """Host tables of leading rows with one query each; nothing if no shared blocks shall be looked for."""
     lengths: Lengths | None = None
     """Where a step that is recorded to be run again reads other lengths; all rows then have equally many queries."""
+    key_len: int | None = None
+    """Of packed rows, where the model's own code attends: the keys that it is shown, as many as the longest row has."""
     columns: range | None = None
     """Columns of the padded batch that a layer shows, the new ones included; `None` for packed rows."""
     origins: tuple[int, ...] = ()  # of each row's position 0, the column with `columns`, else the sequence's position

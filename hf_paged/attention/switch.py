@@ -167,6 +167,12 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
     return None
 
 
+def calls_interface(modules: Iterable[nn.Module]) -> bool:
+    """Whether a cached attention layer among `modules` calls the attention interface, or else computes it itself."""
+    classes: set[type] = {type(module) for module in modules}
+    return any(map(_calls_interface, classes))
+
+
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """The configs that cached attention layers, of all a model's `modules`, read their implementation from, and whose
     other readers behave the same under our name as under the one they have."""

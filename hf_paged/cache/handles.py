@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,6 +111,58 @@ class PagedTensor(LazyTensor):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class DeferredTensor(LazyTensor):
+    """A tensor of a packed step whose numbers only our attention knows. What `functions` has, by name, is put off until
+    then; anything else raises [`NotPackable`]."""
+
+    functions: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def dense(self) -> Tensor:
+        raise NotPackable("packed keys, values or scores are read: only attention may")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        function = cls.functions.get(name) or cls.functions.get(name.strip("_"))
+        if function is not None:
+            return function(func, *args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class RowTensor(DeferredTensor):
+    """Keys or values of whichever row of a packed step a query is of, `(1, heads, key_len, dim)`, or without the first
+    axis, or with the last two exchanged."""
+
+    step: StepMetadata
+    layer: KVBlocks
+    blocks: Tensor
+    is_transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        step: StepMetadata,
+        layer: KVBlocks,
+        blocks: Tensor,
+        dtype: torch.dtype,
+        ndim: int = 4,
+        is_transposed: bool = False,
+    ) -> RowTensor:
+        axes = (blocks.shape[3], step.key_len) if is_transposed else (step.key_len, blocks.shape[3])
+        shape = (1, blocks.shape[1], *axes)[4 - ndim :]
+        handle = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
+        handle.step, handle.layer, handle.blocks, handle.is_transposed = step, layer, blocks, is_transposed
+        return handle
+
+    def but(
+        self, ndim: int | None = None, dtype: torch.dtype | None = None, is_transposed: bool | None = None
+    ) -> RowTensor:
+        """The same, seen in another way."""
+        turned = self.is_transposed if is_transposed is None else is_transposed
+        return RowTensor(self.step, self.layer, self.blocks, dtype or self.dtype, ndim or self.dim(), turned)
 
 
 # Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.

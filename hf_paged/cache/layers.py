@@ -13,7 +13,7 @@ from transformers import cache_utils
 
 from ..step import NotPackable
 from .groups import GroupSpec
-from .handles import PagedTensor, gather
+from .handles import PagedTensor, RowTensor, gather
 from .rows import LayerGroup
 from .storage import Look, looks
 
@@ -70,6 +70,10 @@ class PagedLayer(cache_utils.DynamicLayer):
                 self.num_seen = step.columns.stop
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        if step.key_len is not None:
+            pairs = zip((blocks.keys, blocks.values), (keys.dtype, values.dtype))
+            shown_keys, shown_values = (RowTensor(step, blocks, stored, dtype) for stored, dtype in pairs)
+            return shown_keys, shown_values
         if context_len == 0:
             if needs_grad:
                 return key_states, value_states
@@ -128,6 +132,8 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and first position of the keys that the next `query_length` queries are shown."""
+        if self.group.packed is not None and self.group.packed.key_len is not None:
+            return self.group.packed.key_len, 0
         first = self.group.spec.first_visible(self.num_seen)
         return self.num_seen + query_length - first, first
 

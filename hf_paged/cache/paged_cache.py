@@ -163,7 +163,9 @@ class PagedCache(DynamicCache):
         return self._positions[0] - torch.arange(self._positions.shape[1], device=self._positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        return super().get_seq_length(layer_idx)
+        """What makes 0, 1, 2, ... the positions of the queries under a mask."""
+        shows_rows = any(group.packed is not None and group.packed.key_len for group in self.groups.values())
+        return self.get_seq_length(layer_idx) if shows_rows else super().get_seq_length(layer_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row, sharing its blocks; linear-attention states are copied."""

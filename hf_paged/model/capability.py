@@ -20,7 +20,14 @@ from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
 from ..attention.latent import wrap_expansions
-from ..attention.switch import NAME, foreign_attention, model_attention, switchable_configs, use_paged_attention
+from ..attention.switch import (
+    NAME,
+    calls_interface,
+    foreign_attention,
+    model_attention,
+    switchable_configs,
+    use_paged_attention,
+)
 from ..cache.block_manager import BlockManager
 from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import autocast_dtype
@@ -124,7 +131,9 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs: bool) -> Iterator[str]:
     """Why rows cannot be packed; or else why they cannot run side by side, where they join and leave."""
     parameters = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    attends_itself = not calls_interface(module for _, module in modules)
+    needed = ("past_key_values",) if attends_itself else ("position_ids", "past_key_values")  # alibi is in the mask
+    missing = [name for name in needed if name not in parameters]
     known = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
     if packs and getattr(model.config, "is_encoder_decoder", False):
         yield "the model has an encoder"
@@ -145,8 +154,8 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs:
     if "prepare_inputs_for_generation" in vars(model):
         yield "its `prepare_inputs_for_generation` was replaced"
     is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
-    if packs and not is_loaded_with_ours and not switchable_configs(module for _, module in modules):
-        yield "its attention does not go through the attention interface"
+    if packs and not (attends_itself or is_loaded_with_ours or switchable_configs(module for _, module in modules)):
+        yield "its code asks which attention it is configured with"
     # functions of the user's own are called as often as plain calls them, with the rows that it would give them
     if reason := foreign_attention(module for _, module in modules):
         yield reason

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hf_paged
 from hf_paged import kernels
 from hf_paged.kernels.triton.cascade import CascadeCosts
 from tests.attention.test_packed import MIXED, PROMPTS, TOLERANCE, Built, Case, causal_mask
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = [available, pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU, tests/test_gpu.py does this")]
@@ -65,6 +67,24 @@ def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[s
     assert torch.equal(plain, paged)
     assert set(launches) == {"prefill_attention", "decode_attention"}
     hf_paged.check_integrity(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BloomForCausalLM",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("DeepseekV3ForCausalLM", "Llama4ForCausalLM")),
+    ],
+)
+def test_kinds_of_attention(name: str, launches: list[str]) -> None:
+    model = tiny_model(getattr(transformers, name))
+    ids, options = models.token_ids(2, 21), dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    plain = model.generate(ids, **options)
+    paged = model.generate(ids, **options, **models.PAGED)
+    assert torch.equal(plain, paged)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.reason.startswith("packed forwards") and not route.slowed_by
+    assert set(launches) == {"prefill_attention", "decode_attention"}
 
 
 def test_samples_read_their_prompt_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.support.engine_helpers import (
     MODES,
     assert_drained,
     assert_same_as_lone,
-    build_bloom,
+    build_diff_llama,
     build_mamba,
     lone_run,
     prompts,
@@ -86,7 +86,7 @@ def test_alone_it_draws_from_the_global_random_numbers_as_generate_does(mode: st
     assert torch.equal(state, torch.get_rng_state()), "the engine drew more or fewer numbers than plain"
 
 
-@pytest.mark.parametrize("build", [build_mamba, build_bloom], ids=["mamba", "bloom"])
+@pytest.mark.parametrize("build", [build_mamba, build_diff_llama], ids=["mamba", "diff_llama"])
 def test_models_that_cannot_run_packed(build: Any) -> None:
     model = build()
     texts = prompts(*(3 + 2 * i for i in range(len(MODES))))
@@ -103,13 +103,13 @@ def test_models_that_cannot_run_packed(build: Any) -> None:
 
 
 def test_row_layout_under_a_small_budget() -> None:
-    model, texts = build_bloom(), prompts(20, 25, 9, 31)
+    model, texts = build_diff_llama(), prompts(20, 25, 9, 31)
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=8)) as engine:
         results = engine.generate(texts, GREEDY)
         assert engine.stats().num_preemptions > 0
         assert_drained(engine)
     for prompt, result in zip(texts, results):
-        assert_same_as_lone(lone_run(model, prompt, GREEDY), result, GREEDY, "bloom")
+        assert_same_as_lone(lone_run(model, prompt, GREEDY), result, GREEDY, "diff_llama")
 
 
 class Forbid(LogitsProcessor):

@@ -23,7 +23,7 @@ from tests.support.engine_helpers import (
     MODES,
     assert_drained,
     assert_same_as_lone,
-    build_bloom,
+    build_diff_llama,
     build_mamba,
     lone_run,
     prompts,
@@ -332,7 +332,7 @@ def test_a_forward_that_raises_fails_the_requests_of_that_step(place: str, step:
     assert model_state(model) == before
 
 
-@pytest.mark.parametrize("build", [build_bloom, build_mamba], ids=["bloom", "mamba"])
+@pytest.mark.parametrize("build", [build_diff_llama, build_mamba], ids=["diff_llama", "mamba"])
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
 def test_a_forward_that_raises_in_the_row_layout(build: Any, error: type[BaseException]) -> None:
     model = build()

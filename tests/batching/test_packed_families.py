@@ -15,12 +15,18 @@ from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_l
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 11}),
+    # attention code of a model's own: alibi before the mask, after it, in it, and none
+    "bloom": ("BloomForCausalLM", {}),
+    "mpt": ("MptForCausalLM", {}),
+    "falcon alibi": ("FalconForCausalLM", {"alibi": True}),
+    "gptj": ("GPTJForCausalLM", {}),
     "latents": ("DeepseekV3ForCausalLM", {}),
     "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
     # queries are scaled by their positions, of which plain rows count padding, too
     "scales": ("Llama4ForCausalLM", {"attention_chunk_size": 11, "floor_scale": 8, "attn_scale": 0.5}),
 }
 NAMES = sorted(FAMILIES)
+KINDS = ["bloom", "chunks", "falcon alibi", "latents"]
 
 
 @functools.cache
@@ -52,8 +58,7 @@ def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config
     return stats
 
 
-@pytest.mark.parametrize("max_tokens", [2048, 11])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, max_tokens", [*((name, 11) for name in NAMES), *((name, 2048) for name in KINDS)])
 def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
     """With few tokens a step, prompts come in chunks that end within blocks and chunks of attention."""
     texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
@@ -61,9 +66,10 @@ def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
-    modes = [MODES["greedy"], MODES["samples"], MODES["beams"], MODES["sample"]]
+    samples = {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3}
+    modes = [MODES["greedy"], samples, MODES["beams"], MODES["sample"]]
     config = PagedConfig(block_size=8, num_blocks=19, preemption=preemption)
     assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, "the budget was meant to be short"
 

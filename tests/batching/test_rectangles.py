@@ -20,7 +20,7 @@ from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_l
 CLASSES = [
     "Qwen3NextForCausalLM",  # linear attention beside full attention
     "BambaForCausalLM",  # Mamba states beside full attention
-    "BloomForCausalLM",  # alibi, attention code of its own
+    "DogeForCausalLM",  # a bias from the cached values
     "MambaForCausalLM",  # states only
 ]
 SMALL = PagedConfig(block_size=8)

@@ -47,14 +47,22 @@ def test_half_precision_is_packable(name: str) -> None:
     assert reason(models.build(name).bfloat16()) is None
 
 
-PACKABLE = ["CohereForCausalLM", "Gemma3nForCausalLM", "GPTNeoXForCausalLM", "Llama4ForCausalLM"]
+PACKABLE = [
+    "BloomForCausalLM",
+    "CohereForCausalLM",
+    "FalconForCausalLM",
+    "GPTJForCausalLM",
+    "Gemma3nForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Llama4ForCausalLM",
+]
 PACKABLE += ["OPTForCausalLM", "Qwen3MoeForCausalLM"]
 REFUSED = {
     "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states beside attention
     "BertLMHeadModel": "causal",  # attends in both directions
-    "BloomForCausalLM": "no position_ids",  # alibi from the mask
     "FalconH1ForCausalLM": "PagedHybridLayer",
-    "GPTJForCausalLM": "attention interface",  # attention code of its own
+    "GPTNeoForCausalLM": "are read",  # a mask of its own, by columns of the batch
+    "OpenAIGPTLMHeadModel": "no past_key_values",
     "MambaForCausalLM": "no past_key_values",
 }
 

@@ -12,7 +12,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
 from tests.support.checks import assert_same_tokens
-from tests.support.engine_helpers import build_bloom
+from tests.support.engine_helpers import build_diff_llama
 
 # its tensors have no numbers: none of ours may be one
 DEFAULT = "meta"
@@ -24,9 +24,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "diff_llama"])
 def test_a_call_under_another_default_device(name: str, mode: str) -> None:
-    model = build_bloom() if name == "bloom" else models.build(name)
+    model = build_diff_llama() if name == "diff_llama" else models.build(name)
     inputs, found = models.padded_prompt("llama", (60, 3, 33, 9)), []
     for options in ({}, models.PAGED, models.PAGED):  # the second finds cached blocks, where there are any
         torch.manual_seed(0)
@@ -50,9 +50,9 @@ class Devices(BaseStreamer):
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "diff_llama"])
 def test_an_engine_under_another_default_device(name: str, preemption: str) -> None:
-    model, streamer = build_bloom() if name == "bloom" else models.build(name), Devices()
+    model, streamer = build_diff_llama() if name == "diff_llama" else models.build(name), Devices()
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (30, 9, 22)]
     options = {**MODES["greedy"], "max_new_tokens": 20}
     expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]

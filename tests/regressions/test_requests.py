@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, build_bloom, lone_run, prompts
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, build_diff_llama, lone_run, prompts
 
 GREEDY = MODES["greedy"]
 SOME_EOS = list(range(20, 50))
@@ -51,7 +51,7 @@ class Writes(StoppingCriteria):
 # -- chosen ids that have no embedding --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "diff_llama"])
 @pytest.mark.parametrize(
     ("how", "mode"),
     [
@@ -60,7 +60,7 @@ class Writes(StoppingCriteria):
     ],
 )
 def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:
-    model = models.get("llama") if name == "llama" else build_bloom()
+    model = models.get("llama") if name == "llama" else build_diff_llama()
     texts = prompts(9, 12, 7)
     code = {"logits_processor": [Widens(15)]} if how == "logits_processor" else {"stopping_criteria": [Writes(15)]}
     with PagedEngine(model, {"block_size": 8}) as engine:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
 
 from hf_paged import PagedEngine, RequestResult
 from tests.support import models
@@ -87,10 +94,11 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [models.token_ids(1, length, seed=seed + 31 * i)[0].tolist() for i, length in enumerate(lengths)]
 
 
-def build_bloom() -> PreTrainedModel:
-    """Positions are ALiBi's, which its forward makes from the mask of the batch: no packed batch."""
-    config = BloomConfig(vocab_size=models.VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4)
-    return _finished(BloomForCausalLM(config), 1)
+def build_diff_llama() -> PreTrainedModel:
+    """Its code cuts the cached values of a batch in two: no packed batch."""
+    sizes = {"vocab_size": models.VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    return _finished(DiffLlamaForCausalLM(config), 1)
 
 
 def build_mamba() -> PreTrainedModel:

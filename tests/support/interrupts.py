@@ -28,7 +28,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
 from tests.support.checks import model_state
-from tests.support.engine_helpers import build_bloom
+from tests.support.engine_helpers import build_diff_llama
 
 NEW_TOKENS = 6
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
@@ -143,14 +143,14 @@ class Engine(Case):
 
 def make_cases() -> dict[str, Case]:
     """All kinds, with their models."""
-    llama, t5, bloom = models.build("llama"), models.build("t5"), build_bloom()
+    llama, t5, diff_llama = models.build("llama"), models.build("t5"), build_diff_llama()
     cases: dict[str, Case] = {f"generate, {mode}": Generate(llama, mode) for mode in MODES}
     cases |= {f"generate, encoder-decoder, {mode}": Generate(t5, mode) for mode in ("greedy", "beams")}
-    cases["generate, in transformers' loop"] = Generate(bloom, "greedy")
+    cases["generate, in transformers' loop"] = Generate(diff_llama, "greedy")
     cases["engine.generate"] = Engine(llama, "generate")
     cases["engine.stream"] = Engine(llama, "stream")
     cases["engine.step"] = Engine(llama, "steps")
-    cases["engine.step, row by row"] = Engine(bloom, "steps")
+    cases["engine.step, row by row"] = Engine(diff_llama, "steps")
     for preemption in ("recompute", "swap"):
         case = Engine(llama, "steps", num_blocks=9, preemption=preemption)
         assert case.num_preemptions, "the pool is not small enough"

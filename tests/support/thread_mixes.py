@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.engine_helpers import build_bloom
+from tests.support.engine_helpers import build_diff_llama
 
 NUM_THREADS = 4
 BLOCK_SIZE = 8
@@ -31,7 +31,7 @@ POISON = models.BOS  # which no check computes
 MODELS = {
     "llama": (6, 1),
     "gemma3": (3, 2),
-    "bloom": (2, 1),
+    "diff_llama": (2, 1),
     "DeepseekV3ForCausalLM": (2, 1),
     "Qwen3NextForCausalLM": (2, 2),
     "BambaForCausalLM": (2, 2),
@@ -54,7 +54,7 @@ def get_model(name: str) -> PreTrainedModel:
     if name in models.CONFIGS:
         model: Any = models.build(name)
     else:
-        model = build_bloom() if name == "bloom" else tiny_model(getattr(transformers, name))
+        model = build_diff_llama() if name == "diff_llama" else tiny_model(getattr(transformers, name))
     for config in (model.config, model.config.get_text_config(), model.generation_config):
         config.eos_token_id = None
     plain = model.get_input_embeddings()

@@ -112,14 +112,15 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     bias = call.bias
     if bias is not None:
         length = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
-        bias = bias.expand(batch, heads, query_len, length)
+        bias = bias.expand(batch, heads, query_len if bias.shape[2] > 1 else 1, length)
     shape = batch, query_len, heads, values.shape[3]
     out = query.new_empty(shape) if is_complete else query.new_zeros(shape)
     for part in parts:
         some = slice(part.heads.start * group, part.heads.stop * group)
         own_bias, first, length = None, part.first_query, part.length
         if bias is not None:
-            own_bias = torch.stack([bias[row, some, first:, low : low + length] for row, low in part.members])
+            own_bias = torch.stack([bias[row, some, :, low : low + length] for row, low in part.members])
+            own_bias = _of_queries(own_bias, slice(first, None))
         own = call.of_heads(some, query[part.rows, some, first:], own_bias)
         output = _attend_part(own, part, *_gather(own, part, layouts))
         if is_complete and len(parts) == 1:
@@ -141,10 +142,15 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
     out = call.query.new_empty(rows, queries, heads, value.shape[3])
     for (chosen, seen), member in itertools.product(slices, range(apart)):
         one = slice(member, None, apart)
-        own_bias = None if call.bias is None else call.bias[:, one, chosen, seen]
+        own_bias = None if call.bias is None else _of_queries(call.bias[:, one, :, seen], chosen)
         own = call.of_heads(one, call.query[:, one, chosen], own_bias)
         out[:, chosen, one] = _attend_slice(own, part, key[:, :, seen], value[:, :, seen], is_causal)
     return out
+
+
+def _of_queries(bias: Tensor, chosen: slice) -> Tensor:
+    """A bias `[rows, heads, queries or 1, keys]` of some queries; one for all of them is that of any."""
+    return bias[:, :, chosen] if bias.shape[2] > 1 else bias
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:

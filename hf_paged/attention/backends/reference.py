@@ -21,8 +21,8 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None  # scores become tanh(scores / softcap) * softcap before bias and mask
     sinks: Tensor | None = None  # (heads,): one more logit per head that takes probability and adds no value
     bias: Tensor | None = None
-    """Broadcasts to `(n, heads, query_len, >= max seq_len)`, for rows with equally many queries: added to the scores,
-    its last axis in table coordinates of each row; may hold `-inf`."""
+    """Broadcasts to `(n, heads, query_len, >= max seq_len)`, where rows have different numbers of queries one for all
+    rows and queries: added to the scores, its last axis in table coordinates of each row; may hold `-inf`."""
     fresh: tuple[Tensor, ...] | None = None
     """Keys and values `(T, kv_heads, dim)` of the step's own tokens, where they are at hand."""
 

@@ -39,8 +39,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def _prefill_reason(call: AttentionCall) -> str | None:
     """`unsupported_reason` of the prefill kernel, beside what it has in common with the decode kernel."""
     keys, values = call.blocks.keys, call.blocks.values
-    if call.bias is not None:
-        return "a bias for more queries than the decode kernel takes"
+    if call.bias is not None and call.bias.shape[2] > 1:
+        return "a bias that differs among more queries than the decode kernel takes"
     if any(torch.promote_types(call.query.dtype, x.dtype) != call.query.dtype for x in (keys, values)):
         return f"blocks of a wider dtype than the queries' {call.query.dtype}"
     if values.shape[3] > 512:
@@ -57,7 +57,9 @@ def attend(call: AttentionCall) -> Tensor:
         return _attend_rows(call)
     num_decodes, decodes, chunks = step.plan(_split)
     first = [] if decodes is None else [_attend_rows(call._replace(query=call.query[:num_decodes], step=decodes))]
-    rest = attention.prefill_attention(call.query[num_decodes:], keys, values, chunks or step, **_features(call))
+    rest = attention.prefill_attention(
+        call.query[num_decodes:], keys, values, chunks or step, **_features(call), bias=call.bias
+    )
     return torch.cat([*first, rest]) if first else rest
 
 
@@ -73,7 +75,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     from ...kernels.triton import attention  # needs Triton
 
     query, step, keys, values = call.query, call.step, call.blocks.keys, call.blocks.values
-    if step.block_ids and _prefill_reason(call) is None:
+    if step.block_ids and call.bias is None and _prefill_reason(call) is None:
         found = step.plan(cascade.find_cascade, cascade.default_costs(query, keys, values))
         if found is not None:
             return attention.cascade_attention(query, keys, values, found, **_features(call))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...attention.eager import showing_rows
+from ...attention.switch import calls_interface
 from ...cache.paged_cache import PagedCache
 from ...model.forwards import compute_device
 from ...model.state import ModelState
@@ -39,7 +41,10 @@ class PackedRunner(Runner):
     def begin(self, state: ModelState | None) -> None:
         """The model stays in this state until the work ends. Without one, as at first, no step is a replay."""
         self._is_known = state is not None
-        self._picks_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(self.model.forward).parameters
+        self._picks_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+        if state is None:
+            self._shows_rows = not calls_interface(self.model.modules())  # to code that attends itself
         if state is not None and self._graphs is not None:
             self._graphs.begin(state)
 
@@ -95,11 +100,15 @@ class PackedRunner(Runner):
 
     def _forward(self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], **arguments: Any) -> Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        if self._shows_rows:
+            steps = [showing_rows(step) for step in steps]
+            arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
         self.cache.begin(steps, positions)
         try:
             logits: Tensor = self.model(
                 input_ids=token_ids,
-                position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,

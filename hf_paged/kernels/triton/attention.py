@@ -88,6 +88,7 @@ def prefill_attention(
     value_blocks: Tensor,
     step: StepMetadata,
     *,
+    bias: Tensor | None = None,
     query_index: Tensor | None = None,
     num_splits: int | None = None,
     config: LaunchConfig | None = None,
@@ -101,6 +102,7 @@ def prefill_attention(
     Args:
         query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads, block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
+        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, one for all queries of a row.
         query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
         num_splits: Parts that each row's keys are cut into; else chosen by the size of the chip.
         is_merged: Else the parts are returned, `(splits, T, heads, value_dim)`, and the log-sum-exp of their scores,
@@ -124,7 +126,7 @@ def prefill_attention(
         _, starts, query_start, _ = step.on_device
         _launch(
             (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
-            (max(16, triton.next_power_of_2(value_dim)), 0), **features,
+            (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
             starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
             SPLIT=num_splits > 1, BLOCK_M=config.block_m,
         )  # fmt: skip
@@ -189,13 +191,14 @@ def _launch(
         )  # fmt: skip
 
 
-def _bias_arguments(bias: Tensor | None, heads: int, query_len: int, step: StepMetadata) -> dict[str, Any]:
+def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:
     """The kernel's: a bias, how far apart in memory it has rows, tokens of all rows, heads and keys, and its keys."""
     if bias is None:
         return {}
     keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size
     if keys < max(step.seq_lens, default=0):
         raise IndexError(f"the bias covers {keys} positions, seq_lens are {step.seq_lens}")
-    row, head, token, key = bias.expand(step.num_rows, heads, query_len, keys).stride()
-    row -= query_len * token
+    row, head, token, key = bias.expand(step.num_rows, heads, query_len or 1, keys).stride()
+    token = 0 if query_len is None else token
+    row -= (query_len or 0) * token
     return dict(bias=bias, bias_row=row, bias_token=token, bias_head=head, bias_key=key, bias_len=keys)

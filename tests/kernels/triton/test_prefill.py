@@ -37,6 +37,7 @@ class Case:
     causal: bool = True
     softcap: float | None = None
     sinks: bool = False
+    bias: bool = False  # of heads and keys
     starts: tuple[int, ...] | None = None
     splits: int = 1
     dtype: torch.dtype = torch.float32
@@ -48,7 +49,7 @@ class Case:
         name += (
             f"{self.kv_heads}-d{self.key_dim}_{self.value_dim}-{str(self.dtype)[6:]}-m{self.config[0]}n{self.config[1]}"
         )
-        features = ("window", "softcap", "sinks", "starts")
+        features = ("window", "softcap", "sinks", "bias", "starts")
         name += "".join(f"-{name}" for name in features if getattr(self, name))
         return name + ("" if self.causal else "-all") + (f"-s{self.splits}" if self.splits > 1 else "")
 
@@ -73,6 +74,8 @@ CASES = [
     Case(MIXED, window=33, config=(16, 32)),
     Case(MIXED, softcap=5.0),
     Case(MIXED, sinks=True),
+    Case(MIXED, bias=True),
+    Case(MIXED, sinks=True, bias=True, starts=(3, 0, 17, 0, 8, 0), splits=2),
     Case(MIXED, starts=(3, 0, 17, 0, 8, 0)),
     Case(MIXED, causal=False),
     Case(MIXED, causal=False, starts=(3, 2, 1, 0, 33, 0), splits=2),
@@ -150,6 +153,7 @@ def build(case: Case, seed: int = 0) -> Built:
         scale=SCALE,
         softcap=case.softcap,
         sinks=random(case.heads).to(case.dtype) if case.sinks else None,
+        bias=random(1, case.heads, 1, max(lens)) if case.bias else None,
         num_splits=case.splits,
     )
     # as a model makes them: heads behind tokens in memory
@@ -158,7 +162,7 @@ def build(case: Case, seed: int = 0) -> Built:
 
 def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's output `(num_tokens, heads, value_dim)` and log-sum-exp, in float64."""
-    options = {name: built.options[name] for name in ("scale", "softcap")}
+    options = {name: built.options[name] for name in ("scale", "softcap", "bias")}
     sinks = built.options["sinks"]
     sinks = None if sinks is None else sinks.double()
     key_blocks, value_blocks = built.key_blocks.double(), built.value_blocks.double()
@@ -238,6 +242,7 @@ def any_cases(draw: st.DrawFn) -> Case:
         causal=draw(st.integers(0, 3)) > 0,
         softcap=draw(st.sampled_from((None, None, 2.0))),
         sinks=draw(st.booleans()),
+        bias=draw(st.integers(0, 3)) == 0,
         starts=starts,
         splits=draw(st.sampled_from((1, 1, 2, 3))),
         config=draw(st.sampled_from(((16, 16), (16, 32), (32, 16)))),

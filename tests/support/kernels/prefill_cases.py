@@ -28,6 +28,7 @@ def _prefill(
     with_starts: bool = False,
     window: int | None = None,
     with_sinks: bool = False,
+    with_bias: bool = False,
     **options: Any,
 ) -> None:
     rows, heads = 4, kv_heads * group
@@ -41,6 +42,8 @@ def _prefill(
         keys, values = empty(1000, kv_heads, block_size, dim + value_dim).split([dim, value_dim], dim=3)
     if with_sinks:
         options["sinks"] = empty(heads)
+    if with_bias:
+        options["bias"] = empty(1, heads, 1, 64 * block_size)
     prefill_attention(
         empty(rows * chunk, heads, dim),
         keys,
@@ -99,6 +102,7 @@ CASES = [
     _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=(80,)),
     _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=(90,)),
     _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=(90,)),
+    _case("d128-bf16-bias", 128, with_bias=True, ops=False, chips=(80, 90)),
     _case("d80-fp32", 80, FULL, ops=False, chips=(80,)),
     _case("d256-fp32", 256, FULL, ops=False, chips=(90,)),
     AotCase("prefix-d64-bf16-n16", lambda: _prefix(64, 16), instructions=TENSOR_CORES),

@@ -1,0 +1,266 @@
+"""Attention that a model's own code computes in a packed step: scores stay a description until they meet the values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cache.handles import DeferredTensor, RowTensor
+from ..cache.storage import KVBlocks
+from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
+from . import backends
+from .backends.reference import AttentionCall
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+HIDDEN = -1e4  # what is added to scores that shall not count, or less
+
+
+def showing_rows(step: StepMetadata) -> StepMetadata:
+    """A packed step for a model whose own code attends. Raises `NotCapturable` where only the device knows lengths,
+    `NotPackable` where layers look back through a window."""
+    if step.lengths is not None:
+        raise NotCapturable("its own attention code is shown as many keys as the longest row has")
+    if step.window is not None:
+        raise NotPackable("its own attention code is shown keys through a window")
+    return dataclasses.replace(step, key_len=max(step.seq_lens))
+
+
+def defer(*names: str) -> Callable[[Function], Function]:
+    """Decorates what is called, where an argument is a `DeferredTensor`, for functions of torch with these names."""
+
+    def register(function: Function) -> Function:
+        DeferredTensor.functions.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class Scores(DeferredTensor):
+    """`query @ key * scale + bias`, or its softmax over keys, `(1, heads, T, key_len)` or without the first axis."""
+
+    query: Tensor  # (heads, T, dim)
+    key: RowTensor
+    scale: float
+    bias: Tensor | None  # of three axes, broadcasts to (heads, T, key_len)
+    is_softmax: bool
+
+    @staticmethod
+    def __new__(cls, query: Tensor, key: RowTensor, ndim: int, dtype: torch.dtype, **state: Any) -> Scores:
+        shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
+        scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
+        scores.query, scores.key = query, key
+        scores.scale, scores.bias, scores.is_softmax = 1.0, None, False
+        scores.__dict__.update(state)
+        return scores
+
+    def but(self, ndim: int | None = None, dtype: torch.dtype | None = None, **state: Any) -> Scores:
+        """The same with some things changed."""
+        state = {"scale": self.scale, "bias": self.bias, "is_softmax": self.is_softmax, **state}
+        return Scores(self.query, self.key, ndim or self.dim(), dtype or self.dtype, **state)
+
+    def plus(self, bias: Tensor | None) -> Scores:
+        if self.is_softmax:
+            raise NotPackable("something is added to attention weights")
+        if bias is None or self.bias is None:
+            return self.but(bias=self.bias if bias is None else bias)
+        return self.but(bias=self.bias + bias)
+
+
+# -- what keys, values and scores are put through -------------------------------------------------------------------
+
+
+@defer("contiguous", "size", "dim", "is_floating_point", "__get__", "type_as", "float", "to", "type")
+def _as_it_is(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Shapes and dtypes; the maths are float32 whatever the dtype says."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if function.__name__ not in ("float", "to", "type", "type_as"):
+            return x if function is Tensor.contiguous else function(x, *args, **kwargs)
+        if not isinstance(x, DeferredTensor):
+            return NotImplemented
+        like = function(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+    if not isinstance(like, Tensor) or like.device != x.device or not like.is_floating_point():
+        raise NotPackable(f"{function.__name__} of packed keys, values or scores")
+    return x.but(dtype=like.dtype)
+
+
+@defer("dropout")
+def _dropout(function: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if p and training:
+        raise NotPackable("attention weights are dropped at random")
+    return x
+
+
+@defer("transpose", "permute")
+def _transpose(function: Any, x: Any, *dims: Any) -> Any:
+    """The last two axes of keys change places."""
+    ndim, axes = x.dim(), list(range(x.dim()))
+    if function.__name__ == "transpose":
+        first, second = dims
+        axes[first], axes[second] = axes[second], axes[first]
+    else:
+        axes = [axis % ndim for axis in (dims[0] if isinstance(dims[0], (tuple, list)) else dims)]
+    if not isinstance(x, RowTensor) or axes != [*range(ndim - 2), ndim - 1, ndim - 2]:
+        raise NotPackable(f"axes of packed keys, values or scores in the order {axes}")
+    return x.but(is_transposed=not x.is_transposed)
+
+
+@defer("view", "reshape")
+def _view(function: Any, x: Any, *shape: Any) -> Any:
+    """The first axis, of length 1, comes or goes."""
+    wanted = tuple(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
+    known, missing = math.prod(size for size in wanted if size != -1), wanted.count(-1)
+    wanted = tuple(x.numel() // max(known, 1) if missing == 1 and size == -1 else size for size in wanted)
+    own = tuple(x.shape)
+    if wanted not in (own, (1, *own)[-4:], own[-3:]):
+        raise NotPackable(f"packed keys, values or scores of shape {own} as {wanted}")
+    return x.but(ndim=len(wanted))
+
+
+@defer("matmul", "bmm", "__matmul__")
+def _matmul(function: Any, left: Any, right: Any) -> Any:
+    """Queries and keys, or weights and values."""
+    if not isinstance(right, RowTensor) or left.dim() != right.dim():
+        raise NotPackable("packed keys, values or scores are multiplied by something else")
+    if isinstance(left, Scores):
+        return _attend(left, right)
+    heads, kv_heads = left.shape[-3], right.blocks.shape[1]
+    if not right.is_transposed or left.shape[-2] != right.step.num_tokens or heads % kv_heads:
+        raise NotPackable(f"queries of shape {tuple(left.shape)} by keys of shape {tuple(right.shape)}")
+    return Scores(left.view(left.shape[-3:]), right, left.dim(), left.dtype)
+
+
+@defer("baddbmm")
+def _baddbmm(function: Any, x: Tensor, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    scores = _matmul(torch.bmm, batch1, batch2)
+    if not isinstance(scores, Scores):
+        raise NotPackable("something is added to attention's output")
+    return scores.but(scale=float(alpha)).plus(_bias(scores.key.step, x if beta == 1 else x * beta))
+
+
+@defer("mul", "rmul", "imul", "div", "truediv", "itruediv")
+def _scale(function: Any, scores: Any, factor: Any) -> Any:
+    if not isinstance(scores, Scores):
+        scores, factor = factor, scores
+    is_number = isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
+    if not isinstance(scores, Scores) or scores.is_softmax or not is_number or not factor > 0:
+        raise NotPackable("packed keys, values or attention weights are scaled")
+    factor = 1 / float(factor) if "div" in function.__name__ else float(factor)
+    return scores.but(scale=scores.scale * factor, bias=None if scores.bias is None else scores.bias * factor)
+
+
+@defer("add", "radd", "iadd")
+def _add(function: Any, scores: Any, other: Any) -> Any:
+    if not isinstance(scores, Scores):
+        scores, other = other, scores
+    if not isinstance(scores, Scores) or not isinstance(other, Tensor) or isinstance(other, DeferredTensor):
+        raise NotPackable("something is added to packed keys or values")
+    return scores.plus(scores.key.step.plan(_bias, other))
+
+
+@defer("masked_fill")
+def _masked_fill(function: Any, scores: Any, mask: Tensor, value: float) -> Any:
+    if not isinstance(scores, Scores) or not value <= HIDDEN:
+        raise NotPackable("packed keys, values or scores are filled")
+    return scores.plus(scores.key.step.plan(_bias_where, mask, True))
+
+
+@defer("max", "maximum", "clamp_min")
+def _at_least(function: Any, scores: Any, least: Any) -> Any:
+    """Scores with no `-inf` among them."""
+    if not isinstance(scores, Scores) or scores.is_softmax or not least <= HIDDEN:
+        raise NotPackable("packed keys, values or scores are bounded")
+    return scores
+
+
+@defer("softmax")
+def _softmax(function: Any, scores: Any, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(scores, Scores) or scores.is_softmax or dim not in (-1, scores.dim() - 1):
+        raise NotPackable("a softmax of packed keys or values")
+    return scores.but(is_softmax=True, dtype=kwargs.get("dtype"))
+
+
+@defer("scaled_dot_product_attention")
+def _sdpa(
+    function: Any,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    if attn_mask is None or is_causal:
+        raise NotPackable("attention without a mask, or a mask of its own")
+    scores = _matmul(torch.matmul, query, key.but(is_transposed=True))
+    hides = attn_mask.dtype == torch.bool
+    bias = key.step.plan(_bias_where, attn_mask, False) if hides else key.step.plan(_bias, attn_mask)
+    scores = scores.plus(bias).but(scale=query.shape[-1] ** -0.5 if scale is None else scale, is_softmax=True)
+    return _attend(_dropout(F.dropout, scores, dropout_p), value)
+
+
+# -- biases, once a step for all layers that are given the same tensor ----------------------------------------------
+
+
+def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
+    """What is added to scores, with three axes; `None` if it hides what is no past of a token, and nothing else."""
+    if added.dim() > 4 or (added.dim() == 4 and added.shape[0] != 1):
+        raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
+    added = added.view((1,) * (3 - added.dim()) + added.shape) if added.dim() < 4 else added[0]
+    if added.shape[1:] == (step.num_tokens, step.key_len) and step.num_tokens > 0:
+        past = step.plan(_past)
+        if bool((torch.where(past, added == 0, added <= HIDDEN)).all()):
+            return None
+    return added
+
+
+def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
+    """`_bias` of a boolean mask."""
+    visible = ~mask if hides else mask
+    return _bias(step, torch.zeros(mask.shape, device=mask.device).masked_fill_(~visible, -math.inf))
+
+
+def _past(step: StepMetadata) -> Tensor:
+    """`(T, key_len)`: whether a position is the token's or before it."""
+    positions = torch.tensor(
+        [
+            seq_len - (end - start) + i
+            for seq_len, start, end in zip(step.seq_lens, step.query_start, step.query_start[1:])
+            for i in range(end - start)
+        ],
+        device=step.block_tables.device,
+    )
+    return torch.arange(step.key_len or 0, device=positions.device) <= positions[:, None]
+
+
+# -- the attention --------------------------------------------------------------------------------------------------
+
+
+def _attend(weights: Scores, value: RowTensor) -> Tensor:
+    """The weights' product with the values, `([1,] heads, T, value_dim)`."""
+    key, step = weights.key, weights.key.step
+    if not weights.is_softmax or not isinstance(value, RowTensor) or value.is_transposed or value.step is not step:
+        raise NotPackable("packed values are multiplied by something else than attention weights")
+    query, bias = weights.query.transpose(0, 1).to(value.blocks.dtype), weights.bias
+    if key.layer.keys is key.blocks and key.layer.values is value.blocks:
+        blocks = key.layer
+    else:
+        blocks = KVBlocks((key.blocks, value.blocks), key.blocks, value.blocks)
+    if bias is None or bias.shape[1] == 1:
+        call = AttentionCall(query, blocks, step, weights.scale, bias=None if bias is None else bias[None])
+        output = backends.attend(call)
+    else:
+        parts = []
+        for at, rows in step.plan(row_groups):
+            own = bias[:, at].unflatten(1, (rows.num_rows, -1)).transpose(0, 1)
+            parts.append(backends.attend(AttentionCall(query[at], blocks, rows, weights.scale, bias=own)))
+        output = torch.cat(parts) if len(parts) > 1 else parts[0]
+    output = output.transpose(0, 1).to(value.dtype)
+    return output[None] if value.dim() == 4 else output

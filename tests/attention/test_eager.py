@@ -1,0 +1,154 @@
+"""Attention in a model's own words over packed keys and values, against the same words over each sequence alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_paged import kernels
+from hf_paged.attention.eager import showing_rows
+from hf_paged.cache.handles import RowTensor
+from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
+from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built, Case
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Mine:
+    """One sequence, or all of a packed step: what code of a model has in its hands."""
+
+    def __init__(self, query: Tensor, key: Any, value: Any, positions: Tensor, heads: int) -> None:
+        self.query, self.key, self.value = query, key, value
+        length = key.shape[-2]
+        self.sees = torch.arange(length) <= positions[:, None]  # (T, key_len)
+        self.mask = torch.where(self.sees, 0.0, LOWEST)[None, None]
+        self.alibi = 0.3 ** torch.arange(1, heads + 1)[:, None, None] * torch.arange(length)
+
+
+def bloom(x: Mine) -> Tensor:
+    heads, queries, dim = x.query.shape[1:]
+    key = x.key.reshape(heads, -1, dim).transpose(-1, -2)
+    scores = x.alibi.baddbmm(batch1=x.query.reshape(heads, -1, dim), batch2=key, beta=1.0, alpha=0.4)
+    scores = scores.view(1, heads, queries, -1) + x.mask
+    weights = F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(x.query.dtype), 0.1, training=False)
+    output = torch.bmm(weights.view(heads, queries, -1), x.value.reshape(heads, -1, x.value.shape[-1]))
+    return output.view(1, heads, queries, -1)
+
+
+def mpt(x: Mine) -> Tensor:
+    scores = torch.matmul(x.query, x.key.transpose(-1, -2)) * 0.4
+    bias = (x.alibi - x.alibi[..., -1:])[:, :, -x.key.size(-2) :]
+    scores = (scores + bias).masked_fill(~x.sees[None, None], LOWEST)
+    return torch.matmul(F.softmax(scores.float(), dim=-1).to(x.value.dtype), x.value)
+
+
+def falcon(x: Mine) -> Tensor:
+    scores = x.query @ x.key.transpose(-1, -2)
+    scores += x.alibi[None]
+    scores /= math.sqrt(7)
+    return F.softmax(scores + x.mask, dim=-1) @ x.value
+
+
+def biased_mask(x: Mine) -> Tensor:
+    mask = torch.masked_fill(x.alibi[None], ~x.sees, LOWEST)
+    return F.scaled_dot_product_attention(x.query, x.key, x.value, attn_mask=mask)
+
+
+def boolean_mask(x: Mine) -> Tensor:
+    mask = x.sees[None, None] & (torch.arange(x.key.shape[-2]) % 5 != 3)
+    return F.scaled_dot_product_attention(x.query, x.key, x.value, attn_mask=mask, scale=0.2)
+
+
+def gptj(x: Mine) -> Tensor:
+    scores = torch.matmul(x.query.to(torch.float32), x.key.to(torch.float32).permute(0, 1, 3, 2))
+    scores = torch.max(x.mask + scores / torch.tensor(4.0), torch.tensor(LOWEST))
+    return torch.matmul(torch.nn.Softmax(dim=-1)(scores).type_as(x.value), x.value)
+
+
+WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj]
+
+
+def packed(case: Case) -> tuple[Built, Mine]:
+    built = Built(case)
+    step = showing_rows(built.step)
+    key, value = (RowTensor(step, built.blocks, x, case.dtype) for x in (built.key_blocks, built.value_blocks))
+    positions = torch.cat([torch.arange(context, context + query) for context, query in case.rows])
+    return built, Mine(built.query, key, value, positions, case.heads)
+
+
+def alone(built: Built, attend: Callable[[Mine], Tensor]) -> Tensor:
+    outputs, first = [], 0
+    for (context, query), table in zip(built.case.rows, built.tables):
+        length = context + query
+        keys, values = (
+            x[table].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (built.key_blocks, built.value_blocks)
+        )
+        mine = built.query[:, :, first : first + query]
+        outputs.append(attend(Mine(mine, keys, values, torch.arange(context, length), built.case.heads)))
+        first += query
+    return torch.cat(outputs, dim=2)
+
+
+@pytest.mark.parametrize("backend", ["", "gather", "reference"])
+@pytest.mark.parametrize("rows", [DECODES, PROMPTS, MIXED, ((0, 70), (3, 66)), ((0, 1),)], ids=str)
+@pytest.mark.parametrize("words", WORDS)
+@torch.no_grad()
+def test_own_words_over_packed_rows(words: Any, rows: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, backend)
+    built, mine = packed(Case(rows, heads=4, kv_heads=4))
+    output, expected = words(mine), alone(built, words)
+    assert type(output) is Tensor and output.shape == expected.shape
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_one_head_of_keys_for_all_queries() -> None:
+    built, mine = packed(Case(MIXED, heads=4, kv_heads=1))
+    torch.testing.assert_close(falcon(mine), alone(built, falcon), atol=2e-5, rtol=2e-5)
+
+
+REFUSED: dict[str, Callable[[Mine], Any]] = {
+    "read": lambda x: x.key.sum(),
+    "indexed": lambda x: x.key[:, :, -1:],
+    "concatenated": lambda x: torch.cat([x.key, x.key], dim=2),
+    "values first": lambda x: x.query @ x.value,
+    "no softmax": lambda x: x.query @ x.key.transpose(-1, -2) @ x.value,
+    "two softmaxes": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).softmax(-1) @ x.value,
+    "another axis": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(1) @ x.value,
+    "weights plus": lambda x: ((x.query @ x.key.transpose(-1, -2)).softmax(-1) + x.mask) @ x.value,
+    "negative scale": lambda x: (x.query @ x.key.transpose(-1, -2)) * -1,
+    "scores times scores": lambda x: (x.query @ x.key.transpose(-1, -2)) * x.mask,
+    "filled with zeros": lambda x: (x.query @ x.key.transpose(-1, -2)).masked_fill(x.sees, 0.0),
+    "dropout": lambda x: F.dropout((x.query @ x.key.transpose(-1, -2)).softmax(-1), 0.1, training=True),
+    "tanh": lambda x: torch.tanh(x.query @ x.key.transpose(-1, -2)),
+    "weights taken out": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).tolist(),
+    "fewer queries": lambda x: x.query[:, :, 1:] @ x.key.transpose(-1, -2),
+    "shape": lambda x: x.key.reshape(1, -1, 2 * x.key.shape[-1]),
+    "heads last": lambda x: x.key.transpose(1, 2),
+    "integers": lambda x: x.key.to(torch.int64),
+    "no mask": lambda x: F.scaled_dot_product_attention(x.query, x.key, x.value),
+    "causal by index": lambda x: F.scaled_dot_product_attention(x.query, x.key, x.value, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("what", sorted(REFUSED))
+@torch.no_grad()
+def test_nothing_else_is_done_with_packed_rows(what: str) -> None:
+    _, mine = packed(Case(MIXED, heads=4, kv_heads=4))
+    with pytest.raises(RuntimeError):
+        REFUSED[what](mine)
+
+
+def test_steps_that_show_no_rows() -> None:
+    tables = torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(NotPackable, match="window"):
+        showing_rows(StepMetadata.rectangle(tables, (3, 4), 8, window=5))
+    lengths = Lengths(torch.ones(2), torch.zeros(2))
+    with pytest.raises(NotCapturable):
+        showing_rows(StepMetadata.rectangle(tables, (), 8, lengths=lengths))

@@ -1,8 +1,13 @@
 """A sample of `python -m tests.support.architectures`: `"paged"` gives plain `generate`'s tokens."""
 
 import pytest
+import torch
+import transformers
 
-from tests.support.architectures import check, list_architectures
+from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import make_inputs
+from tests.support.architecture_media import takes_media
+from tests.support.architectures import TEXT, check, list_architectures
 
 FAST = [
     "Gemma3nForCausalLM",  # layers that share another layer's keys
@@ -16,7 +21,9 @@ FAST = [
     "Qwen3NextForCausalLM",  # linear and full attention
     "Lfm2ForCausalLM",  # convolution and attention
     "RecurrentGemmaForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration",  # rope with three axes
+    "Qwen2_5_VLForConditionalGeneration",  # rope with three axes; images and videos
+    "Gemma3ForConditionalGeneration",  # tokens of an image see one another
+    "MllamaForConditionalGeneration",  # images in cross-attention
 ]
 SLOW = [
     "LlamaForCausalLM",
@@ -50,6 +57,17 @@ SLOW = [
     "M2M100ForConditionalGeneration",
     "BlenderbotForConditionalGeneration",
     "WhisperForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",  # tiles
+    "PaliGemmaForConditionalGeneration",  # a prompt that sees all of itself
+    "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",  # features of images in several layers
+    "Qwen3_5ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",  # images, videos, sound
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Florence2ForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
 ]
 
 
@@ -60,3 +78,31 @@ def test_paged_equals_plain(name: str) -> None:
     result = check(name)
     assert result.status == "equal", result
     assert result.modes["greedy"].status == "equal", result
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+def test_the_rows_have_different_pictures_amid_text(name: str) -> None:
+    model = tiny_model(getattr(transformers, name))
+    inputs = make_inputs(model)
+    assert next(iter(inputs)) == "image" and list(inputs)[-1] == "text"
+    assert not torch.equal(*inputs["image"]["pixel_values"].chunk(2)[:2])
+    ids, mask = inputs["image"]["input_ids"], inputs["image"]["attention_mask"]
+    assert mask[0].all() and not mask[1, 0]
+    for row, seen in zip(ids == model.config.image_token_id, mask.bool(), strict=True):
+        places = row.nonzero().flatten()
+        assert seen[places].all() and seen[: places[0]].any() and places[-1] < len(row) - 1
+
+
+@pytest.mark.slow
+def test_every_class_that_takes_media_gets_them() -> None:
+    missing = []
+    for name in list_architectures():
+        model_class = getattr(transformers, name)
+        if takes_media(model_class):
+            try:
+                model = tiny_model(model_class)
+            except ImportError:  # a package that is not installed
+                continue
+            if not any(set(tensors) - {*TEXT} for tensors in make_inputs(model).values()):
+                missing.append(name)
+    assert not missing

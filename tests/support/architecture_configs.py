@@ -107,9 +107,18 @@ GEMMA4_VISION = {
     },
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
 }
+GEMMA4_AUDIO = {
+    **{"model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"subsampling_conv_channels": [16, 8], "output_proj_dims": 32, "num_mel_bins": 16},
+}
 GEMMA4_UNIFIED_VISION = {
     **{"model_type": "gemma4_unified_vision", "patch_size": 8, "pooling_kernel_size": 2, "mm_embed_dim": 32},
     **{"mm_posemb_size": 16, "output_proj_dims": 32},
+}
+PARAKEET = {
+    **{"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"intermediate_size": 48, "subsampling_conv_channels": 8, "num_mel_bins": 16, "projection_hidden_size": 32},
+    "projection_bias": False,
 }
 MLA_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 16}
 MLA_HEADS |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
@@ -207,14 +216,14 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
     "MinistralConfig": {"head_dim": 8},
     "LEDConfig": {"attention_window": 8},
-    "MimiConfig": {"upsample_groups": 32},
+    "MimiConfig": {"upsample_groups": 32, "codebook_size": 32, "vector_quantization_hidden_dimension": 16},
     "Mistral4Config": {"head_dim": "__default__"},
     "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4},
     "MoonshineStreamingEncoderConfig": {"num_key_value_heads": 4},
     "NemotronH_Omni_Reasoning_V3_Config": {
         **{"vision_config": {"video_temporal_patch_size": 2}, "vision_hidden_size": 32, "projector_hidden_size": 32},
-        **{"image_token_id": 159, "video_token_id": 158, "audio_token_id": 157},
+        **{"image_token_id": 159, "video_token_id": 158, "audio_token_id": 157, "audio_config": PARAKEET},
     },
     "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
     "PaddleOCRTextConfig": MROPE,
@@ -266,10 +275,28 @@ FIXUPS: dict[str, dict[str, Any]] = {
     "T5Gemma2EncoderConfig": {"mm_tokens_per_image": 4, "eoi_token_index": 157},
     "VisionEncoderDecoderConfig": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
     "SpeechEncoderDecoderConfig": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
-    "Gemma4Config": {"vision_config": GEMMA4_VISION},
-    "Gemma4UnifiedConfig": {"vision_config": GEMMA4_UNIFIED_VISION},
+    "Gemma4Config": {"vision_config": GEMMA4_VISION, "audio_config": GEMMA4_AUDIO},
+    "Gemma4UnifiedConfig": {
+        "vision_config": GEMMA4_UNIFIED_VISION,
+        "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 32},
+    },
     "SamVisionConfig": {"global_attn_indexes": [0, 1]},
     "Pix2StructTextConfig": {"hidden_size": 32},
+    "VoxtralEncoderConfig": {"intermediate_size": 128},
+    "VoxtralConfig": {"audio_token_id": 159},
+    "GlmAsrEncoderConfig": {"intermediate_size": 128},
+    "GraniteSpeechConfig": {"downsample_rate": 8},
+    "GraniteSpeechPlusConfig": {"downsample_rate": 8},
+    "Nemotron3DiarizationHeadConfig": {"audio_hidden_size": 32},
+    "Nemotron3DiarizationAudioConfig": {"num_key_value_heads": 4},
+    "Nemotron3_5TranscribeAsrAudioConfig": {"num_key_value_heads": 4},
+    "Nemotron3_5TranscribeWordTimestampConfig": {"num_key_value_heads": 4},
+    "Phi4MultimodalAudioConfig": {
+        "audio_token_id": 158,
+        "nemo_conv_channels": 16,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+    },
     "xLSTMConfig": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4},
     "ZambaConfig": {
         **{"num_hidden_layers": 5, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4},
@@ -403,6 +430,9 @@ def spread_weights(model: PreTrainedModel, seed: int) -> None:
                 parameter.fill_(0.5)  # a gate that is closed until it is trained
             elif last == "bias":
                 parameter.normal_(0.0, 0.1, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("codebook.embed_sum"):  # zero until it is trained: every sound would have one code
+                buffer.normal_(generator=generator)
 
 
 def tiny_model(model_class: type[PreTrainedModel], seed: int = 0, **changes: Any) -> PreTrainedModel:

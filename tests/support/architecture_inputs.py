@@ -14,17 +14,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tests.support.architecture_media import media_inputs
 
 LONG_PROMPT, SHORT_PROMPT = 11, 6  # tokens
-OMNI = {"thinker_max_new_tokens": 18}  # these ignore `max_new_tokens`
+OPTIONS: dict[str, dict[str, Any]] = {  # these ignore `max_new_tokens`
+    "Qwen2_5OmniForConditionalGeneration": {"generation_mode": "text", "thinker_max_new_tokens": 18},
+    "Qwen3OmniMoeForConditionalGeneration": {"return_audio": False, "thinker_max_new_tokens": 18},
+}
 
 
 def make_inputs(model: PreTrainedModel, seed: int = 1) -> dict[str, dict[str, Any]]:
     """What `generate` gets: two prompts of unequal length with each medium that the model takes, and of text alone."""
     torch.manual_seed(seed)
-    inputs = media_inputs(model)
+    name = type(model).__name__
+    inputs: dict[str, dict[str, Any]] = media_inputs(model)
     if all("input_ids" in media for media in inputs.values()):
         text = encoder_text if model.config.is_encoder_decoder else decoder_text
-        inputs["text"] = TEXT.get(type(model).__name__, text)(model.config)
-    return inputs
+        inputs["text"] = TEXT.get(name, text)(model.config)
+    return {medium: {**tensors, **OPTIONS.get(name, {})} for medium, tensors in inputs.items()}
 
 
 def decoder_text(config: PretrainedConfig, rows_per_prompt: int = 1) -> dict[str, torch.Tensor]:
@@ -44,7 +48,5 @@ def encoder_text(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 TEXT: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
     "MusicgenForCausalLM": lambda c: decoder_text(c, c.num_codebooks),
     "MusicgenMelodyForCausalLM": lambda c: decoder_text(c, c.num_codebooks),
-    "Qwen2_5OmniForConditionalGeneration": lambda c: {**decoder_text(c), "generation_mode": "text", **OMNI},
-    "Qwen3OmniMoeForConditionalGeneration": lambda c: {**decoder_text(c), "return_audio": False, **OMNI},
     "UdopForConditionalGeneration": lambda c: {**encoder_text(c), "bbox": torch.rand(2, LONG_PROMPT, 4)},
 }

@@ -28,9 +28,35 @@ ENDS = {
     "video": ("vision_end_token_id", "video_end_token_id"),
     "audio": ("audio_end_token_id", "audio_eos_token_id", "eoa_token_id", "eoa_token_index"),
 }
-FRAME_BY_FRAME = ("cohere_compass", "cosmos3", "glm", "qwen3_5", "qwen3_vl", "qwen4")  # a time stamp before each frame
+FRAME_BY_FRAME = (
+    "cohere_compass",
+    "cosmos3",
+    "gemma4",
+    "glm",
+    "qwen3_5",
+    "qwen3_vl",
+    "qwen4",
+)  # a time stamp before each frame
 IMAGES_AS_FRAMES = ("glm",)  # their videos have the placeholders of images
-NOT_FOR_FEATURES = ("image_num_crops", "second_per_grid_ts", "video_second_per_grid")
+NOT_FOR_FEATURES = ("image_num_crops", "video_second_per_grid")
+MEDIA_ARGUMENTS = set(
+    """
+    pixel_values pixel_values_videos image_pixel_values flattened_patches input_features input_values
+    audio_input_features protein_input_ids
+""".split()
+)
+NOT_GIVEN = {  # what `forward` takes and `media_inputs` does not give
+    "EvollaForProteinText2Text": "plain `generate` fails at the second token where it has a protein",
+    "PI0ForConditionalGeneration": "has no `generate`",
+    "VibeVoiceForConditionalGeneration": "needs diffusers",
+}
+MASKS_OF_SOUND = ("input_features_mask", "feature_attention_mask")
+
+
+def takes_media(model_class: type[PreTrainedModel]) -> bool:
+    """Whether `media_inputs` should give something to this class."""
+    arguments = set(inspect.signature(model_class.forward).parameters)
+    return bool(arguments & MEDIA_ARGUMENTS) and model_class.__name__ not in NOT_GIVEN
 
 
 def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
@@ -38,9 +64,13 @@ def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
     name = type(model).__name__
     if name in CALLS:
         return CALLS[name](model.config)
+    if hasattr(model, "thinker"):
+        return media_inputs(model.thinker)
     found = {}
     for medium in MEDIA_TYPES:
         build = ROWS.get((name, medium)) or _general_row(model, medium)
+        if medium == "audio" and getattr(model.config, "audio_config", model.config) is None:
+            continue
         if build is not None:
             found[medium] = _prompts(model, medium, [build(model.config, row) for row in range(2)])
     return found
@@ -55,7 +85,7 @@ def _general_row(model: PreTrainedModel, medium: str) -> Callable[[PretrainedCon
     if medium == "video":
         return grid_of_frames if "video_grid_thw" in takes else None
     if medium == "audio":
-        return None
+        return sound_of_omni if MASKS_OF_SOUND[1] in takes else sound
     if "image_grid_thw" in takes:
         return grid_of_patches
     if "pixel_values_local" in takes:
@@ -83,8 +113,9 @@ def _prompts(model: PreTrainedModel, medium: str, media: list[Tensors]) -> Tenso
     (placeholder,) = _tokens(config, (f"{name}_token_id", f"{name}_token_index"))
     counts = []
     for tensors in media:
-        stamped = medium == "video" and kind.startswith(FRAME_BY_FRAME)
-        frames = int(tensors["video_grid_thw"][0, 0]) if stamped else 1
+        frames = 1
+        if medium == "video" and kind.startswith(FRAME_BY_FRAME):
+            frames = int(tensors["video_grid_thw"][0, 0]) if "video_grid_thw" in tensors else 2
         counts.append([_count_embeddings(model, medium, tensors) // frames] * frames)
     inputs = prompts(config, medium, placeholder, counts)
     types = (inputs["input_ids"] == placeholder) * MEDIA_TYPES[medium]
@@ -121,8 +152,9 @@ def join(media: list[Tensors]) -> Tensors:
         patches = first["pixel_values"].shape[:2].numel()
         second = {**second, "image_token_pooling": second["image_token_pooling"] + patches}
     joined = {}
+    strips = any(name.startswith("target_sizes") for name in first)
     for name, x in first.items():
-        side = -1 if name == "pixel_values" and "target_sizes" in first else 0
+        side = -1 if strips and name.startswith("pixel_values") else 0
         joined[name] = torch.cat([x, second[name]], side) if isinstance(x, torch.Tensor) else x + second[name]
     return joined
 
@@ -142,6 +174,8 @@ def _count_embeddings(model: PreTrainedModel, medium: str, tensors: Tensors) -> 
     method = _features_method(model, medium)
     output = method(**{name: x for name, x in tensors.items() if name not in NOT_FOR_FEATURES})
     features = getattr(output, "pooler_output", None)
+    if medium == "audio" and getattr(output, "attention_mask", None) is not None:
+        features = features[output.attention_mask]
     if features is None:
         layers = getattr(output, "deepstack_features", None)
         features = layers[0][1] if layers else output.last_hidden_state
@@ -243,6 +277,10 @@ def strip_of_patches(config: PretrainedConfig, row: int) -> Tensors:
     return {"pixel_values": torch.randn(1, 3, size, math.prod(grid) * size), "target_sizes": torch.tensor([grid])}
 
 
+def strip_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
+    return {f"{name}_videos": x for name, x in strip_of_patches(config, row).items()}
+
+
 def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
     """Patches padded to the most of the batch."""
     grid, most = (4, 4 // (row + 1)), 16
@@ -336,6 +374,61 @@ def frames_with_seconds(config: PretrainedConfig, row: int) -> Tensors:
     return {**grid_of_frames(config, row), "video_second_per_grid": torch.tensor([1.0])}
 
 
+def frames_with_positions(config: PretrainedConfig, row: int) -> Tensors:
+    frames = join([patches_with_positions(config, row) for _ in range(2)])
+    inputs = {"pixel_values_videos": frames["pixel_values"], "video_position_ids": frames["image_position_ids"]}
+    return {**inputs, "num_frames_per_video": torch.tensor([2])}
+
+
+def sound(config: PretrainedConfig, row: int, frames: int = 128, mask: str = MASKS_OF_SOUND[0]) -> Tensors:
+    """A spectrogram `(1, bins, frames)` with its mask: the second row is half as long."""
+    audio = getattr(config.audio_config, "asr_config", config.audio_config)
+    real = torch.arange(frames)[None] < frames // (row + 1)
+    return {"input_features": torch.randn(1, audio.num_mel_bins, frames) * real, mask: real.long()}
+
+
+def sound_of_omni(config: PretrainedConfig, row: int) -> Tensors:
+    return sound(config, row, mask=MASKS_OF_SOUND[1])
+
+
+def sound_without_mask(config: PretrainedConfig, row: int) -> Tensors:
+    return {"input_features": sound(config, 0)["input_features"]}
+
+
+def sound_with_frames_first(config: PretrainedConfig, row: int) -> Tensors:
+    inputs = sound(config, row)
+    return {name: x.mT.contiguous() if x.ndim == 3 else x.bool() for name, x in inputs.items()}
+
+
+def stacked_frames(config: PretrainedConfig, row: int) -> Tensors:
+    """`(1, 12, features)`: the second row is half as long."""
+    audio = config.audio_config
+    size = getattr(audio, "input_size", None) or audio.audio_embed_dim
+    real = torch.arange(12)[None] < 12 // (row + 1)
+    return {"input_features": torch.randn(1, 12, size) * real[..., None], "input_features_mask": real}
+
+
+def sound_of_samples(config: PretrainedConfig, row: int, length: int = 9600, mask: str = "padding_mask") -> Tensors:
+    real = torch.arange(length)[None] < length // (row + 1)
+    return {"input_values": torch.randn(1, length) * real, mask: real}
+
+
+def sound_of_vibevoice(config: PretrainedConfig, row: int) -> Tensors:
+    inputs = sound_of_samples(config, row)
+    return {**inputs, "input_values": inputs["input_values"][:, None]}
+
+
+def sound_of_moss(config: PretrainedConfig, row: int) -> Tensors:
+    return {**sound(config, row), "padding_mask": torch.arange(4000)[None] < 4000 // (row + 1)}
+
+
+def sound_of_dots(config: PretrainedConfig, row: int) -> Tensors:
+    audio = config.audio_config
+    frames = 64
+    features = torch.randn(1, audio.feature_size, frames) * (torch.arange(frames) < frames // (row + 1))
+    return {"input_features": features, "chunk_sample_lengths": torch.tensor([audio.hop_length * frames // (row + 1)])}
+
+
 Row = Callable[[PretrainedConfig, int], Tensors]
 ROWS_BY_BUILDER: dict[tuple[str, Row], str] = {
     ("image", square_tiles): "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR",
@@ -349,11 +442,19 @@ ROWS_BY_BUILDER: dict[tuple[str, Row], str] = {
     ("image", crops_with_pooling): "Molmo2",
     ("image", patches_with_merge_sizes): "VideoLlama3",
     ("image", merged_patches): "Inkling2",
+    ("video", strip_of_a_frame): "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7",
     ("video", square_frames): "LlavaNextVideo LlavaOnevision VideoLlava",
     ("video", square_patches_of_a_frame): "Kimi_K25",
     ("video", frames_and_question): "InstructBlipVideo",
     ("video", frames_with_merge_sizes): "VideoLlama3",
     ("video", frames_with_seconds): "Qwen2_5OmniThinker Qwen3OmniMoeThinker",
+    ("video", frames_with_positions): "Gemma4 Gemma4Unified",
+    ("audio", stacked_frames): "FunAsrNano Gemma4Unified",
+    ("audio", sound_with_frames_first): "Gemma4 Nemotron3_5Transcribe",
+    ("audio", sound_without_mask): "Voxtral",
+    ("audio", sound_of_moss): "MossTranscribeDiarize",
+    ("audio", sound_of_dots): "Dots3Note",
+    ("audio", sound_of_vibevoice): "VibeVoice VibeVoiceAsr",
 }
 ROWS: dict[tuple[str, str], Row] = {
     **{
@@ -366,7 +467,10 @@ ROWS: dict[tuple[str, str], Row] = {
     ("Florence2ForConditionalGeneration", "image"): lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)},
     ("FuyuForCausalLM", "image"): plain_patches,
     ("UnlimitedOcrForConditionalGeneration", "image"): picture_and_grid_of_crops,
+    ("MuseSparkForConditionalGeneration", "audio"): lambda c, row: sound_of_samples(c, row, mask="input_values_mask"),
     ("NemotronH_Omni_Reasoning_V3", "image"): patches_with_plane_grid,
+    ("NemotronH_Omni_Reasoning_V3", "audio"): sound_with_frames_first,
+    ("Qwen3ASRForConditionalGeneration", "audio"): lambda c, row: sound(c, row, frames=200),
     ("T5Gemma2ForConditionalGeneration", "image"): lambda c, row: square_picture(c.encoder, row),
 }
 
@@ -442,15 +546,49 @@ def _phi4(config: PretrainedConfig) -> dict[str, Tensors]:
     mask[1, 1, side // 2 :] = 0
     row = side // 2 * (side // 2 + 1)  # tokens of a whole picture, with the ends of its lines
     counts = [[2 * row + 1], [row * 3 // 2 + 1]]
-    pixels = torch.randn(2, 2, 3, vision.crop_size, vision.crop_size)
-    return {
-        "image": {
-            **prompts(config, "image", vision.image_token_id, counts),
-            "image_pixel_values": pixels,
-            "image_sizes": torch.tensor([[vision.crop_size, vision.crop_size]] * 2),
-            "image_attention_mask": mask,
-        }
+    image = {
+        **prompts(config, "image", vision.image_token_id, counts),
+        "image_pixel_values": torch.randn(2, 2, 3, vision.crop_size, vision.crop_size),
+        "image_sizes": torch.tensor([[vision.crop_size, vision.crop_size]] * 2),
+        "image_attention_mask": mask,
     }
+    real = torch.arange(64).expand(2, -1) < torch.tensor([[64], [32]])  # eight frames become one token
+    audio = {
+        **prompts(config, "audio", config.audio_config.audio_token_id, [[8], [4]]),
+        "audio_input_features": torch.randn(2, 64, config.audio_config.input_size) * real[..., None],
+        "audio_embed_sizes": torch.tensor([8, 4]),
+        "audio_attention_mask": real,
+    }
+    return {"image": image, "audio": audio}
+
+
+def _whisper_like(config: PretrainedConfig) -> dict[str, Tensors]:
+    """Sound of which four frames become one placeholder."""
+    frames = 128
+    mask = MASKS_OF_SOUND["qwen2" in config.model_type]
+    media = join([sound(config, row, mask=mask) for row in range(2)])
+    counts = [[frames // 4], [frames // 8]]
+    return {"audio": {**prompts(config, "audio", config.audio_token_id, counts), **media}}
+
+
+def _granite_speech(config: PretrainedConfig) -> dict[str, Tensors]:
+    """One placeholder for each window of frames; the mask is that of placeholders."""
+    windows = 6
+    features = torch.randn(2, windows * config.window_size, config.encoder_config.input_dim)
+    mask = torch.arange(windows).expand(2, -1) < torch.tensor([[windows], [windows // 2]])
+    inputs = prompts(config, "audio", config.audio_token_id, [[windows], [windows // 2]])
+    return {"audio": {**inputs, "input_features": features, "input_features_mask": mask}}
+
+
+def _voxtral_realtime(config: PretrainedConfig) -> dict[str, Tensors]:
+    """Text and sound side by side: eight frames of the spectrogram for each token, those to come too."""
+    features = torch.randn(2, config.audio_config.num_mel_bins, 8 * 40)
+    return {"audio": {**words(), "input_features": features, "num_delay_tokens": 2}}
+
+
+def _kyutai(config: PretrainedConfig) -> dict[str, Tensors]:
+    samples = 24 * config.codec_config.frame_size
+    return {"audio": {"input_values": torch.randn(2, 1, samples), "padding_mask": torch.ones(2, 1, samples).long()}}
 
 
 # The classes whose calls are not text around placeholders: encoders, pictures that cross-attention reads.
@@ -459,16 +597,20 @@ CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
     "CanaryForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
     "CohereAsrForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
     "GitForCausalLM": lambda c: {"image": {**pictures(c), **words()}},
+    "GraniteSpeechForConditionalGeneration": _granite_speech,
+    "GraniteSpeechPlusForConditionalGeneration": _granite_speech,
     "IdeficsForVisionText2Text": _idefics,
     "Kosmos2ForConditionalGeneration": _kosmos2,
     "Kosmos2_5ForConditionalGeneration": _kosmos2_5,
     "MllamaForConditionalGeneration": _mllama,
     "MoonshineForConditionalGeneration": waveform,
     "MoonshineStreamingForConditionalGeneration": waveform,
+    "MusicFlamingoForConditionalGeneration": _whisper_like,
     "PPFormulaNetForConditionalGeneration": lambda c: {"image": pictures(c)},
     "Phi4MultimodalForCausalLM": _phi4,
     "Pix2StructForConditionalGeneration": lambda c: {"image": _flat_patches(c)},
     "Pop2PianoForConditionalGeneration": lambda c: spectrogram(c, c.d_model, 20),
+    "Qwen2AudioForConditionalGeneration": _whisper_like,
     "SeamlessM4TForSpeechToText": lambda c: spectrogram(c, 160, 40),
     "SeamlessM4Tv2ForSpeechToText": lambda c: spectrogram(c, 160, 40),
     "Speech2TextForConditionalGeneration": lambda c: spectrogram(c, c.input_feat_per_channel, 40),
@@ -476,5 +618,7 @@ CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
     "SpeechT5ForSpeechToText": waveform,
     "UdopForConditionalGeneration": lambda c: {"image": {**words(), "bbox": torch.rand(2, 11, 4), **pictures(c)}},
     "VisionEncoderDecoderModel": lambda c: {"image": pictures(c)},
+    "VoxtralRealtimeForConditionalGeneration": _voxtral_realtime,
+    "KyutaiSpeechToTextForConditionalGeneration": _kyutai,
     "WhisperForConditionalGeneration": lambda c: spectrogram(c, c.num_mel_bins, 2 * c.max_source_positions, True),
 }

@@ -33,7 +33,7 @@ from transformers.models.auto import modeling_auto
 from benchmarks import machine
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
-from tests.support.architecture_media import MEDIA_TYPES
+from tests.support.architecture_media import NOT_GIVEN
 
 FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -88,7 +88,7 @@ class Result:
     reason: str = ""
     in_place: bool | None = None  # None: not reported
     latent: bool | None = None
-    medium: str = ""  # of the four modes: image, video, audio or text
+    medium: str = ""  # of the four modes: image, video, audio, protein or text
     inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that came with it, beside ids and masks
     seconds: float = 0.0
 
@@ -150,7 +150,7 @@ def _problem_of_plain(model: PreTrainedModel, inputs: dict[str, Any], medium: st
             return "not deterministic"
         if medium != "text":
             drawn = make_inputs(model, seed=2)[medium]
-            others = {k: v for k, v in drawn.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+            others = {name: x for name, x in drawn.items() if name not in TEXT}
             if _same(*(_generate(model, given, "logits", paged=False) for given in (inputs, {**inputs, **others}))):
                 return f"another {medium} gives the same logits"
     except Exception as error:
@@ -417,7 +417,7 @@ def class_lists(results: list[Result]) -> str:
 
 def _media(result: Result) -> list[str]:
     """What the class was given beside text; empty where plain `generate` does not serve it."""
-    return [medium for medium in (result.medium, *result.modes) if result.modes and medium in MEDIA_TYPES]
+    return [medium for medium in (result.medium, *result.modes) if result.modes and medium not in (*MODES, "text")]
 
 
 def section(data: dict[str, Any]) -> str:
@@ -443,6 +443,8 @@ def section(data: dict[str, Any]) -> str:
         "<details><summary>The classes</summary>",
         "",
         f"**given images, video or sound**: {', '.join(given)}.",
+        "",
+        f"**not given what they take**: {'; '.join(f'{name}: {reason}' for name, reason in NOT_GIVEN.items())}.",
         "",
         class_lists(results),
         "",

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import configuration_utils
+from transformers.generation import utils as generation_utils
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -57,6 +58,11 @@ running_beams = _method("_get_running_beams_for_next_iteration")
 update_finished_beams = _method("_update_finished_beams")
 check_early_stop = _method("_check_early_stop_heuristic")
 beams_are_unfinished = _method("_beam_search_has_unfinished_sequences")
+
+
+# inputs that only the first forward gets, in models with a cache
+_name(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
+PREFILL_INPUTS = frozenset(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
 def special_token(config: Any, name: str) -> Any:

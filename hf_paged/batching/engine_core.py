@@ -260,7 +260,7 @@ class EngineCore:
             return None
         reason, slowed_by = self.layout.unsupported_reason, self.loop.executor.slowed_by
         if not self.layout.side_by_side:
-            slowed_by = {*slowed_by, f"sequences run one by one, not packed: {reason}"}
+            slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
         return route_of(
             "engine" if self.layout.side_by_side else "rows",
             self.layout.reason,

@@ -29,7 +29,11 @@ UNLIMITED = 1 << 60
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """The cache that `generate` would build for the model, with nothing in it."""
-    return PagedCache.from_empty(DynamicCache(config=model.config.get_text_config(decoder=True)), memory)
+    config = model.config.get_text_config(decoder=True)
+    cache = PagedCache.from_empty(DynamicCache(config=config), memory)
+    if model.config.is_encoder_decoder:
+        cache.cross = PagedCache.from_empty(DynamicCache(config=config), memory, "cross")
+    return cache
 
 
 def make_loop(
@@ -43,13 +47,15 @@ def make_loop(
     blocks.prefix_caching = config.prefix_caching and is_packed  # the manager outlives a call, its config does not
     guard = WeightsGuard(model, memory, blocks)
     if not is_packed:
-        max_tokens, preemption = UNLIMITED, Preemption(blocks, chunks=False)
+        encoders = runner.encoder_blocks
+        max_tokens = UNLIMITED
+        preemption = Preemption(blocks, chunks=False, replays=layout.replays, encoder_blocks=encoders)
     else:
         swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
         cost = CostModel() if config.preemption == "auto" else None
         preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
         max_tokens = config.max_num_batched_tokens
-    scheduler = Scheduler(preemption, max_tokens, max_num_seqs, replays=layout.replays)
+    scheduler = Scheduler(preemption, max_tokens, max_num_seqs)
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
 
 
@@ -57,12 +63,10 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
     """What runs sequences in this layout, and what gives these their blocks."""
     if layout.unsupported_reason is None:
         return cache.memory.manager(cache.groups), PackedRunner(model, cache)
-    specs, states = list(cache.groups), None
-    if not layout.side_by_side or state_layers(cache):
-        specs.append(StateSpec())
-        states = cache.memory.group(StateSpec()).storage
-    blocks = cache.memory.manager(specs)
-    return blocks, RectangleRunner(model, cache, states, layout)
+    slots = StateSpec(is_empty=not state_layers(cache))
+    blocks = cache.memory.manager([*cache.groups, slots])
+    return blocks, RectangleRunner(model, cache, cache.memory.group(slots).storage, layout)
 
 
+reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
 choose_layout = functools.partial(capability.choose_layout, make=make_runner)

@@ -64,6 +64,8 @@ class Request:
     # the call's `Prompts`, which are the runner's, and which row of them it is, where a prompt is more than its token
     # ids: it is computed as a whole, by the model's own forward
     inputs: tuple[Any, int] | None = None
+    num_encoder_tokens: int = 0  # whose keys and values all its rows attend to
+    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # what holds these, while it runs
     status: Status = Status.WAITING
     key: tuple[float, int] = (0, 0)  # the scheduler's order; how many requests came before
     admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`

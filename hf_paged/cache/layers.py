@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes row `beam_idx[i]`, by permuting block tables. Raises `IndexError`, with nothing changed."""
-        beam_idx = torch.as_tensor(beam_idx)
+        beam_idx = _as_tensor(beam_idx)
         if beam_idx.numel() and (beam_idx.dim() != 1 or beam_idx.dtype not in (torch.int32, torch.int64)):
             raise IndexError(
                 f"the cache takes row numbers, a vector of int32 or int64, not {beam_idx.dtype} of shape "
@@ -248,7 +249,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._linear.reorder_cache(self, torch.as_tensor(beam_idx))
+        self._linear.reorder_cache(self, _as_tensor(beam_idx))
         PagedLayer.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -260,9 +261,14 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         PagedLayer.crop(self, tokens_to_remove)
 
 
+def _as_tensor(rows: Any) -> Tensor:
+    """Where it is: the default device may be one without numbers."""
+    return rows if isinstance(rows, Tensor) else torch.as_tensor(rows, device="cpu")
+
+
 def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
     """The rows that `indices` names among `num_rows`: positions, or a boolean mask. Raises `IndexError`."""
-    indices = torch.as_tensor(indices)
+    indices = _as_tensor(indices)
     if indices.dtype != torch.bool:
         return indices
     if indices.shape != (num_rows,):
@@ -288,7 +294,10 @@ SPECS: dict[type, type[GroupSpec]] = {}
 
 
 def spec_of(layer: Any, kind: str) -> GroupSpec | None:
-    """The group of a stock layer in a cache of this kind; `None` for one that no paged layer stands for."""
+    """The group of a stock layer, or of one like a paged layer, in a cache of this kind; `None` for one that no paged
+    layer stands for."""
+    if isinstance(layer, PagedLayer):
+        return dataclasses.replace(layer.group.spec, kind=kind)
     if type(layer) not in _STAND_INS:
         return None
     return SPECS.get(type(layer), GroupSpec)(kind, getattr(layer, "sliding_window", None))
@@ -299,5 +308,5 @@ def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
     `spec_of`; without a group (Mamba states, compressed layers that a model defines) the layer itself."""
     if group is None:
         return layer
-    paged: Any = _STAND_INS[type(layer)]
+    paged: Any = _STAND_INS.get(type(layer), type(layer))
     return paged(group, index, layer.number_of_states) if paged is PagedHybridLayer else paged(group, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from .groups import GroupSpec
 from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
 from .memory import MemoryStats, PagedMemory
 from .rows import CacheRows, LayerGroup
+
+# Attributes of a layer that another cache's has its own of.
+_OF_ONE_CACHE = {"group", "index", "num_operations", "packed_handles"}
 
 
 class PagedCache(DynamicCache):
@@ -44,6 +48,8 @@ class PagedCache(DynamicCache):
     """
 
     _positions: torch.Tensor | None = None  # of the tokens of the packed forward that runs now
+    cross: PagedCache | None = None
+    """Of a cache that stands for those of a model with an encoder: the one of its cross attention."""
 
     def __init__(
         self,
@@ -74,6 +80,27 @@ class PagedCache(DynamicCache):
         paged = cls.__new__(cls)
         paged._setup(memory, kind, cache, borrows)
         return paged
+
+    def empty_twin(
+        self, memory: PagedMemory, borrows: ReadCounters | None = None, kind: str | None = None
+    ) -> PagedCache:
+        """A cache with layers like these, which hold nothing yet, on `memory`; `borrows` as in `from_empty`."""
+        stock = DynamicCache()
+        stock.layers = [layer if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers]
+        stock.layer_class_to_replicate = self.layer_class_to_replicate
+        twin = PagedCache.from_empty(stock, memory, kind or self.kind, borrows)
+        twin.cross = None if self.cross is None else self.cross.empty_twin(memory, borrows)
+        return twin
+
+    def continue_from(self, other: PagedCache) -> None:
+        """An empty cache gets what `other`, with layers like these, holds beside blocks. Both have the same tensors, to
+        which nothing is to be written before an operation on rows."""
+        while len(self.layers) < len(other.layers):
+            self.layers.append(self._next_layer())
+        for mine, its in zip(self.layers, other.layers):
+            for name, value in vars(its).items():
+                if name not in _OF_ONE_CACHE:
+                    vars(mine)[name] = copy.copy(value) if isinstance(value, (dict, list)) else value
 
     def _setup(self, memory: PagedMemory, kind: str, cache: DynamicCache, borrows: ReadCounters | None = None) -> None:
         self.memory, self.kind = memory, kind

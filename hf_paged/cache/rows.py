@@ -262,9 +262,10 @@ class CacheRows:
         self._snapshots.clear()
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row `i` becomes what row `indices[i]` was: tables are permuted and forked, nothing is copied."""
+        """Row `i` becomes what row `indices[i]` was: tables are permuted and forked, nothing is copied. Borrowed ones
+        are their owner's to change (`PagedCache.take`)."""
         old = self.held
-        if not old or list(indices) == list(range(len(old))):
+        if self.borrows or not old or list(indices) == list(range(len(old))):
             return
         with held(), self.memory.lock:
             self.keep_snapshots()

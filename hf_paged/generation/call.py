@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .. import compat
@@ -26,7 +25,7 @@ from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.prompts import CACHE_NAMES, Prompts, prompts_of, unshared
-from ..batching.factory import UNLIMITED, choose_layout, empty_cache, make_loop
+from ..batching.factory import UNLIMITED, choose_layout, empty_cache, make_loop, reason_against_rows
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
@@ -36,8 +35,9 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
-from ..model.capability import Layout, is_stock
+from ..model.capability import TOGETHER, Layout, is_stock
 from ..model.forwards import compute_device
+from ..model.own_loop import cache_parts
 from ..model.registry import note_route, route_of
 from ..step import ReadCounters
 
@@ -52,13 +52,6 @@ _KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "atte
 def rows_per_prompt(config: GenerationConfig) -> int:
     """Rows that `generate` expands each prompt to."""
     return max(config.num_beams or 1, config.num_return_sequences or 1)
-
-
-def cache_parts(cache: Any) -> list[Any]:
-    """The caches of an `EncoderDecoderCache`, or the cache itself."""
-    if isinstance(cache, EncoderDecoderCache):
-        return [*cache_parts(cache.self_attention_cache), *cache_parts(cache.cross_attention_cache)]
-    return [cache]
 
 
 def first_rows(value: Any, repeats: int) -> Any:
@@ -165,11 +158,15 @@ def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | 
     given = arguments.get("model_kwargs", {})
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
-    if not uses_engine or len(call.built) != 1 or cache is not call.built[0]:
+    if not uses_engine or cache is None or not isinstance(own := cache_parts(cache)[0], PagedCache):
         return None
+    if own not in call.built or not all(part.is_empty for part in cache_parts(cache)):
+        return None
+    crosses = [part for part in cache_parts(cache)[1:] if isinstance(part, PagedCache)]
+    own.cross = crosses[0].empty_twin(own.memory, kind="cross") if crosses else None
     names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
     inputs = LoopInputs(*(arguments[name] for name in names))
-    batch = BatchCall(call, cache, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
+    batch = BatchCall(call, own, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
     reason = "synced_gpus" if arguments.get("synced_gpus") else next(batch.reasons_against(), None)
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
@@ -211,6 +208,45 @@ class BatchCall:
             yield f"use_cache is {given['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             yield "is_assistant, prefill_chunk_size or low_memory is set"
+        reason = next(self._reasons_against_text(), None)
+        if reason is None:
+            self.layout = choose_layout(self.call.model, self.cache)
+            if self.layout.unsupported_reason is None:
+                return
+            reason = next(self._reasons_against_joining(), None)
+        if reason is None:
+            return
+        if (prompts := self.prompts) is None:
+            yield f"{reason}, and the model repeats rows in a way of its own"
+            return
+        if config.return_dict_in_generate:
+            yield f"the cache is returned, and {reason}"
+        if repeats > 1 and prompts.input_ids.shape[0] * repeats != self.inputs.input_ids.shape[0]:
+            yield f"{reason}, and the rows of a prompt are not told apart"
+        why = reason_against_rows(self.call.model, self.cache, prompts)
+        if why and any(prompts.paddings):  # a model may attend to padding
+            prompts.paddings = [0] * len(prompts.paddings)
+            why = reason_against_rows(self.call.model, self.cache, prompts)
+        if why:
+            yield why if why in reason else f"{reason}, and {why}"
+        self.has_inputs, self.layout = True, TOGETHER._replace(unsupported_reason=reason)
+        self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
+
+    def _reasons_against_joining(self) -> Iterator[str]:
+        """Why the rows, which cannot be packed, cannot run beside those of other calls."""
+        reason = self.layout.unsupported_reason
+        if not self.layout.side_by_side:
+            yield str(reason)
+        if self.inputs.generation_config.return_dict_in_generate:
+            yield str(reason)
+        if not self.layout.mixed_lengths and any(self.paddings):
+            yield f"padding changes what its rows give, and {reason}"
+
+    def _reasons_against_text(self) -> Iterator[str]:
+        """Why the prompts are more than token ids that positions count. Without any, `paddings` are known."""
+        given, repeats = self.model_kwargs, self.call.repeats
+        if self.call.model.config.is_encoder_decoder:
+            yield "the model has an encoder"
         known = _KNOWN_INPUTS | ({"labels"} if is_stock(self.call.model, "prepare_inputs_for_generation") else set())
         if other := [name for name, value in given.items() if name not in known and not _is_unset(value)]:
             yield f"model inputs other than token ids: {', '.join(sorted(other))}"
@@ -231,15 +267,6 @@ class BatchCall:
         if repeats > 1 and any(first_rows(value, repeats) is None for value in (ids, mask)):
             yield "the rows of a prompt differ"
         self.paddings = (~mask).sum(-1).tolist()
-        self.layout = choose_layout(self.call.model, self.cache)
-        if (reason := self.layout.unsupported_reason) is None:
-            return
-        if not self.layout.side_by_side:
-            yield reason
-        if config.return_dict_in_generate:
-            yield f"the cache is returned, and {reason}"
-        if not self.layout.mixed_lengths and any(self.paddings):
-            yield f"padding changes what its rows give, and {reason}"
 
     def run(self) -> Any:
         """What `_sample` or `_beam_search` would have returned or raised. To be called within `interrupts.held`."""
@@ -248,7 +275,7 @@ class BatchCall:
         # whether the prefix cache could save more time than it takes to see that the weights are what they were
         keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
         generation = self._generation(decoding, keeps_prefixes)
-        self.call.built.remove(self.cache)  # it may become the loop's
+        self.call.built.clear()  # they may become the loop's
         make = functools.partial(self._make_loop, self.cache)
         with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
             executor, finish = shared.loop.executor, functools.partial(self._result, generation)
@@ -260,7 +287,7 @@ class BatchCall:
                 self.call.slowed_by |= executor.slowed_by
 
     def _make_loop(self, cache: PagedCache | None = None) -> StepLoop:
-        cache = empty_cache(self.call.model, self.cache.memory) if cache is None else cache
+        cache = self.cache.empty_twin(self.cache.memory) if cache is None else cache
         return make_loop(self.call.model, cache, self.layout, self._config, max_num_seqs=UNLIMITED)
 
     @property
@@ -284,14 +311,17 @@ class BatchCall:
         )
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
-        inputs, repeats = self.inputs, self.call.repeats
+        inputs, repeats, prompts = self.inputs, self.call.repeats, self.prompts if self.has_inputs else None
         namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
-            prompt = Sequence(inputs.input_ids[row, self.paddings[row] :].tolist())
-            max_num_tokens = decoding.max_length - self.paddings[row]
-            request = Request(f"row {row}", [prompt], max_num_tokens, num_rows=repeats, namespace=namespace)
-            request.inputs = (self.prompts, row // repeats) if self.has_inputs else None
+            tokens, max_num_tokens = inputs.input_ids[row, self.paddings[row] :].tolist(), decoding.max_length
+            if prompts is not None and (num_embeds := prompts.length - inputs.input_ids.shape[1]):
+                tokens, max_num_tokens = [0] * (num_embeds - self.paddings[row]), max_num_tokens + num_embeds
+            max_num_tokens -= self.paddings[row]
+            request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
+            if prompts is not None:
+                request.inputs, request.num_encoder_tokens = (prompts, row // repeats), prompts.num_encoder_tokens
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 

@@ -27,8 +27,9 @@ from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
+from ..model.own_loop import cache_parts
 from ..model.registry import memory_for
-from .call import Call, batch_of, cache_parts, current, first_rows, prepared, rows_per_prompt
+from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -28,14 +29,15 @@ from ..attention.switch import (
     switchable_configs,
     use_paged_attention,
 )
-from ..cache.block_manager import BlockManager
+from ..cache.block_manager import NO_BLOCKS, BlockManager
 from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
-from ..cache.memory import autocast_dtype
+from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in, step_lock
 from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
+from .own_loop import cache_name, first_inputs, next_logits, tensors_of, with_cross
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
@@ -51,7 +53,8 @@ class Layout(NamedTuple):
 
     unsupported_reason: str | None = None
     mixed_lengths: bool = True  # prompts of different lengths run side by side; else only those of one length
-    side_by_side: bool = True  # else each row by itself, in a cache of its own that keeps all that the model puts there
+    # else rows stay with those that they began with, and with all that the model's own loop carries: `TOGETHER`
+    side_by_side: bool = True
     replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
 
     @property
@@ -60,11 +63,11 @@ class Layout(NamedTuple):
         if self.unsupported_reason is None:
             return "packed forwards under the engine's scheduler"
         if not self.side_by_side:
-            return self.unsupported_reason
+            return f"rows as they began under the engine's scheduler, beside no others: {self.unsupported_reason}"
         return f"rows side by side under the engine's scheduler, not packed: {self.unsupported_reason}"
 
 
-ONE_BY_ONE = Layout(mixed_lengths=False, side_by_side=False, replays=True)
+TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]  # `execution.executor.Runner`
 
 
@@ -80,27 +83,37 @@ def first_line(error: BaseException) -> str:
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it, stays empty."""
-    reason = _find(self_check, True, model, cache, make)
+    reason = _find(self_check, "packed", model, cache, make)
     if reason is None:
         return Layout()
-    found = _find(side_check, False, model, cache, make)
-    return (found if isinstance(found, Layout) else ONE_BY_ONE)._replace(unsupported_reason=reason)
+    found = _find(side_check, "side by side", model, cache, make)
+    return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=reason)
 
 
-def _find(check: Callable[..., Any], packs: bool, model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Any:
-    """The first of `_reasons`; else what `check` finds by several short forwards, once for a model as it is now."""
+def reason_against_rows(model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner) -> str | None:
+    """Why rows that begin as these `Prompts` cannot leave one another, or fork, as in `TOGETHER`."""
+    kinds = tuple(sorted((name, str(type(value))) for name, value in prompts.model_kwargs.items() if value is not None))
+    kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1
+    return _find(rows_check, "together", model, cache, make, prompts, kind=kind)
+
+
+def _find(
+    check: Callable[..., Any], layout: str, model: PreTrainedModel, cache: PagedCache, *others: Any, kind: Any = None
+) -> Any:
+    """The first of `_reasons`; else what `check` finds by several short forwards, once for a model as it is now, and
+    for calls of a `kind`."""
     modules = list(model.named_modules())
-    if reason := next(_reasons(model, cache, modules, packs), None):
+    if reason := next(_reasons(model, cache, modules, layout), None):
         return reason
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
-    key = check, layers, _code(model, modules)
+    key = check, kind, layers, _code(model, modules)
     with _lock:
         known = _verdicts.setdefault(model, {})
         if key in known:
             return known[key]
     try:
         with step_lock(model), let_in():
-            verdict = check(model, cache, make)
+            verdict = check(model, cache, *others)
     except ForwardFailedError as error:  # it may be something passing: the next call checks again
         return str(error)
     with _lock:
@@ -128,14 +141,15 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
     return getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
 
 
-def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs: bool) -> Iterator[str]:
-    """Why rows cannot be packed; or else why they cannot run side by side, where they join and leave."""
+def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str) -> Iterator[str]:
+    """Why rows cannot be packed, or run side by side, where they join and leave, or together, where they leave."""
+    packs, joins = layout == "packed", layout != "together"
     parameters = inspect.signature(model.forward).parameters
     attends_itself = not calls_interface(module for _, module in modules)
     needed = ("past_key_values",) if attends_itself else ("position_ids", "past_key_values")  # alibi is in the mask
     missing = [name for name in needed if name not in parameters]
     known = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
-    if packs and getattr(model.config, "is_encoder_decoder", False):
+    if joins and getattr(model.config, "is_encoder_decoder", False):
         yield "the model has an encoder"
     if packs and missing:
         yield f"its forward takes no {' and no '.join(missing)}"
@@ -144,12 +158,12 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, packs:
         yield "its cache does not know its layers before the first forward"
     if not packs:
         known |= {PagedHybridLayer, LinearAttentionLayer}
-    if foreign := {type(layer) for layer in cache.layers} - known:
+    if joins and (foreign := {type(layer) for layer in cache.layers} - known):
         names = ", ".join(sorted(layer.__name__ for layer in foreign))
         yield f"its cache has layers that hold more than keys and values: {names}"
     # a forward may get inputs that the engine does not know of, or the loop end at another time
     for name in (compat.UPDATE_INPUTS, compat.PREFILL, compat.LOOP_CONDITION):
-        if not is_stock(model, name):
+        if not is_stock(model, name) and (joins or name != compat.UPDATE_INPUTS):
             yield f"it has a `{name}` of its own"
     if "prepare_inputs_for_generation" in vars(model):
         yield "its `prepare_inputs_for_generation` was replaced"
@@ -253,7 +267,64 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
             found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _THIRD), _SIDE_STEPS))
             if _difference(dtypes, cache, torch.stack(order), found, "logits") is None:
                 return layout
-    return ONE_BY_ONE
+    return TOGETHER
+
+
+def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> str | None:
+    """Compares rows of `Prompts`, some of which leave or fork, with all of them in the model's own loop: why they
+    differ, or `None`. Raises what `self_check` does."""
+    memory, order = PagedMemory(_CONFIG), sorted(range(len(prompts.paddings)), key=prompts.paddings.__getitem__)
+    a, b = order[-1], order[0]  # rows with the most padding and with the least
+    plain: list[Tensor] = []
+    prompts, others = copy.deepcopy(prompts), copy.deepcopy(prompts)
+    with _forwards(model), use_paged_attention(switchable_configs(model.modules())):
+        ids = prompts.input_ids
+        twin = cache.empty_twin(memory)
+        inputs = {**others.model_kwargs, cache_name(model): with_cross(twin)}
+        for step in range(3):
+            logits, inputs = next_logits(model, ids, inputs, begins=not step)
+            plain.append(logits)
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    if twin.cross is not None and twin.cross.get_seq_length() != prompts.num_encoder_tokens:
+        return "its decoder does not attend to one token for each of its encoder's output"
+    pairs = zip(tensors_of(others.model_kwargs), tensors_of(prompts.model_kwargs))
+    if not all(bool(((x == y) | (x != x)).all()) for x, y in pairs):
+        return "its forward writes to its inputs"
+    manager, runner = make(model, cache.empty_twin(memory), TOGETHER._replace(unsupported_reason="rows leave"))
+    rows = []
+    for row, padding in enumerate(prompts.paddings):
+        encoded = NO_BLOCKS if runner.encoder_blocks is None else runner.encoder_blocks.new()
+        if runner.encoder_blocks is not None:
+            runner.encoder_blocks.append(encoded, prompts.num_encoder_tokens)
+        tokens = [0] * (prompts.length - padding) + ids[row, -3:].tolist()
+        request = SimpleNamespace(inputs=(prompts, row), encoded=encoded, tokens=tokens)
+        rows.append(SimpleNamespace(num_computed_tokens=0, blocks=manager.new(), request=request))
+
+    def run(*sequences: Any) -> Tensor:
+        """Each time as if another call had been in between, with what that leaves on modules."""
+        counts = [1 if each.num_computed_tokens else len(each.request.tokens) - 3 for each in sequences]
+        with _forwards(model), use_paged_attention(switchable_configs(model.modules())):
+            for sequence, query_len in zip(sequences, counts):
+                manager.append(sequence.blocks, query_len)
+                sequence.num_computed_tokens += query_len
+                sequence.token_ids = sequence.request.tokens[: sequence.num_computed_tokens]
+            manager.flush_copies()
+            logits: Tensor = runner.run(list(zip(sequences, counts)))
+            return logits
+
+    try:
+        found = [run(*rows)]
+        fork = SimpleNamespace(**{**vars(rows[b]), "blocks": manager.fork(rows[b].blocks)})
+        found += [run(rows[b], fork), run(rows[a]) if a != b else plain[1][[a]], run(fork)]
+    except ForwardFailedError as error:
+        return f"without all rows of its batch, {error}"
+    expected = torch.cat([plain[0], plain[1][[b, b, a]], plain[2][[b]]])
+    dtypes = {
+        model.dtype,
+        autocast_dtype(compute_device(model)),
+        *(getattr(layer, "dtype", None) for layer in twin.layers),
+    }
+    return _difference(dtypes, cache, expected, torch.cat(found), "logits", how="without all rows of its batch")
 
 
 @contextlib.contextmanager
@@ -311,25 +382,6 @@ def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype
     return torch.stack(logits, dim=1)
 
 
-def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache | None) -> dict[str, Any]:
-    """What `generate` prepares the first forward from, over `ids` with an attention mask, both `(rows, length)`."""
-    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
-    parameters = inspect.signature(model.forward).parameters
-    if "position_ids" in parameters:
-        inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
-    if cache is not None:
-        inputs["cache_params" if "cache_params" in parameters else "past_key_values"] = cache
-    return inputs
-
-
-def next_logits(model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool) -> tuple[Tensor, dict[str, Any]]:
-    """`(rows, vocab_size)` after `ids`, of which only the last is new unless the rows begin; the next inputs."""
-    count = ids.shape[1] if begins else 1
-    prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
-    outputs = model(**prepared, return_dict=True)
-    return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs)
-
-
 def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows: Tensor, plan: StepPlan) -> Tensor:
     """`(n, vocab_size)`: what `Runner.run` gives for the steps of a plan."""
     prompts, steps = plan
@@ -337,7 +389,10 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
     with _forwards(model):
         wrap_expansions(model.modules())
         manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), layout)
-        sequences = [SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new()) for _ in tokens]
+        none = SimpleNamespace(inputs=None, encoded=NO_BLOCKS)
+        sequences = [
+            SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new(), request=none) for _ in tokens
+        ]
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
             for step in steps:
                 for row, query_len in step:
@@ -352,7 +407,7 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
 
 
 def _difference(
-    dtypes: set[torch.dtype | None], cache: PagedCache, plain: Tensor, packed: Tensor, what: str
+    dtypes: set[torch.dtype | None], cache: PagedCache, plain: Tensor, packed: Tensor, what: str, how: str = "packed"
 ) -> str | None:
     """How far logits `(n, vocab_size)`, computed in `dtypes`, are apart, if that is too far; NaN and infinities must
     agree."""
@@ -365,7 +420,7 @@ def _difference(
     half = max((HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE), default=None)
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):  # NaN too
-        return f"packed, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
+        return f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
     return None
 
 

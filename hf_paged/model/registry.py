@@ -27,8 +27,8 @@ class Route:
 
     Args:
         road (`str`): `"engine"`: the engine's forwards, packed or rows side by side, and rows leave the batch when they
-            end; `"rows"`: the engine's forwards, one sequence at a time; `"hf_loop"`: transformers' decoding loop on a
-            paged cache; `"plain"`: without one.
+            end; `"rows"`: an engine's forwards, one request each; `"hf_loop"`: transformers' decoding loop on a paged
+            cache; `"plain"`: without one.
         reason (`str`): Why this route.
         in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
         latent (`bool`): ... and did so on the latents of multi-head latent attention.

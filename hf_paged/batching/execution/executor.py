@@ -16,6 +16,7 @@ from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
 from ...attention.switch import switchable_configs, use_paged_attention
+from ...cache.block_manager import BlockManager
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
@@ -51,6 +52,7 @@ class Runner(Protocol):
     can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
     has_states: bool = False  # whether a step that failed cannot be taken again
     num_captured_steps: int = 0  # that were replays
+    encoder_blocks: BlockManager | None = None  # what holds the keys and values of encoders
     counters: ReadCounters  # of how its forwards read keys and values
 
     def begin(self, state: ModelState | None) -> None:

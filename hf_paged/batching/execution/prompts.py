@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
@@ -27,18 +28,27 @@ class Prompts:
     def length(self) -> int:
         """Columns of the first forward, padding included."""
         embeds = self.model_kwargs.get("inputs_embeds")
+        if self.num_encoder_tokens:  # which those were
+            embeds = None
         return int((self.input_ids if embeds is None else embeds).shape[1])
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Of each row, padding included, whose keys and values the rows attend to."""
+        outputs = self.model_kwargs.get("encoder_outputs")
+        return 0 if outputs is None else int(outputs[0].shape[1])
 
 
 def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str, Any], is_decoder: bool) -> Prompts:
     """Of what `generate` had before it repeated rows, and of what it made of that for its loop. `is_decoder`: of a
-    model with an encoder. An attention mask is taken to hide nothing but padding on the left."""
+    model with an encoder. What else than padding on the left an attention mask hides is its own."""
     ids, given = unexpanded
     given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in CACHE_NAMES}
     mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
     prompts = Prompts(ids, given, [0] * len(ids))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
-        prompts.paddings = (mask == 0).sum(-1).tolist()
+        paddings = (mask.cumsum(-1) == 0).sum(-1)
+        prompts.paddings = torch.where(paddings == prompts.length, 0, paddings).tolist()
     return prompts
 
 

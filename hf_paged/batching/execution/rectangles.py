@@ -12,121 +12,209 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
-from ...cache.block_manager import SequenceBlocks
+from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
+from ...cache.block_pool import BlockTable
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...model.capability import Layout, first_inputs, next_logits
+from ...model.capability import Layout
 from ...model.forwards import compute_device
+from ...model.own_loop import cache_name, cache_parts, first_inputs, next_logits, select_rows, with_cross
 from ..request import Sequence
 from .executor import Runner, in_order
+from .prompts import Prompts
 
 
 @dataclasses.dataclass(eq=False)
 class Rectangle:
-    """Rows that went through the model side by side, with what their next step begins with."""
+    """Rows that went through the model side by side, with what their next step begins with. Their places are where
+    their states are, and all else that the model's own loop carries from step to step."""
 
     blocks: list[SequenceBlocks]
+    encoded: list[SequenceBlocks]  # where the keys and values of each row's encoder are, if there is one
     lengths: list[int]  # tokens of each row, without padding
+    paddings: list[int]  # columns in front of them
     token_ids: Tensor  # (rows, length) int64, padded on the left
-    cache: PagedCache | None  # with the rows' tables and states; none for a model that brings a cache of its own
+    cache: Any  # borrows the rows' tables; none for a model that brings a cache of its own
     inputs: dict[str, Any]  # what `generate` carries to the next forward: attention mask, position ids, the cache
-    row_bytes: int = 0  # of the states of a row
+    origins: list[int] = dataclasses.field(init=False)  # the row of the first step that each row comes from
+    constants: set[str] = dataclasses.field(init=False)  # inputs that are the same in every step
+    row_bytes: int = dataclasses.field(default=0, init=False)  # of the states of a row
+
+    def __post_init__(self) -> None:
+        self.origins, self.constants = list(range(len(self.blocks))), set()
+
+    @property
+    def state_layers(self) -> list[Any]:
+        return [] if self.cache is None else state_layers(cache_parts(self.cache)[0])
+
+    @property
+    def width(self) -> int:
+        return self.paddings[0] + self.lengths[0]
+
+    def borrow(self, num_cached: int) -> None:
+        """The cache reads and writes the rows' tables, whose first `num_cached` columns are computed."""
+        if self.cache is None:
+            return
+        own, *others = cache_parts(self.cache)
+        own.take(self.blocks, tuple(self.paddings), num_cached)
+        for cross in others:
+            if isinstance(cross, PagedCache):
+                lengths = [blocks.tables[0].num_tokens for blocks in self.encoded]
+                width = max(lengths)
+                cross.take(self.encoded, tuple(width - length for length in lengths), width if num_cached else 0)
+
+    def select(self, rows: list[int]) -> None:
+        """Row `i` becomes what row `rows[i]` was, but for its tables."""
+        device, count = self.token_ids.device, len(self.blocks)
+        index = torch.tensor(rows, device=device)
+        is_same = [self.origins[row] for row in rows] == self.origins
+        for name, value in self.inputs.items():
+            if value is not self.cache and not (is_same and name in self.constants):
+                self.inputs[name] = select_rows(name, value, index, count)
+        if self.cache is not None:
+            self.cache.reorder_cache(index)
+        self.token_ids = self.token_ids[index]
+        for name in ("blocks", "encoded", "lengths", "paddings", "origins"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in rows])
+
+    def twin(self, cache: Any) -> Rectangle:
+        """The same rows, with what `cache`, an empty one, becomes; nothing is to be written before a `select`."""
+        if self.cache is None:
+            return dataclasses.replace(self, inputs=copy.deepcopy(self.inputs))._like(self)
+        own, *others = cache_parts(self.cache)
+        cache_parts(cache)[0].continue_from(own)
+        for cross in others:
+            if not isinstance(cache, EncoderDecoderCache):  # which the model made
+                cache = EncoderDecoderCache(cache, copy.deepcopy(cross))
+            elif isinstance(cross, PagedCache):
+                cache.cross_attention_cache.continue_from(cross)
+            cache.is_updated = dict(self.cache.is_updated)
+        inputs = {name: cache if value is self.cache else value for name, value in self.inputs.items()}
+        return dataclasses.replace(self, cache=cache, inputs=inputs)._like(self)
+
+    def _like(self, other: Rectangle) -> Rectangle:
+        self.origins, self.constants, self.row_bytes = other.origins, other.constants, other.row_bytes
+        return self
 
     def append(self, sequences: Items[Sequence]) -> None:
+        """A token more for each row, of the sequences that they are now."""
         self.blocks = [sequence.blocks for sequence in sequences]
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
         tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]
         self.token_ids = torch.cat([self.token_ids, self.token_ids.new_tensor(tokens)], dim=1)
 
-    def borrow(self, num_cached: int | None) -> None:
-        """The cache reads and writes the rows' tables, whose first `num_cached` columns are computed."""
-        if self.cache is not None:
-            width = self.token_ids.shape[1]
-            self.cache.take(self.blocks, tuple(width - length for length in self.lengths), num_cached)
-
 
 class RectangleRunner(Runner):
-    """Runs rows of a decoder-only model through its own preparation of inputs, with its attention switched by the
-    caller: prompts as a padded batch, then the next tokens of all rows, side by side. Padding is not stored."""
+    """Runs rows of a model through its own preparation of inputs, with its attention switched by the caller: prompts
+    as a padded batch, then the next tokens of all rows, side by side. Padding is not stored.
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage | None, layout: Layout) -> None:
+    Rows whose layout says so, and all whose request has `inputs`, stay with those that they began with, and with what
+    the model's own loop carries; when rows leave, or fork, the others are selected."""
+
+    has_states = True
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage, layout: Layout) -> None:
         self.model, self.memory, self.counters = model, cache.memory, cache.counters
         self.states, self.layout = states, layout  # states: of the last table of each sequence
-        self.has_states = states is not None
-        self._last: Rectangle | None = None
+        self.encoder_blocks: BlockManager | None = None if cache.cross is None else cache.cross.rows.manager
+        self._stock, self._has_cache = cache, compat.supports_dynamic_cache(model)
         self._holders: set[Rectangle] = set()  # of states in use
 
     def rest(self) -> None:
-        self._last, self._holders = None, set()
+        self._holders = set()
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        parts = [(at, self._forward([items[i][0] for i in at], begins)) for at, begins in self._divide(items)]
-        if self.states is not None:
-            self._holders = set(self.states.holders())
+        parts = []
+        for places, begins in self._divide(items):
+            sequences = [items[place][0] for place in places]
+            parts.append((places, self._begin(sequences) if begins else self._continue(sequences)))
+        self._holders = set(self.states.holders())
         logits = in_order(parts)
         answered = [i for i, (each, _) in enumerate(items) if each.num_computed_tokens == len(each.token_ids)]
         return logits if len(answered) == len(items) else logits[answered]
 
     def _divide(self, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], bool]]:
         """The places in `items` of each forward, and whether they are prompts."""
-        begins = [count == sequence.num_computed_tokens for sequence, count in items]
-        prompts = [place for place, is_prompt in enumerate(begins) if is_prompt]
-        going = [place for place, is_prompt in enumerate(begins) if not is_prompt]
-        if not self.layout.side_by_side:
-            return [([place], begins[place]) for place in prompts + going]
+        beginning: list[int] = []  # that may run beside any others
+        together: dict[tuple[Any, bool], list[int]] = {}
+        for place, (sequence, count) in enumerate(items):
+            begins, inputs = count == sequence.num_computed_tokens, sequence.request.inputs
+            key: Any = place
+            if inputs is not None and begins:
+                key = inputs[0]
+            elif inputs is None and self.layout.side_by_side:
+                if begins:
+                    beginning.append(place)
+                    continue
+                key = None
+            elif not begins and self._has_cache:  # else a copy of the model's own cache for each row
+                key = self.states.find(_slot(sequence.blocks))[0]
+            together.setdefault((key, begins), []).append(place)
         parts: list[tuple[list[int], bool]] = []
         width = 0  # tokens of the longest prompt in the last part
-        for place in sorted(prompts, key=lambda place: items[place][1], reverse=True):
+        for place in sorted(beginning, key=lambda place: items[place][1], reverse=True):
             fits = parts and (len(parts[-1][0]) + 1) * width <= self.memory.config.max_num_batched_tokens
             if fits and (self.layout.mixed_lengths or items[place][1] == width):
                 parts[-1][0].append(place)
             else:
                 parts.append(([place], True))
                 width = items[place][1]
-        return [*parts, (going, False)] if going else parts
+        return parts + [(places, begins) for (_, begins), places in together.items()]
 
-    def _forward(self, sequences: list[Sequence], begins: bool) -> Tensor:
-        """`(rows, vocab)`: after the last token of each row."""
-        rectangle = self._lay_out(sequences) if begins else self._continue(sequences)
-        self._last = None
+    def _begin(self, sequences: list[Sequence]) -> Tensor:
+        """`(rows, vocab)`: after the last token of each row's prompt."""
+        if (inputs := sequences[0].request.inputs) is None:
+            return self._forward(self._lay_out(sequences), begins=True)
+        rows = [sequence.request.inputs[1] for sequence in sequences if sequence.request.inputs is not None]
+        rectangle = self._lay_out_prompts(inputs[0], dict(zip(rows, sequences)))
+        logits = self._forward(rectangle, begins=True, rows=rows)
+        return logits if rows == list(range(len(logits))) else logits[rows]
+
+    def _forward(self, rectangle: Rectangle, begins: bool, rows: list[int] | None = None) -> Tensor:
+        """`(rows, vocab)`: after the last token of each row, of which `rows` go on."""
+        before = dict(rectangle.inputs)
         logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins)
-        self._last = rectangle
-        if self.states is not None:
-            if not rectangle.row_bytes:
-                rectangle.row_bytes = num_state_bytes(state_layers(rectangle.cache)) // len(rectangle.blocks)
-            self.states.put([_slot(blocks) for blocks in rectangle.blocks], rectangle, rectangle.row_bytes)
-            self._holders.add(rectangle)
+        if begins:
+            if rectangle.cache is not None:  # a model may put one of its own beside it
+                rectangle.cache = rectangle.inputs[cache_name(self.model)]
+            for name in compat.PREFILL_INPUTS:
+                rectangle.inputs.pop(name, None)
+            rectangle.constants = {name for name, value in rectangle.inputs.items() if value is before.get(name)}
+            rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
+        if rows is not None and rows != list(range(len(rectangle.blocks))):
+            rectangle.select(rows)
+            rectangle.borrow(rectangle.width)
+        self.states.put([_slot(blocks) for blocks in rectangle.blocks], rectangle, rectangle.row_bytes)
+        self._holders.add(rectangle)
         return logits.contiguous()  # the logits of a prompt's other tokens are not kept
 
-    def _continue(self, sequences: list[Sequence]) -> Rectangle:
-        blocks, last = [sequence.blocks for sequence in sequences], self._last
-        if not self.layout.side_by_side:
-            assert self.states is not None
-            held: Rectangle = self.states.find(_slot(blocks[0]))[0]
-            if self._is_shared(held, blocks):  # another sequence goes on from it, too
-                inputs, cache = copy.deepcopy((held.inputs, held.cache))
-                held = dataclasses.replace(held, inputs=inputs, cache=cache)
-            held.append(sequences)
-            held.borrow(None)
-            return held
-        if (
-            last is not None
-            and last.blocks == blocks  # its own rows in their order, each with one token more
-            and all(before + 1 == each.num_computed_tokens for before, each in zip(last.lengths, sequences))
-            and not self._is_shared(last, blocks)
-        ):
-            last.append(sequences)
-            return last
-        rectangle = self._lay_out(sequences, num_new=1)
-        if self.states is not None:
-            found = itertools.groupby([self.states.find(_slot(each)) for each in blocks], operator.itemgetter(0))
-            sources = [(state_layers(holder.cache), [row for _, row in group]) for holder, group in found]
-            gather_states(state_layers(rectangle.cache), sources)
-        return rectangle
+    def _continue(self, sequences: list[Sequence]) -> Tensor:
+        """`(rows, vocab)`: after one more token of each row."""
+        found = [self.states.find(_slot(sequence.blocks)) for sequence in sequences]
+        rectangle, rows = found[0][0], [row for _, row in found]
+        if any(holder is not rectangle for holder, _ in found) or not isinstance(rectangle, Rectangle):
+            rectangle = self._lay_out(sequences, num_new=1)
+            groups = itertools.groupby(found, operator.itemgetter(0))
+            sources = [(holder.state_layers, [row for _, row in group]) for holder, group in groups]
+            gather_states(rectangle.state_layers, sources)
+            return self._forward(rectangle, begins=False)
+        others = self.states.holders()[rectangle] - {_slot(sequence.blocks) for sequence in sequences}
+        is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
+        if others:  # go on from it, too
+            rectangle = rectangle.twin(self._new_cache())
+        if is_moved and self._has_cache:
+            rectangle.select(rows)
+        is_moved = is_moved or rectangle.blocks != [sequence.blocks for sequence in sequences]
+        num_cached = rectangle.width
+        rectangle.append(sequences)
+        if is_moved:
+            rectangle.borrow(num_cached)
+        return self._forward(rectangle, begins=False)
 
     def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
         """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""
@@ -140,20 +228,43 @@ class RectangleRunner(Runner):
             device=device,
         )
         mask = torch.arange(width, device=device) >= torch.tensor(paddings, device=device)[:, None]
-        cache = None
-        if compat.supports_dynamic_cache(model):
-            stock = DynamicCache(config=model.config.get_text_config(decoder=True))
-            cache = PagedCache.from_empty(stock, self.memory, borrows=self.counters)
+        cache = self._new_cache()
         inputs = first_inputs(model, ids, mask.long(), cache)
         if compat.supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
-        rectangle = Rectangle([sequence.blocks for sequence in sequences], lengths, ids, cache, inputs)
+        blocks = [sequence.blocks for sequence in sequences]
+        rectangle = Rectangle(
+            blocks, [each.request.encoded for each in sequences], lengths, paddings, ids, cache, inputs
+        )
         rectangle.borrow(0 if num_new is None else width - num_new)
         return rectangle
 
-    def _is_shared(self, rectangle: Rectangle, blocks: list[SequenceBlocks]) -> bool:
-        """Whether the states of another sequence than these are in the rectangle."""
-        return self.states is not None and not self.states.holders().get(rectangle, set()) <= set(map(_slot, blocks))
+    def _lay_out_prompts(self, prompts: Prompts, own: dict[int, Sequence]) -> Rectangle:
+        """All rows of a call, of which only those of `own` are stored."""
+        cache, width = self._new_cache(), prompts.length
+        rows = range(len(prompts.paddings))
+        parts = (cache_parts(cache) * 2)[:2] if cache is not None else []
+        nothing, no_encoder = map(_no_blocks, parts) if parts else (NO_BLOCKS, NO_BLOCKS)
+        blocks = [own[row].blocks if row in own else nothing for row in rows]
+        encoded = [own[row].request.encoded if row in own else no_encoder for row in rows]
+        paddings = [prompts.paddings[row] if row in own else width for row in rows]
+        lengths = [width - padding for padding in paddings]
+        inputs = dict(prompts.model_kwargs)
+        if cache is not None:
+            inputs[cache_name(self.model)] = cache
+        rectangle = Rectangle(blocks, encoded, lengths, paddings, prompts.input_ids, cache, inputs)
+        rectangle.borrow(0)
+        return rectangle
+
+    def _new_cache(self) -> Any:
+        return with_cross(self._stock.empty_twin(self.memory, self.counters)) if self._has_cache else None
+
+
+def _no_blocks(cache: PagedCache) -> SequenceBlocks:
+    """Of a row that is not stored."""
+    return SequenceBlocks(
+        tuple(BlockTable(group.blocks.pool, group.blocks.block_size) for group in cache.groups.values())
+    )
 
 
 def _slot(blocks: SequenceBlocks) -> int:

@@ -63,19 +63,26 @@ class Preemption:
     # whether blocks of before this window may be served (`BlockManager.needs_vouching`); if not, it has dropped them
     vouch: Callable[[], bool] | None = None
     chunks: bool = True  # whether a sequence may be computed in chunks; else as a whole, then token by token
+    replays: bool = False  # without chunks: whether all requests do as `replays_prompt` says
+    encoder_blocks: BlockManager | None = None  # gives the requests of a model with an encoder those of its output
     cost: CostModel | None = None  # is told how long prefills and swaps take
     num_swaps: int = 0  # requests whose blocks went to host memory
+
+    def replays_prompt(self, request: Request) -> bool:
+        """Whether its prompt is computed as a whole, also when computed again, and then token by token."""
+        return not self.chunks and (self.replays or request.inputs is not None)
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
         size, rows = self.blocks.block_size, request.num_rows
         # rows that are recomputed share all full blocks short of a prompt's last token
-        shared = (request.num_prompt_tokens - 1) // size * size if rows > 1 and self.chunks else 0
+        shares = rows > 1 and (self.chunks or self.replays_prompt(request))
+        shared = (request.num_prompt_tokens - 1) // size * size if shares else 0
         longest = max(1, request.max_num_tokens - 1, *(len(sequence.token_ids) for sequence in request.sequences))
         common = self.blocks.num_spanned(0, shared, 1)
         own = self.blocks.num_spanned(shared, longest, 1)
         needs = [together + rows * alone for together, alone in zip(common, own)]
-        needed, total = sum(needs), self.blocks.num_total
+        needed, total = sum(needs) + self._num_encoder_blocks(request), self.blocks.num_total
         for group, group_needs in zip(self.blocks.groups, needs):
             if not group.can_grow and group_needs > group.pool.num_blocks:
                 needed, total = group_needs, group.pool.num_blocks
@@ -96,6 +103,7 @@ class Preemption:
             if not is_alone:
                 return False
             self.forget(request)
+        reserve += self._num_encoder_blocks(request)
         if reserve >= manager.num_free:
             return False
         needs = [0] * len(manager.groups)
@@ -111,10 +119,20 @@ class Preemption:
             raise
         if not is_served:
             self.forget(request)
-            return has_room and self.bring_in(request, chunk, reserve, is_alone)  # `vouch` has dropped the old blocks
+            # `vouch` has dropped the old blocks, of packed sequences
+            return has_room and self.bring_in(request, chunk, reserve, is_alone)
+        if request.num_encoder_tokens:
+            assert self.encoder_blocks is not None
+            request.encoded = self.encoder_blocks.new()
+            if not self.encoder_blocks.append(request.encoded, request.num_encoder_tokens):
+                self.forget(request)
+                return False
         if not request.num_preemptions and request.sequences[0].num_tokens == request.num_prompt_tokens:
             request.num_hit_tokens = sum(sequence.num_computed_tokens for sequence in request.sequences)
         return True
+
+    def _num_encoder_blocks(self, request: Request) -> int:
+        return -(-request.num_encoder_tokens // self.blocks.block_size)
 
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self.swapper is not None
@@ -135,13 +153,16 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Gives open rows what the prefix cache has of them; returns with each the tokens that it starts with. What all
-        rows begin with is shared again: if it is not cached, the first row computes it (`num_until_shared`)."""
+        rows begin with is shared again: if it is not cached, the first row computes it (`num_until_shared`); with
+        `replays`, that is the prompt."""
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
         for sequence in rows:
             sequence.blocks = manager.new()
             sequence.num_computed_tokens = manager.match(sequence.blocks, sequence.token_ids, request.namespace)
         shared = 0  # whole blocks that all rows begin with, short of the last token of the shortest
-        if len(rows) > 1 and self.chunks:
+        if len(rows) > 1 and self.replays_prompt(request):
+            shared = request.num_prompt_tokens
+        elif len(rows) > 1 and self.chunks:
             tokens = [sequence.token_ids for sequence in rows]
             last = min(map(len, tokens)) - 1
             parting = next((place for place, column in enumerate(zip(*tokens)) if len(set(column)) > 1), last)
@@ -192,6 +213,7 @@ class Preemption:
         """Gives up what is held of a request, here and on the host: nothing counts as computed any more."""
         for sequence in request.sequences:
             self._free(sequence)
+        self._free_encoder_blocks(request)
         request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
@@ -200,10 +222,17 @@ class Preemption:
             self._register(sequence)
         sequence.is_finished = True
         self._free(sequence)
+        if not sequence.request.open_sequences:
+            self._free_encoder_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
         namespace = sequence.request.namespace
         self.blocks.register(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, namespace)
+
+    def _free_encoder_blocks(self, request: Request) -> None:
+        if self.encoder_blocks is not None:
+            self.encoder_blocks.free(request.encoded)
+        request.encoded = NO_BLOCKS
 
     def _free(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.blocks)

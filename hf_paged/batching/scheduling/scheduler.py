@@ -50,7 +50,6 @@ class Scheduler:
     max_num_seqs: int  # that run at a time, unless a single request has more, or requests wait for each other
     watermark: float = 0.01  # share of all blocks that admission leaves to those already running
     aging: float = AGING
-    replays: bool = False  # without chunks: the prompt alone is computed as a whole, also when computed again
     timeline: Timeline = field(default_factory=Timeline)  # is told which requests come and go
 
     def __post_init__(self) -> None:
@@ -172,7 +171,7 @@ class Scheduler:
         one go first, then the chunk gets smaller, then `request` goes itself."""
         if request.num_shared_tokens:
             limit = min(limit, self.preemption.num_until_shared(request, sequence))
-        if self.replays:
+        if self.preemption.replays_prompt(request):
             limit = min(limit, max(1, request.num_prompt_tokens - sequence.num_computed_tokens))
         query_len = min(limit, sequence.num_to_compute)
         if query_len <= 0:

@@ -1,0 +1,76 @@
+"""One step of a model as its own decoding loop takes it, and what that loop carries from step to step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils import ModelOutput
+
+from .. import compat
+from ..cache.paged_cache import PagedCache
+
+
+def cache_name(model: Any) -> str:
+    """What the model's forward calls its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
+    """What the model's forward takes as its cache."""
+    return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
+
+
+def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
+    """What `generate` prepares the first forward from, over `ids` with an attention mask, both `(rows, length)`."""
+    inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
+    if cache is not None:
+        inputs[cache_name(model)] = cache
+    return inputs
+
+
+def next_logits(model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool) -> tuple[Tensor, dict[str, Any]]:
+    """`(rows, vocab_size)` after `ids`, of which only the last is new unless the rows begin; the next inputs."""
+    has_encoder, embeds = bool(model.config.is_encoder_decoder), inputs.get("inputs_embeds")
+    new = embeds if begins and embeds is not None and not has_encoder else ids
+    count = new.shape[1] if begins else 1
+    prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
+    outputs = model(**prepared, return_dict=True)
+    return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
+
+
+def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
+    """Rows `(n,)` of the input `name` of a batch of `count` rows; what has no such rows is all theirs."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{part: select_rows(name, held, rows, count) for part, held in value.items()})
+    if isinstance(value, dict):
+        return {part: select_rows(name, held, rows, count) for part, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(select_rows(name, held, rows, count) for held in value)
+    if not isinstance(value, Tensor):
+        return value
+    axis = 1 if name.endswith("position_ids") and value.dim() == 3 else 0  # where transformers repeats rows
+    if value.dim() <= axis or value.shape[axis] != count:
+        return value
+    return value.index_select(axis, rows.to(value.device))
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in the inputs of a model."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(part)
+
+
+def cache_parts(cache: Any) -> list[Any]:
+    """The caches of an `EncoderDecoderCache`, or the cache itself."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [*cache_parts(cache.self_attention_cache), *cache_parts(cache.cross_attention_cache)]
+    return [cache]

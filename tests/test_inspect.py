@@ -92,7 +92,7 @@ def test_latents(tmp_path: Path) -> None:
 def test_encoder_decoders_have_cross_attention(tmp_path: Path) -> None:
     report = examine(saved_test_model(tmp_path, "t5"), dtype=torch.float32)
     assert [group.kind for group in report.groups] == ["self", "cross"]
-    assert report.route.road == "hf_loop" and "encoder" in report.route.reason
+    assert report.route.road == "engine" and "encoder" in report.route.reason
 
 
 def test_states_that_are_not_in_blocks(tmp_path: Path) -> None:

@@ -34,13 +34,6 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 BEAMS: dict[str, Any] = {"num_beams": 3, **GREEDY}
 
 
-ENCODER_DECODER_ROAD = "hf_loop"  # of calls that the engine would serve for a decoder-only model
-
-
-def road_of(model: PreTrainedModel) -> str:
-    return ENCODER_DECODER_ROAD if model.config.is_encoder_decoder else "engine"
-
-
 def assert_used_pool(model: torch.nn.Module) -> None:
     assert hf_paged.memory_stats(model).peak_blocks > 0, "the call did not use the paged pool"
     hf_paged.check_integrity(model)

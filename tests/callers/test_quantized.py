@@ -59,7 +59,7 @@ def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
         torch.manual_seed(0)
         assert_same_tokens(expected, model.generate(**inputs, **MODES[mode], **models.PAGED))
         assert_used_pool(model)
-    assert hf_paged.last_route(model).road == ("hf_loop" if name == "t5" else "engine")
+    assert hf_paged.last_route(model).road == "engine"
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4 in eights"])

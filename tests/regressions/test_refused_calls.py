@@ -76,7 +76,7 @@ def test_item_04_after_a_refused_call_the_next_is_served(case: str) -> None:
 @pytest.mark.parametrize("name", ["t5", "bart", "mistral"])
 def test_item_04_in_other_models(name: str) -> None:
     model, inputs = models.build(name), models.padded_prompt(name, (5, 3))
-    road = "hf_loop" if models.is_encoder_decoder(name) else "engine"
+    road = "engine"
     assert_served(model, inputs, road)
     for case in ("ids of three dimensions", "ids of three dimensions, several rows", "a column of ids"):
         for paged in ({}, models.PAGED):

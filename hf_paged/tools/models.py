@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -144,13 +145,17 @@ def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
     inputs: dict[str, object] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache(config=text))
-        width = getattr(model.config, "d_model", None) or model.config.hidden_size
-        encoded = torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device)
-        inputs = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
+        inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
     model.set_experts_implementation("batched_mm")  # which needs no count of the tokens of an expert
     with torch.no_grad():
         model(**inputs, past_key_values=cache, use_cache=True)
     return cache
+
+
+def _encoded(model: PreTrainedModel) -> BaseModelOutput:
+    """What an encoder of the model gives for a short input, but for the numbers."""
+    width = getattr(model.config, "d_model", None) or model.config.hidden_size
+    return BaseModelOutput(torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device))
 
 
 def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.device) -> dict[str, str]:
@@ -174,9 +179,6 @@ def find_route(model: PreTrainedModel) -> Route:
     """How a short `generate` call goes with random weights on the CPU, and fewer layers if need be, for a model on the
     meta device; the road is `"undecided"` where that is still large."""
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
-    if model.config.is_encoder_decoder:
-        road = "hf_loop" if compat.supports_dynamic_cache(model) else "plain"
-        return Route(road, "not on the engine: the model has an encoder", in_place)
     reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
     for cut in ("", " and fewer layers"):
         try:
@@ -186,7 +188,10 @@ def find_route(model: PreTrainedModel) -> Route:
             small = build(config, type(model), torch.float32, "cpu")
             ids = torch.ones(1, _LENGTH, dtype=torch.long)
             options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-            small.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation="paged", **options)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if config.is_encoder_decoder:
+                inputs = {"encoder_outputs": _encoded(small)}
+            GenerationMixin.generate(small, **inputs, cache_implementation="paged", **options)
             if (route := last_route(small)) is not None:
                 return replace(route, reason=f"{route.reason} (of a call on random weights{cut})")
         except Exception as error:  # not every configuration can be cut, or leaves a model that can be called so

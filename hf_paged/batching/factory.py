@@ -55,7 +55,8 @@ def make_loop(
         cost = CostModel() if config.preemption == "auto" else None
         preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
         max_tokens = config.max_num_batched_tokens
-    scheduler = Scheduler(preemption, max_tokens, max_num_seqs)
+    rope = runner.rope if isinstance(runner, PackedRunner) else None
+    scheduler = Scheduler(preemption, max_tokens, max_num_seqs, rope=rope)
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
 
 

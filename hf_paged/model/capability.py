@@ -191,7 +191,7 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
     if getattr(config, "output_router_logits", False):
         yield "`output_router_logits` computes a loss over the whole batch"
     for _, module in modules:
-        kinds = getattr(module, "rope_type", None)
+        kinds = None if packs else getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind == "longrope" or "dynamic" in str(kind):
                 yield f"its rotary embedding ({kind}) depends on the longest position in the batch"
@@ -389,9 +389,13 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
     with _forwards(model):
         wrap_expansions(model.modules())
         manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), layout)
-        none = SimpleNamespace(inputs=None, encoded=NO_BLOCKS)
+        none = {"inputs": None, "encoded": NO_BLOCKS}
         sequences = [
-            SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new(), request=none) for _ in tokens
+            SimpleNamespace(
+                **{"num_computed_tokens": 0, "token_ids": [], "blocks": manager.new()},
+                request=SimpleNamespace(**none, num_prompt_tokens=prompt),
+            )
+            for prompt in prompts
         ]
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
             for step in steps:

@@ -13,6 +13,10 @@ from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
 
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+    **{"short_factor": [1.0] * 4, "long_factor": [1.0 + i for i in range(4)]},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 11}),
     # attention code of a model's own: alibi before the mask, after it, in it, and none
@@ -25,8 +29,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # queries are scaled by their positions, of which plain rows count padding, too
     "scales": ("Llama4ForCausalLM", {"attention_chunk_size": 11, "floor_scale": 8, "attn_scale": 0.5}),
 }
+# rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes back with, one each
+LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("LlamaForCausalLM", {"rope_parameters": LONGROPE, "max_position_embeddings": 64}),
+    "phi3": ("Phi3ForCausalLM", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "dynamic": (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+}
+FAMILIES |= LENGTHS
 NAMES = sorted(FAMILIES)
-KINDS = ["bloom", "chunks", "falcon alibi", "latents"]
+KINDS = ["bloom", "chunks", "falcon alibi", "latents", *LENGTHS]
 
 
 @functools.cache
@@ -54,6 +71,7 @@ def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config
         route, stats = engine.route, engine.stats()
     assert route is not None and route.reason.startswith("packed forwards"), route
     for seed, (prompt, options) in enumerate(zip(texts, modes)):
+        model(torch.tensor([[5]]))  # a module may have grown with a longer sequence
         assert_same_as_lone(lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}")
     return stats
 
@@ -70,7 +88,7 @@ def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
 def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
     samples = {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3}
     modes = [MODES["greedy"], samples, MODES["beams"], MODES["sample"]]
-    config = PagedConfig(block_size=8, num_blocks=19, preemption=preemption)
+    config = PagedConfig(block_size=8, num_blocks={"chunks": 19, "phi3": 9}.get(name, 12), preemption=preemption)
     assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, "the budget was meant to be short"
 
 
@@ -79,11 +97,11 @@ def test_prefixes_are_found_again(name: str) -> None:
     (prefix,), options = prompts(29), MODES["greedy"]
     texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
     stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))
-    assert stats.num_prefix_hit_tokens >= 32
+    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)  # a long prompt has keys of its own
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "scales"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"scales", *LENGTHS}])
 def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
     model, texts = build(name), prompts(5, 19, 9, 14)
     ids = torch.tensor([[0] * (19 - len(text)) + text for text in texts])

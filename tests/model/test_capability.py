@@ -92,11 +92,15 @@ def test_a_cache_without_known_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_of_the_longest_position_is_refused(kind: str) -> None:
+def test_rope_of_the_longest_position_is_packable_but_not_side_by_side(kind: str) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
-    assert kind in str(reason(models.build("llama", rope_parameters=rope)))
+    model = models.build("llama", rope_parameters=rope)
+    assert reason(model) is None
+    shift(model)  # no longer packed, then
+    layout = choose_layout(model, cache_for(model))
+    assert "standard deviations" in str(layout.unsupported_reason) and not layout.side_by_side
 
 
 @pytest.mark.parametrize("where", ["model", "lm_head", "model.layers.1"])

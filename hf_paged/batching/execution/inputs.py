@@ -28,6 +28,7 @@ class PackedTokens(NamedTuple):
     query_start: list[int]  # where each row begins, and the end of the last
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
+    rope_factors: list[int]  # of all tokens; none where those of short sequences are all
 
 
 def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:

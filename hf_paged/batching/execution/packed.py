@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from array import array
 from collections.abc import Sequence as Items
@@ -15,6 +16,7 @@ from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.paged_cache import PagedCache
 from ...model.forwards import compute_device
+from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...step import StepMetadata
 from ..request import Sequence
@@ -34,6 +36,7 @@ class PackedRunner(Runner):
         """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
+        self.rope = find_length_rope(model, model.modules())
         self._graphs = decode_graphs(model, cache)
         self.can_capture = self._graphs is not None
         self.begin(None)
@@ -60,7 +63,7 @@ class PackedRunner(Runner):
         return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
 
     def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:
-        if self._graphs is None or not self._is_known:
+        if self._graphs is None or not self._is_known or tokens.rope_factors:
             return None
         logits = self._graphs.run(tokens, adapter, self._forward, token_ids)
         self.num_captured_steps += logits is not None
@@ -93,10 +96,14 @@ class PackedRunner(Runner):
         arguments = {}
         if self._picks_logits and len(kept) < len(tokens.token_ids):
             arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
-        logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
+        with self._rotating(tokens):
+            logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
         if logits.shape[0] != len(last):  # the forward gives those of every token
             logits = logits[torch.tensor(last, dtype=torch.long, device=logits.device)]
         return logits
+
+    def _rotating(self, tokens: PackedTokens) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.rope is None else self.rope.rotating(tokens.rope_factors)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], **arguments: Any) -> Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
@@ -123,6 +130,7 @@ class PackedRunner(Runner):
         token_ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
+        factors: list[int] = []
         query_start = [0]
         num_decodes = 0
         for sequence, query_len in items:
@@ -135,10 +143,15 @@ class PackedRunner(Runner):
                 token_ids += ids[end - query_len : end]
                 positions += range(end - query_len, end)
             query_start.append(len(token_ids))
+            if self.rope is not None:
+                known = end + ahead, sequence.request.num_prompt_tokens, len(ids) + ahead
+                factors += self.rope.token_factors(end + ahead - query_len, *known)
             if end == len(ids):
                 last.append(len(token_ids) - 1)
         groups = [self._lay_out_group(items, number, ahead) for number in range(len(self.windows))]
-        return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups)
+        if self.rope is not None and self.rope.is_fresh and not any(factors):
+            factors = []
+        return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups, factors)
 
     def _lay_out_group(self, items: Items[tuple[Sequence, int]], number: int, ahead: int) -> GroupTokens:
         size = self._block_size

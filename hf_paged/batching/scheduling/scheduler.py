@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple, Protocol
 
-from ...cache.block_manager import NO_BLOCKS
+from ...cache.block_manager import NO_BLOCKS, UNCACHED
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence, Status
 from .preemption import Preemption
@@ -39,6 +41,21 @@ class StepPlan:
         return str([(request.request_id, *row, request.adapter) for request, *row in rows])
 
 
+class Rope(Protocol):
+    """What keys depend on beside tokens and positions (`model.rope.LengthRope`)."""
+
+    restarts: bool  # whether a sequence is computed again where it comes to have other factors
+
+    def factors(self, length: int) -> int: ...
+
+
+class RopeNamespace(NamedTuple):
+    """Where prefixes with factors of their own are shared."""
+
+    own: Hashable
+    factors: int
+
+
 @dataclass(eq=False, repr=False)
 class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369) and preemption of
@@ -50,6 +67,7 @@ class Scheduler:
     max_num_seqs: int  # that run at a time, unless a single request has more, or requests wait for each other
     watermark: float = 0.01  # share of all blocks that admission leaves to those already running
     aging: float = AGING
+    rope: Rope | None = None  # where keys of a sequence depend on its length
     timeline: Timeline = field(default_factory=Timeline)  # is told which requests come and go
 
     def __post_init__(self) -> None:
@@ -85,6 +103,7 @@ class Scheduler:
         for request in requests:
             self.preemption.check_fits(request)
         for request in requests:
+            self._turn(request)
             request.key = (self._arrivals + request.priority * self.aging, self._arrivals)
             self._arrivals += 1
             self._wait(request)
@@ -110,6 +129,11 @@ class Scheduler:
             self.blocks.trim(sequence.blocks)
         self.blocks.index.begin_step()
         plan = self._plan = StepPlan()
+        if self.rope is not None and self.rope.restarts:
+            for request in list(self._running):
+                if self._turn(request):
+                    self._preempt(request, keeps=False)
+                    plan.preempted.pop()  # it is not short of blocks, and goes on in this step
         left = self._continue_running()
         if not plan.preempted:
             self._admit(left)
@@ -238,6 +262,18 @@ class Scheduler:
                 self._send_back(request, keeps=True)
                 return
             self._plan.admitted.append(request)
+
+    def _turn(self, request: Request) -> bool:
+        """Whether keys of the request's have other factors than it had. Prefixes with others are kept apart."""
+        rope, lengths = self.rope, [sequence.num_tokens for sequence in request.open_sequences]
+        if rope is None or (factors := rope.factors(max(lengths) if rope.restarts else request.num_prompt_tokens)) == (
+            request.rope_factors
+        ):
+            return False
+        own = request.namespace.own if isinstance(request.namespace, RopeNamespace) else request.namespace
+        request.rope_factors = factors
+        request.namespace = own if own is UNCACHED else RopeNamespace(own, factors)
+        return True
 
     def _wait(self, request: Request) -> None:
         request.status = Status.WAITING

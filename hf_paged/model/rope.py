@@ -1,0 +1,143 @@
+"""Rotary embeddings whose factors depend on the longest position that a forward is given (dynamic NTK, LongRoPE)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+
+class LengthRope:
+    """
+    Gives each token of a packed forward the factors of its own sequence. A token has those of the forward that first
+    computes it in plain `generate`: a prompt's tokens those of the prompt's length, a later one those of the length
+    that it brings. What stands for factors is the shortest length that has them, 0 for those of short sequences.
+    """
+
+    def __init__(self, model: PreTrainedModel, kinds: dict[nn.Module, list[tuple[str, int]]]) -> None:
+        """`kinds`: of each rotary embedding the types, with the length up to which each has the factors of 0."""
+        self._modules = list(kinds)
+        found = {kind for each in kinds.values() for kind in each}
+        self._dynamic = sorted(
+            limit for kind, limit in found if kind != "longrope"
+        )  # every length has factors of its own
+        self._limits = sorted((limit for _, limit in found), reverse=True)
+        self.restarts = any(_drops_cache(model, limit) for limit in self._limits)
+        """Whether plain `generate` computes all tokens again where a sequence comes to have other factors."""
+
+    def factors(self, length: int) -> int:
+        """What stands for the factors of a forward of this length."""
+        if self._dynamic and length > self._dynamic[0]:
+            return length
+        return next((limit + 1 for limit in self._limits if length > limit), 0)
+
+    def token_factors(self, first: int, end: int, num_prompt_tokens: int, num_tokens: int) -> list[int]:
+        """Of the tokens `[first, end)` of a sequence that has `num_tokens`, those of its prompt among them."""
+        if self.restarts:
+            return [self.factors(num_tokens)] * (end - first)
+        return [self.factors(max(num_prompt_tokens, position + 1)) for position in range(first, end)]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no forward has left other factors than those of short sequences in the modules."""
+        held = ((module, vars(module).items()) for module in self._modules)
+        return not any(
+            name.endswith("max_seq_len_cached") and int(value) > module.original_max_seq_len
+            for module, attributes in held
+            for name, value in attributes
+        )
+
+    @contextlib.contextmanager
+    def rotating(self, factors: list[int]) -> Iterator[None]:
+        """Within it, a packed forward of tokens with these factors; none are those that the modules have. It leaves the
+        modules as they are: what it writes are copies."""
+        places: dict[int, list[int]] = {}
+        for place, each in enumerate(factors):
+            places.setdefault(each, []).append(place)
+
+        def rotate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            return self._rotate(module, places, args, kwargs)
+
+        held_by = [x for module in self._modules for x in (vars(module), module._buffers)]
+        before = [(attributes, dict(attributes)) for attributes in held_by]
+        with contextlib.ExitStack() as stack:
+            stack.callback(_put_back, before)
+            for module in self._modules:
+                module._buffers.update({name: x if x is None else x.clone() for name, x in module._buffers.items()})
+                if places:
+                    stack.callback(module.register_forward_hook(rotate, with_kwargs=True).remove)
+            yield
+
+    def _rotate(self, module: Any, places: dict[int, list[int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module for the tokens of each kind of factors, in front of the position that brings these."""
+        kwargs = dict(kwargs)
+        x, positions, *others = (*args, *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs))
+        order = [place for each in sorted(places) for place in places[each]]
+        parts: list[Any] = []
+        for each in sorted(places):
+            module.forward(x, torch.zeros_like(positions[:, :1]), *others, **kwargs)  # as after a short sequence
+            own = positions[:, torch.tensor(places[each], device=positions.device)]
+            longest = torch.full_like(own[:, :1], max(each - 1, 0))
+            found = module.forward(x, torch.cat([own, longest], dim=1), *others, **kwargs)
+            parts.append(tree_map_only(Tensor, lambda table: table[:, :-1], found))
+        back = torch.tensor(order, device=positions.device).argsort()
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts, dim=1)[:, back]
+        return tuple(torch.cat(tables, dim=1)[:, back] for tables in zip(*parts))
+
+
+def _put_back(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for now, known in before:
+        for name in now.keys() - known.keys():
+            del now[name]
+        now.update(known)
+
+
+def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
+    """Those of a model; `None` if all its factors are the same for sequences of any length. Raises what a model's own
+    `prepare_inputs_for_generation` does."""
+    kinds: dict[nn.Module, list[tuple[str, int]]] = {}
+    for module in modules:
+        own: Any = getattr(module, "rope_type", None)
+        for layer_type, kind in own.items() if isinstance(own, dict) else [(None, own)]:
+            if kind == "longrope":
+                parameters: Any = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                limit = parameters["original_max_position_embeddings"]
+            elif "dynamic" in str(kind):
+                limit = module.original_max_seq_len
+            else:
+                continue
+            kinds.setdefault(module, []).append((kind, int(limit)))
+    return LengthRope(model, kinds) if kinds else None
+
+
+class _Held(DynamicCache):
+    """Says that it holds a number of tokens."""
+
+    length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+
+def _drops_cache(model: Any, limit: int) -> bool:
+    """Whether the model's preparation of the first forward past `limit` tokens leaves out what is cached."""
+    cache = _Held(config=model.config.get_text_config(decoder=True))
+    cache.length = limit
+    ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
+    prepared = model.prepare_inputs_for_generation(
+        ids,
+        past_key_values=cache,
+        attention_mask=torch.ones_like(ids),
+        next_sequence_length=1,
+        is_first_iteration=False,
+        use_cache=True,
+    )
+    return prepared.get("past_key_values") is not cache

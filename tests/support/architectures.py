@@ -88,7 +88,7 @@ class Result:
     reason: str = ""
     in_place: bool | None = None  # None: not reported
     latent: bool | None = None
-    medium: str = ""  # of the four modes: image, video, audio, protein or text
+    medium: str = "text"  # of the four modes: image, video, audio, protein or text
     inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that came with it, beside ids and masks
     seconds: float = 0.0
 

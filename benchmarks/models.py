@@ -83,6 +83,7 @@ def _five_to_one(layers: int) -> list[str]:
 SHAPES = {
     shape.name: shape
     for shape in (
+        Shape("llama-24m", "llama", 384, 8, 6, 2, 64, 1024, 32000),
         Shape("llama-100m", "llama", 768, 12, 12, 4, 64, 2048, 32000),
         Shape("llama-3.2-1b", "llama", 2048, 16, 32, 8, 64, 8192, 128256),
         Shape("llama-3.1-8b", "llama", 4096, 32, 32, 8, 128, 14336, 128256, tied=False),

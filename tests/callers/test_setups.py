@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils.operations import convert_outputs_to_fp32
+from liger_kernel.transformers import apply_liger_kernel_to_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_paged
@@ -139,6 +142,41 @@ def test_layers_with_the_forward_of_another_class() -> None:
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):
             module.forward = types.MethodType(Norm.forward, module)
+    assert_as_plain(model)
+
+
+class _RMSNorm:
+    @staticmethod
+    def apply(hidden: Tensor, weight: Tensor, eps: float, *options: Any) -> Tensor:
+        return weight * (hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps))
+
+
+class _SiLUMul:
+    @staticmethod
+    def apply(gate: Tensor, up: Tensor, *factors: float) -> Tensor:
+        return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("patches", ["instance", "classes"])
+def test_liger_kernels(patches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their Triton kernels do not run on a CPU: what Liger does to a model is real, the maths of two layers is ours."""
+    monkeypatch.setattr("liger_kernel.transformers.rms_norm.LigerRMSNormFunction", _RMSNorm)
+    monkeypatch.setattr("liger_kernel.transformers.swiglu.LigerSiLUMulFunction", _SiLUMul)
+    names = ("LlamaRMSNorm", "LlamaMLP")
+    for name in names:  # put back afterwards
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", LlamaForCausalLM.forward)
+    model = models.build("llama")
+    expected = generate(model)
+    if patches == "instance":
+        assert_same_tokens(expected, generate(model, **models.PAGED))  # which the check is not to rely on afterwards
+    apply_liger_kernel_to_llama(rope=False, model=model if patches == "instance" else None)
+    if patches == "classes":
+        model = models.build("llama")
+        assert type(model.model.norm).__name__ == "LigerRMSNorm"  # type: ignore[union-attr]
+    else:
+        assert "forward" in vars(model) and "forward" in vars(model.model.norm)  # type: ignore[arg-type]
+    assert_same_tokens(expected, generate(model))
     assert_as_plain(model)
 
 

@@ -1,0 +1,176 @@
+"""
+Reinforcement learning with TRL's `GRPOTrainer`: the rollouts of 4 steps of 8 generations of 48 tokens, plain and paged
+in turns, from the same weights.
+
+    python -m benchmarks.grpo [--turns 12] [--quick] [--json PATH]
+
+Needs TRL: `pip install -c constraints.txt -e ".[integrations]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
+
+import hf_paged
+from benchmarks.machine import facts
+from benchmarks.models import FIRST_WORD, PAD, SHAPES, Shape, build
+from benchmarks.paired import interval, ratios
+
+STEPS, GENERATIONS, NEW_TOKENS, PROMPT, TURNS = 4, 8, 48, 64, 12
+TARGET = 2.2  # times the speed of plain rollouts
+SYSTEMS = {"plain": {}, "paged": {"generation_kwargs": {"cache_implementation": "paged"}}}
+
+
+class Timed(LlamaForCausalLM):
+    """Notes the seconds of each rollout."""
+
+    seconds: list[float]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = super().generate(*args, **kwargs)
+        self.seconds.append(time.perf_counter() - start)
+        return output
+
+
+def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
+    """A word for each id; the end of a text is the id that no row says."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape.vocab)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{shape.never}")
+
+
+def prompts(shape: Shape, prompt: int) -> list[str]:
+    """One for each step, of up to `prompt` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [prompt - prompt * step // (2 * STEPS) for step in range(STEPS)]
+    rows = [torch.randint(FIRST_WORD, shape.never, (length,), generator=generator) for length in lengths]
+    return [" ".join(f"w{i}" for i in row.tolist()) for row in rows]
+
+
+def train(model: Any, shape: Shape, system: str, new_tokens: int, prompt: int) -> tuple[float, float, list[Any]]:
+    """Seconds of the rollouts, seconds of the whole training, and all tokens with the losses."""
+    rollouts: list[Any] = []
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        rollouts.append(completion_ids)
+        return [float(sum(ids) % 17) for ids in completion_ids]
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=GENERATIONS,
+            num_generations=GENERATIONS,
+            max_completion_length=new_tokens,
+            max_steps=STEPS,
+            beta=0.0,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+            **SYSTEMS[system],
+        )
+        data = Dataset.from_dict({"prompt": prompts(shape, prompt)})
+        trainer = GRPOTrainer(model, reward, config, train_dataset=data, processing_class=tokenizer(shape))
+        model.seconds = []
+        start = time.perf_counter()
+        trainer.train()
+        whole = time.perf_counter() - start
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return sum(model.seconds), whole, [rollouts, losses]
+
+
+def run(name: str, turns: int, new_tokens: int, prompt: int) -> dict[str, Any]:
+    """Of each system the median seconds, of the rollouts how much faster paged ones are, and whether all is equal."""
+    shape = SHAPES[name]
+    model = build(shape, "cpu", torch.float32)
+    model.__class__ = Timed
+    weights = copy.deepcopy(model.state_dict())
+    seconds: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    whole: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    expected, are_equal = None, True
+    for turn in tqdm(range(turns + 1), desc=name, disable=None):  # the first is to warm up
+        for system in list(SYSTEMS) if turn % 2 else reversed(list(SYSTEMS)):
+            model.load_state_dict(weights)
+            rollouts, training, found = train(model, shape, system, new_tokens, prompt)
+            expected = expected or found
+            are_equal &= found == expected
+            if turn:
+                seconds[system].append(rollouts)
+                whole[system].append(training)
+    hf_paged.check_integrity(model)
+    route = hf_paged.last_route(model)
+    row: dict[str, Any] = {
+        "model": name,
+        "dtype": "float32",
+        "turns": turns,
+        "new_tokens": new_tokens,
+        "prompt": prompt,
+    }
+    row |= {"equal": are_equal, "road": route.road if route else None}
+    for title, of in (("rollouts", seconds), ("training", whole)):
+        faster = ratios(of["plain"], of["paged"])
+        span = interval(faster) or (min(faster), max(faster))
+        row[title] = {system: round(statistics.median(values), 3) for system, values in of.items()}
+        row[title] |= {"faster": round(statistics.median(faster), 3), "interval": [round(bound, 3) for bound in span]}
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| model | what | plain, s | paged, s | plain / paged | tokens and losses |", "|---|---|--:|--:|--:|---|"]
+    for row in rows:
+        for title in ("rollouts", "training"):
+            cell, equal = row[title], "equal" if row["equal"] else "NOT equal"
+            low, high = cell["interval"]
+            what = f"{title} of {STEPS} x {GENERATIONS} x {row['new_tokens']} tokens"
+            faster = f"{cell['faster']} ({low} to {high})"
+            lines.append(
+                f"| {row['model']}, {row['dtype']} | {what} | {cell['plain']} | {cell['paged']} | {faster} | {equal} |"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few tokens and turns")
+    parser.add_argument("--json", help="also write the results here")
+    args = parser.parse_args(argv)
+    found = facts()
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        name, turns, new_tokens, prompt = (
+            ("llama-tiny", 1, 6, 12) if args.quick else ("llama-24m", args.turns, NEW_TOKENS, PROMPT)
+        )
+        rows = [run(name, turns, new_tokens, prompt)]
+    print(table(rows))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": found, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

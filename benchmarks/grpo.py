@@ -25,6 +25,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
@@ -92,6 +93,7 @@ def train(model: Any, shape: Shape, system: str, new_tokens: int, prompt: int) -
         )
         data = Dataset.from_dict({"prompt": prompts(shape, prompt)})
         trainer = GRPOTrainer(model, reward, config, train_dataset=data, processing_class=tokenizer(shape))
+        trainer.remove_callback(PrinterCallback)
         model.seconds = []
         start = time.perf_counter()
         trainer.train()

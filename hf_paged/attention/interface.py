@@ -17,7 +17,7 @@ from ..step import NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall
 from .latent import LatentTensor, attend_packed
-from .masks import PagedMask, in_table_coordinates, mask_observer, packed_step, rectangle_step
+from .masks import PagedMask, attention_observer, in_table_coordinates, mask_observer, packed_step, rectangle_step
 
 # More queries than this in one row are a prefill chunk: gathering once and calling sdpa costs less than 3% more.
 MAX_IN_PLACE_QUERIES = 16
@@ -81,6 +81,9 @@ def _paged_attention(
         if output is not None:
             step.counters.latent += expand is not None
             return output if expand is None else expand(output), None
+    if (observe := attention_observer.get()) is not None and isinstance(key, LazyTensor):
+        is_causal = kwargs.get("is_causal")
+        observe(mask, bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     implementation = switch.model_attention(getattr(module, "config", None), type(module))
     if isinstance(mask, PagedMask):

@@ -18,6 +18,11 @@ from ..step import NotPackable, StepMetadata
 # Told of every mask made in this context: how a call learns which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar("mask_observer", default=None)
 
+# Told of every attention of queries over new keys alone, with its mask and whether it is causal without one.
+attention_observer: ContextVar[Callable[[Tensor | None, bool], None] | None] = ContextVar(
+    "attention_observer", default=None
+)
+
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
 """Of each row the first and the end of a range of key positions."""
 
@@ -93,6 +98,43 @@ class PagedMask(LazyTensor):
             end = arguments["kv_length"] + arguments.get("kv_offset", 0)
             self._made["columns"] = padding_columns(arguments.get("attention_mask"), arguments["batch_size"], end)
         return self._made["columns"]
+
+
+class LooksAhead:
+    """An `attention_observer` of one first forward: which positions saw later ones."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._masks: list[Tensor | None] = []  # distinct ones that are not plainly causal
+
+    def __call__(self, mask: Tensor | None, is_causal: bool) -> None:
+        self.num_calls += 1
+        if isinstance(mask, PagedMask):
+            is_causal = mask.pattern is not None and mask.pattern.causal
+        elif mask is not None:
+            is_causal = False
+        if not is_causal and not any(mask is known for known in self._masks):
+            self._masks.append(mask)
+
+    def positions(self, paddings: list[int], length: int) -> Tensor | None:
+        """`(rows, length)` bool: those that saw a later one, and all between; `None` for masks of other sizes."""
+        rows = len(paddings)
+        found = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
+        here = torch.arange(length, device="cpu")
+        for mask in self._masks:
+            if mask is None:
+                return torch.ones_like(found)
+            mask = mask.dense() if isinstance(mask, PagedMask) else mask
+            if mask.dim() != 4 or mask.shape[-2:] != (length, length):
+                return None
+            is_visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            seen = is_visible.any(1).expand(rows, -1, -1).cpu()
+            last = (seen * here).amax(-1)
+            last = last.where(here >= torch.tensor(paddings, device="cpu")[:, None], here)  # padding may see anything
+            steps = torch.zeros(rows, length + 1, dtype=torch.long, device="cpu")
+            steps[:, :-1] += last > here
+            found |= steps.scatter_add(1, last + 1, -(last > here).long()).cumsum(1)[:, :-1] > 0
+        return found
 
 
 def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int) -> Columns | None:

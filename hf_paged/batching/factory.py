@@ -71,3 +71,4 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
 
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
 choose_layout = functools.partial(capability.choose_layout, make=make_runner)
+check_prompts = functools.partial(capability.check_prompts, make=make_runner)

@@ -16,6 +16,7 @@ from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window
+from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.scheduler import Scheduler, StepPlan
@@ -188,6 +189,9 @@ class StepLoop:
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
+            if isinstance(error, PromptsError):
+                failed = [generation for generation in failed if _has_prompts(generation, error.prompts)]
+                error = error.cause
             wholes = dict.fromkeys(generation.whole or generation for generation in failed)
             isolates &= len(wholes) > 1
             for generation in wholes if isolates else failed:
@@ -327,3 +331,8 @@ class StepLoop:
     def _finish(self, request: Request) -> None:
         if self._rows.pop(request, None) is not None:
             self.scheduler.finish(request)
+
+
+def _has_prompts(generation: Generation, prompts: Prompts) -> bool:
+    given = (request.inputs for request in generation.requests)
+    return any(inputs is not None and inputs[0] is prompts for inputs in given)

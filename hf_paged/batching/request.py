@@ -40,6 +40,17 @@ class Sequence:
     def num_to_compute(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def keys(self) -> list[Any]:
+        """What the prefix index knows its tokens by."""
+        keys = self.request.keys
+        return self.token_ids if keys is None else keys + self.token_ids[len(keys) :]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the next that is computed of it is its prompt, as a whole, with what is more than token ids of it."""
+        return self.request.inputs is not None and not self.num_computed_tokens
+
     def become(self, other: Sequence, forking: BlockManager | None) -> None:
         """Goes on as the other does: with a fork of its blocks, or without a manager to fork them, with these."""
         self.blocks = forking.fork(other.blocks) if forking and other.blocks is not NO_BLOCKS else other.blocks
@@ -66,6 +77,8 @@ class Request:
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # whose keys and values all its rows attend to
     encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # what holds these, while it runs
+    keys: list[Hashable] | None = None  # what the prefix index knows the prompt's tokens by, if not by their ids
+    num_content: int = 0  # tokens up to the last that stands for other content: a prefix that is served holds them all
     status: Status = Status.WAITING
     key: tuple[float, int] = (0, 0)  # the scheduler's order; how many requests came before
     admitted_at: float | None = None  # when it was first in a batch, in seconds of `time.perf_counter`

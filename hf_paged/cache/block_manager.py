@@ -221,14 +221,14 @@ class BlockManager:
                 group.copy_blocks([(source, target) for target, source in copies.items()])
                 copies.clear()
 
-    def match(self, blocks: SequenceBlocks, token_ids: Sequence[int], namespace: Hashable) -> int:
+    def match(self, blocks: SequenceBlocks, token_ids: Sequence[Hashable], namespace: Hashable, least: int = 0) -> int:
         """Lets an empty sequence begin with the longest cached prefix of `token_ids`, in whole blocks and short of the
-        last token, whose logits are needed. Returns the number of its tokens."""
+        last token, whose logits are needed, if it has at least so many tokens. Returns the number of its tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.block_size
         path = self.index.find(token_ids, namespace, (len(token_ids) - 1) // size)
-        if not path:
+        if not path or len(path) * size < least:
             return 0
         for group, table in enumerate(blocks.tables):
             first = self.index.first_needed(group, len(path))
@@ -241,7 +241,7 @@ class BlockManager:
         blocks.capacity = len(path) * size
         return blocks.capacity
 
-    def num_known(self, token_ids: Sequence[int], namespace: Hashable) -> int:
+    def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each block;
         0 where states are not kept."""
         if self._states is None or not self.prefix_caching or namespace is UNCACHED:
@@ -249,7 +249,9 @@ class BlockManager:
         size = self.block_size
         return size * len(self.index.find(token_ids, namespace, (len(token_ids) - 1) // size, without=self._states))
 
-    def register(self, blocks: SequenceBlocks, token_ids: Sequence[int], num_tokens: int, namespace: Hashable) -> None:
+    def register(
+        self, blocks: SequenceBlocks, token_ids: Sequence[Hashable], num_tokens: int, namespace: Hashable
+    ) -> None:
         """Names the full blocks below `num_tokens` that have no name yet, and at one of the sequence's stops the state
         there. Costs nothing where none got full. All must be computed, or be so before another sequence reads them."""
         size = self.block_size

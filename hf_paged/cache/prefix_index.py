@@ -16,11 +16,11 @@ class Node:
     __slots__ = ("block_ids", "children", "epoch", "namespace", "parent", "tokens")
 
     def __init__(
-        self, parent: Node | None, tokens: tuple[int, ...], num_groups: int, namespace: Hashable = None
+        self, parent: Node | None, tokens: tuple[Hashable, ...], num_groups: int, namespace: Hashable = None
     ) -> None:
         self.parent: Node | None = parent or self  # None once the index has forgotten the node
         self.tokens, self.namespace = tokens, namespace
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[tuple[Hashable, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
         self.epoch = sys.maxsize  # of the oldest sequence whose block it names
 
@@ -52,7 +52,7 @@ class PrefixIndex:
         return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
     def find(
-        self, token_ids: Sequence[int], namespace: Hashable, max_blocks: int, without: int | None = None
+        self, token_ids: Sequence[Hashable], namespace: Hashable, max_blocks: int, without: int | None = None
     ) -> list[Node]:
         """The longest path of at most `max_blocks` nodes along `token_ids` behind which a sequence can start; or could,
         `without` what it needs of this group."""
@@ -76,7 +76,7 @@ class PrefixIndex:
                 usable = len(path)
         return path[:usable]
 
-    def add(self, parent: Node, tokens: tuple[int, ...], block_ids: Sequence[int | None], epoch: int = 0) -> Node:
+    def add(self, parent: Node, tokens: tuple[Hashable, ...], block_ids: Sequence[int | None], epoch: int = 0) -> Node:
         """The node of `tokens` behind `parent`; the block of each group that has one, which a sequence of this epoch
         filled, is named by it where no other is yet."""
         node = parent.children.get(tokens)

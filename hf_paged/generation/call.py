@@ -24,8 +24,15 @@ from ..attention.switch import foreign_attention, switchable_configs, use_paged_
 from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.execution.prompts import CACHE_NAMES, Prompts, prompts_of, unshared
-from ..batching.factory import UNLIMITED, choose_layout, empty_cache, make_loop, reason_against_rows
+from ..batching.execution.prompts import CACHE_NAMES, Prompts, is_unset, prompts_of, unshared
+from ..batching.factory import (
+    UNLIMITED,
+    check_prompts,
+    choose_layout,
+    empty_cache,
+    make_loop,
+    reason_against_rows,
+)
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
@@ -189,6 +196,7 @@ class BatchCall:
     layout: Layout = field(default_factory=Layout)
     paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
     has_inputs: bool = False  # whether its prompts are more than token ids that positions count
+    can_reuse: bool = True  # whether prompts may begin with cached prefixes
 
     @functools.cached_property
     def prompts(self) -> Prompts | None:
@@ -208,12 +216,7 @@ class BatchCall:
             yield f"use_cache is {given['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             yield "is_assistant, prefill_chunk_size or low_memory is set"
-        reason = next(self._reasons_against_text(), None)
-        if reason is None:
-            self.layout = choose_layout(self.call.model, self.cache)
-            if self.layout.unsupported_reason is None:
-                return
-            reason = next(self._reasons_against_joining(), None)
+        reason = next(self._reasons_against_joining(), None)
         if reason is None:
             return
         if (prompts := self.prompts) is None:
@@ -233,40 +236,79 @@ class BatchCall:
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
 
     def _reasons_against_joining(self) -> Iterator[str]:
-        """Why the rows, which cannot be packed, cannot run beside those of other calls."""
+        """Why the rows cannot be packed, nor run beside those of other calls. Without any, `paddings`, `layout` and
+        `has_inputs` are known."""
+        yield from self._reasons_against_prompts()
+        what = self._other_inputs()
+        self.layout = choose_layout(self.call.model, self.cache)
         reason = self.layout.unsupported_reason
+        if what is not None:
+            if (prompts := self.prompts) is None:
+                yield what
+            elif reason is None:
+                prompts.find_positions(self.call.model)
+                reason, self.can_reuse = check_prompts(self.call.model, self.cache, prompts)
+            self.has_inputs = True
+            if reason is not None:
+                yield f"{what}, and {reason}"
+        if reason is None:
+            return
         if not self.layout.side_by_side:
-            yield str(reason)
+            yield reason
         if self.inputs.generation_config.return_dict_in_generate:
-            yield str(reason)
+            yield reason
         if not self.layout.mixed_lengths and any(self.paddings):
             yield f"padding changes what its rows give, and {reason}"
 
-    def _reasons_against_text(self) -> Iterator[str]:
-        """Why the prompts are more than token ids that positions count. Without any, `paddings` are known."""
+    def _reasons_against_prompts(self) -> Iterator[str]:
+        """Why the prompts are not rows of tokens behind nothing but padding. Without any, `paddings` are known."""
         given, repeats = self.model_kwargs, self.call.repeats
         if self.call.model.config.is_encoder_decoder:
             yield "the model has an encoder"
-        known = _KNOWN_INPUTS | ({"labels"} if is_stock(self.call.model, "prepare_inputs_for_generation") else set())
-        if other := [name for name, value in given.items() if name not in known and not _is_unset(value)]:
-            yield f"model inputs other than token ids: {', '.join(sorted(other))}"
         if (keep := given.get("logits_to_keep")) is not None and not (isinstance(keep, int) and keep == 1):
             yield "logits_to_keep is set"
         ids, mask, positions = self.inputs.input_ids, given.get("attention_mask"), given.get("position_ids")
-        if ids.dim() != 2 or not ids.shape[1]:
+        if ids.dim() != 2 or not ids.shape[1] + self.num_unseen:
             yield "there are no token ids"
-        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-        if mask.shape != ids.shape:
+        if self.num_unseen and ids.shape[1]:
+            yield "there is not one token id for each of the `inputs_embeds`"
+        shape = torch.Size((len(ids), ids.shape[1] + self.num_unseen))
+        mask = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask != 0
+        if mask.shape != shape:
             yield "the attention mask has another shape than the token ids"
         if bool((mask[:, :-1] & ~mask[:, 1:]).any()) or not bool(mask[:, -1].all()):
             yield "the attention mask hides more than padding on the left"
-        if positions is not None and positions.shape[-1] != ids.shape[1]:
+        if positions is not None and (positions.dim() not in (2, 3) or positions.shape[-1] != shape[1]):
             yield "the position ids are not one a token"
-        if positions is not None and bool(((positions != mask.long().cumsum(-1) - 1) & mask).any()):  # on some axis
-            yield "the position ids do not count a row's tokens"
         if repeats > 1 and any(first_rows(value, repeats) is None for value in (ids, mask)):
             yield "the rows of a prompt differ"
         self.paddings = (~mask).sum(-1).tolist()
+
+    def _other_inputs(self) -> str | None:
+        """What the prompts are beside token ids that positions count."""
+        given = self.model_kwargs
+        known = _KNOWN_INPUTS | ({"labels"} if is_stock(self.call.model, "prepare_inputs_for_generation") else set())
+        if other := [name for name, value in given.items() if name not in known and not is_unset(value)]:
+            return f"model inputs other than token ids: {', '.join(sorted(other))}"
+        if (positions := given.get("position_ids")) is not None:  # (rows, length), or with axes in front
+            columns = torch.arange(positions.shape[-1], device=positions.device)
+            counted = columns - torch.tensor(self.paddings, device=positions.device)[:, None]
+            if bool(((positions != counted) & (counted >= 0)).any()):
+                return "the position ids do not count a row's tokens"
+        return None
+
+    @property
+    def num_unseen(self) -> int:
+        """Tokens of each prompt that the token ids do not show, being embeddings alone."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        if embeds is None or self.call.model.config.is_encoder_decoder:
+            return 0
+        return int(embeds.shape[1] - self.inputs.input_ids.shape[1])
+
+    def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
+        """Of a row of `ids` without padding, 0 for each embedding."""
+        unseen, padding = self.num_unseen, self.paddings[row]
+        return [0] * max(0, unseen - padding) + ids[row, max(0, padding - unseen) :].tolist()
 
     def run(self) -> Any:
         """What `_sample` or `_beam_search` would have returned or raised. To be called within `interrupts.held`."""
@@ -313,15 +355,16 @@ class BatchCall:
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats, prompts = self.inputs, self.call.repeats, self.prompts if self.has_inputs else None
         namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED
+        keys = None
+        if keeps_prefixes and self.has_inputs and self.can_reuse and self.prompts is not None:
+            keys = self.prompts.keys(self.call.model.config)
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
-            tokens, max_num_tokens = inputs.input_ids[row, self.paddings[row] :].tolist(), decoding.max_length
-            if prompts is not None and (num_embeds := prompts.length - inputs.input_ids.shape[1]):
-                tokens, max_num_tokens = [0] * (num_embeds - self.paddings[row]), max_num_tokens + num_embeds
-            max_num_tokens -= self.paddings[row]
+            tokens = self._tokens(inputs.input_ids, row)
+            max_num_tokens = decoding.max_length + self.num_unseen - self.paddings[row]
             request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
             if prompts is not None:
-                request.inputs, request.num_encoder_tokens = (prompts, row // repeats), prompts.num_encoder_tokens
+                prompts.give(request, row // repeats, keys)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 
@@ -337,7 +380,8 @@ class BatchCall:
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
         for row, (blocks, num_tokens) in enumerate(kept):
-            sequence = Sequence(ids[row, self.paddings[row] :].tolist())
+            sequence = Sequence(self._tokens(ids, row))
+            sequence.request = generation.rows[row][0]
             sequence.blocks, sequence.num_computed_tokens = blocks, num_tokens
             sequences.append(sequence)
         while late := [each for each in sequences if each.num_computed_tokens < each.num_tokens - 1]:
@@ -345,7 +389,11 @@ class BatchCall:
                 loop.executor.run_with(None, _schedule(loop, late))
         cache = empty_cache(self.call.model, loop.memory)
         with loop.memory.lock:
-            cache.take([loop.blocks.fork(blocks) for blocks, _ in kept], tuple(self.paddings), ids.shape[1] - 1)
+            cache.take(
+                [loop.blocks.fork(blocks) for blocks, _ in kept],
+                tuple(self.paddings),
+                self.num_unseen + ids.shape[1] - 1,
+            )
         return decoding.result(past_key_values=cache)
 
 
@@ -369,7 +417,3 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence,
         loop.blocks.flush_copies()
         loop.memory.note_peak()
     return sorted(items, key=lambda item: item[1] != 1)
-
-
-def _is_unset(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)

@@ -29,7 +29,7 @@ from ..attention.switch import (
     switchable_configs,
     use_paged_attention,
 )
-from ..cache.block_manager import NO_BLOCKS, BlockManager
+from ..cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
 from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
@@ -67,6 +67,13 @@ class Layout(NamedTuple):
         return f"rows side by side under the engine's scheduler, not packed: {self.unsupported_reason}"
 
 
+class PromptsVerdict(NamedTuple):
+    """Whether prompts that the model's own forward computes, being more than token ids, then go on packed."""
+
+    unsupported_reason: str | None = None
+    can_reuse: bool = False  # whether other prompts may begin with what is cached of one
+
+
 TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]  # `execution.executor.Runner`
 
@@ -88,6 +95,14 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
         return Layout()
     found = _find(side_check, "side by side", model, cache, make)
     return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=reason)
+
+
+def check_prompts(model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner) -> PromptsVerdict:
+    """Of prompts (`execution.prompts.Prompts`) of a model whose layout is packed, by these prompts, which stand for all
+    with inputs of the same names."""
+    kind = prompts.names, tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))
+    found = _find(prompts_check, "packed", model, cache, make, prompts, kind=kind)
+    return found if isinstance(found, PromptsVerdict) else PromptsVerdict(found)
 
 
 def reason_against_rows(model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner) -> str | None:
@@ -327,6 +342,56 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
     return _difference(dtypes, cache, expected, torch.cat(found), "logits", how="without all rows of its batch")
 
 
+def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> PromptsVerdict:
+    """Compares prompts that the model's own forward computes, and packed decode steps behind them, with plain forwards;
+    then the end of each prompt, computed packed behind what stands for other content. Raises what `self_check` does."""
+    ids, dtypes = prompts.input_ids, set[torch.dtype | None]()
+    with _forwards(model):
+        new = _test_tokens(model)[:1, :2].expand(len(ids), -1)  # which `generate` would go on with
+        inputs = {**prompts.model_kwargs, "past_key_values": _observed_cache(model, dtypes)}
+        plain = []
+        for count in range(3):
+            found, inputs = next_logits(model, torch.cat([ids, new[:, :count]], dim=1), inputs, begins=not count)
+            plain.append(found)
+    with _forwards(model):
+        wrap_expansions(model.modules())
+        manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
+        if runner.rope is not None:
+            return PromptsVerdict("its rotary embedding depends on the longest position of a prompt")
+        ends = [prompts.length - padding for padding in prompts.paddings]
+        tokens = [ids[row, padding:].tolist() or [0] * ends[row] for row, padding in enumerate(prompts.paddings)]
+        sequences = [_sequence(manager, end, (prompts, row)) for row, end in enumerate(ends)]
+
+        def compute(ends: list[int]) -> Tensor:
+            """Logits of a step that computes each row up to there."""
+            counts = [end - sequence.num_computed_tokens for end, sequence in zip(ends, sequences)]
+            for row, (sequence, count) in enumerate(zip(sequences, counts)):
+                manager.append(sequence.blocks, count, skips=not sequence.num_computed_tokens)
+                sequence.num_computed_tokens += count
+                sequence.token_ids = [*tokens[row], *new[row].tolist()][: sequence.num_computed_tokens]
+            return runner.run(list(zip(sequences, counts)))
+
+        with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
+            packed = torch.stack([compute([end + count for end in ends]) for count in range(3)])
+            reason = _difference(dtypes, cache, torch.cat(plain), packed.flatten(0, 1), "logits behind a prompt")
+            keys, can_reuse = prompts.keys(model.config), False
+            if reason is None and keys is not None:
+                firsts = [max(1, num_content) for _, num_content in keys]
+                can_reuse = all(first < end for first, end in zip(firsts, ends)) and all(
+                    table.first_token <= group.spec.first_visible(first)
+                    for sequence, first in zip(sequences, firsts)
+                    for group, table in zip(manager.groups, sequence.blocks.tables)
+                )
+            if can_reuse:
+                for sequence, first in zip(sequences, firsts):
+                    manager.truncate(sequence.blocks, first)
+                    sequence.num_computed_tokens = first
+                can_reuse = _difference(dtypes, cache, plain[0], compute(ends), "logits") is None
+        for sequence in sequences:
+            manager.free(sequence.blocks)
+    return PromptsVerdict(reason, can_reuse)
+
+
 @contextlib.contextmanager
 def _forwards(model: PreTrainedModel) -> Iterator[None]:
     """Puts back what forwards set on modules, and the random state; `ForwardFailedError` unless memory ran out."""
@@ -369,17 +434,31 @@ class _ObservedCache(DynamicCache):
     )
 
 
+def _observed_cache(model: PreTrainedModel, dtypes: set[torch.dtype | None]) -> _ObservedCache:
+    cache = _ObservedCache(config=model.config.get_text_config(decoder=True))
+    cache.dtypes = dtypes
+    return cache
+
+
 def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype | None]) -> Tensor:
     """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`.
     Adds to `dtypes` what is computed in."""
-    ids, cache = rows[:, :prompt], _ObservedCache(config=model.config.get_text_config(decoder=True))
-    cache.dtypes = dtypes
+    ids, cache = rows[:, :prompt], _observed_cache(model, dtypes)
     inputs = first_inputs(model, ids, torch.ones_like(ids), cache)
     logits = []
     for length in range(prompt, rows.shape[1] + 1):
         found, inputs = next_logits(model, rows[:, :length], inputs, begins=length == prompt)
         logits.append(found)
     return torch.stack(logits, dim=1)
+
+
+def _sequence(manager: BlockManager, num_prompt_tokens: int, inputs: Any = None) -> Any:
+    request = SimpleNamespace(inputs=inputs, encoded=NO_BLOCKS, namespace=UNCACHED, num_prompt_tokens=num_prompt_tokens)
+    return SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new(), request=request)
+
+
+def stock_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows: Tensor, plan: StepPlan) -> Tensor:
@@ -389,14 +468,7 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
     with _forwards(model):
         wrap_expansions(model.modules())
         manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), layout)
-        none = {"inputs": None, "encoded": NO_BLOCKS}
-        sequences = [
-            SimpleNamespace(
-                **{"num_computed_tokens": 0, "token_ids": [], "blocks": manager.new()},
-                request=SimpleNamespace(**none, num_prompt_tokens=prompt),
-            )
-            for prompt in prompts
-        ]
+        sequences = [_sequence(manager, prompt) for prompt in prompts]
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
             for step in steps:
                 for row, query_len in step:

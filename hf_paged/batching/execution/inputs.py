@@ -29,6 +29,7 @@ class PackedTokens(NamedTuple):
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
     rope_factors: list[int]  # of all tokens; none where those of short sequences are all
+    axes: list[list[int]] | None = None  # positions on each axis, where a sequence has its own
 
 
 def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:

@@ -14,15 +14,17 @@ from transformers import PreTrainedModel
 
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
+from ...cache.block_manager import UNCACHED
 from ...cache.paged_cache import PagedCache
 from ...model.forwards import compute_device
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...step import StepMetadata
 from ..request import Sequence
-from .executor import Runner
+from .executor import Runner, in_order
 from .graphs import decode_graphs
 from .inputs import GroupTokens, PackedTokens, TableRows
+from .prompts import Prompts
 
 
 class PackedRunner(Runner):
@@ -53,6 +55,41 @@ class PackedRunner(Runner):
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+        if all(sequence.request.inputs is None for sequence, _ in items):
+            return self._run_packed(items, adapter)
+        wholes: dict[tuple[Prompts, int], dict[int, int]] = {}  # place by row, of each forward of a model's own
+        packed: dict[int, list[int]] = {}  # places by how many axes their positions have
+        for place, (sequence, query_len) in enumerate(items):
+            prompts, row = sequence.request.inputs or (None, 0)
+            if prompts is not None and query_len == sequence.num_computed_tokens:
+                turn = sum(row in rows for (other, _), rows in wholes.items() if other is prompts)
+                wholes.setdefault((prompts, turn), {})[row] = place
+            else:
+                packed.setdefault(0 if prompts is None else prompts.num_axes(row), []).append(place)
+        parts = [self._run_whole(prompts, rows, items) for (prompts, _), rows in wholes.items()]
+        if len(packed) == 2 and 0 in packed:  # positions that count tokens do so on any number of axes
+            packed = {max(packed): sorted(packed[0] + packed[max(packed)])}
+        for places in packed.values():
+            logits = self._run_packed([items[place] for place in places], adapter)
+            parts.append(([place for place in places if _is_answered(items[place][0])], logits))
+        return in_order(parts)
+
+    def _run_whole(
+        self, prompts: Prompts, rows: dict[int, int], items: Items[tuple[Sequence, int]]
+    ) -> tuple[list[int], Tensor]:
+        """Rows of prompts, each of which is the item at a place, by the model's own forward: places with logits."""
+        blocks = {row: items[place][0].blocks for row, place in rows.items()}
+        cache = self.cache.empty_twin(self.cache.memory, self.counters)
+        logits, ahead = prompts.forward(self.model, cache, blocks)
+        content = None if ahead is None else prompts.content(self.model.config)
+        for row, place in rows.items():
+            # keys and values of a token are served to those that agree with it in what it has seen
+            if ahead is None or content is None or bool((ahead[row] & ~content[row].cpu()).any()):
+                items[place][0].request.namespace = UNCACHED
+        answered = {row: place for row, place in rows.items() if _is_answered(items[place][0])}
+        return list(answered.values()), logits[list(answered)]
+
+    def _run_packed(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
         tokens = self._lay_out(items)
         are_decodes = tokens.num_decodes == len(tokens.token_ids) == len(tokens.last)
         replayed = self._replay(tokens, adapter) if are_decodes else None
@@ -63,7 +100,7 @@ class PackedRunner(Runner):
         return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
 
     def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:
-        if self._graphs is None or not self._is_known or tokens.rope_factors:
+        if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
             return None
         logits = self._graphs.run(tokens, adapter, self._forward, token_ids)
         self.num_captured_steps += logits is not None
@@ -74,7 +111,9 @@ class PackedRunner(Runner):
         buffer.extend(tokens.positions)
         for group in tokens.groups:
             buffer.extend(group.slots)
-        inputs = torch.frombuffer(buffer, dtype=torch.long).view(2 + len(tokens.groups), -1).to(self.device)
+        for axis in tokens.axes or ():
+            buffer.extend(axis)
+        inputs = torch.frombuffer(buffer, dtype=torch.long).view(-1, len(tokens.token_ids)).to(self.device)
         query_start = tuple(tokens.query_start)
         steps = [
             StepMetadata(
@@ -94,6 +133,9 @@ class PackedRunner(Runner):
         last = tokens.last
         kept = last or [len(tokens.token_ids) - 1]  # a head with weights of another library's may refuse no rows
         arguments = {}
+        if tokens.axes is not None:  # (axes, 1, T), or (1, T)
+            own = inputs[2 + len(tokens.groups) :]
+            arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         if self._picks_logits and len(kept) < len(tokens.token_ids):
             arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
         with self._rotating(tokens):
@@ -108,7 +150,7 @@ class PackedRunner(Runner):
     def _forward(self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], **arguments: Any) -> Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
         if self._takes_positions:
-            arguments["position_ids"] = positions
+            arguments.setdefault("position_ids", positions)
         if self._shows_rows:
             steps = [showing_rows(step) for step in steps]
             arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
@@ -151,7 +193,9 @@ class PackedRunner(Runner):
         groups = [self._lay_out_group(items, number, ahead) for number in range(len(self.windows))]
         if self.rope is not None and self.rope.is_fresh and not any(factors):
             factors = []
-        return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups, factors)
+        has_inputs = any(sequence.request.inputs is not None for sequence, _ in items)
+        axes = _axes(items, positions, ahead) if has_inputs else None
+        return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups, factors, axes)
 
     def _lay_out_group(self, items: Items[tuple[Sequence, int]], number: int, ahead: int) -> GroupTokens:
         size = self._block_size
@@ -171,3 +215,27 @@ class PackedRunner(Runner):
             tables.append(block_ids)
             seq_lens.append(seq_len)
         return GroupTokens(slots, tables, seq_lens, origins)
+
+
+def _is_answered(sequence: Sequence) -> bool:
+    return sequence.num_computed_tokens == len(sequence.token_ids)
+
+
+def _axes(items: Items[tuple[Sequence, int]], positions: list[int], ahead: int) -> list[list[int]] | None:
+    """`PackedTokens.axes`, where no two sequences have positions on several axes, but not on as many."""
+    own: dict[int, list[list[int]]] = {}  # by the first packed position
+    start = 0
+    for sequence, query_len in items:
+        if sequence.request.inputs is not None:
+            prompts, row = sequence.request.inputs
+            end = sequence.num_computed_tokens + ahead
+            if (found := prompts.positions(row, end - query_len, end)) is not None:
+                own[start] = found
+        start += query_len
+    if not own:
+        return None
+    axes = [positions.copy() for _ in range(max(map(len, own.values())))]
+    for start, found in own.items():
+        for axis, values in zip(axes, found):
+            axis[start : start + len(values)] = values
+    return axes

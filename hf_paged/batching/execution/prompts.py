@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
+import inspect
+import marshal
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...attention.masks import LooksAhead, attention_observer
+from ...cache.block_manager import UNCACHED, SequenceBlocks
+from ...cache.block_pool import BlockTable
+from ...cache.layers import PagedLayer
+from ...cache.paged_cache import PagedCache
+from ...model.capability import is_stock, stock_cache
+from ...model.own_loop import next_logits
+from ...model.state import hash_tensors
+from ..request import Request
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
+# Inputs that say nothing of a prompt, or something of each of its tokens.
+_COMMON = {*CACHE_NAMES, "use_cache", "logits_to_keep", "labels", "tokenizer", "attention_mask", "position_ids"}
+# Special tokens that stand for nothing else; a config names others for images, videos or sound.
+_OF_TEXT = ("bos", "eos", "pad", "sep", "cls", "unk", "mask", "decoder_start", "forced")
+
+
+Keys = tuple[list[Hashable], int]
+"""What the prefix cache knows a prompt's tokens by; how many there are up to the last that stands for other content."""
+
+
+class PromptsError(Exception):
+    """A forward of prompts failed, which concerns no other work of the step."""
+
+    def __init__(self, prompts: Prompts, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.prompts, self.cause = prompts, cause
 
 
 @dataclass(eq=False)
@@ -23,6 +55,7 @@ class Prompts:
     `(rows, 0)` where there are only `inputs_embeds`."""
     model_kwargs: dict[str, Any]  # without a cache
     paddings: list[int]  # leading columns of each row that are padding
+    position_ids: Tensor | None = None  # that the first forward gets, `(rows or 1, length)` or with axes in front
 
     @property
     def length(self) -> int:
@@ -38,6 +71,130 @@ class Prompts:
         outputs = self.model_kwargs.get("encoder_outputs")
         return 0 if outputs is None else int(outputs[0].shape[1])
 
+    def forward(
+        self, model: PreTrainedModel, cache: PagedCache, rows: dict[int, SequenceBlocks]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The model's own, over all rows, of which it stores these, whose tables have room; `cache`, an empty one,
+        borrows them. Returns logits `(all rows, vocab_size)` and which positions `(all rows, length)` saw later ones,
+        or lie between; `None` if that is not known. Raises [`PromptsError`]."""
+        nothing, looks = no_blocks(cache), LooksAhead()
+        paddings = (padding if row in rows else self.length for row, padding in enumerate(self.paddings))
+        cache.take([rows.get(row, nothing) for row in range(len(self.paddings))], tuple(paddings), 0)
+        token = attention_observer.set(looks)
+        try:
+            inputs = {**self.model_kwargs, "past_key_values": cache}
+            logits, _ = next_logits(model, self.input_ids, inputs, begins=True)
+        except Exception as error:
+            raise PromptsError(self, error) from error
+        finally:
+            attention_observer.reset(token)
+        layers = [layer for layer in cache.layers if isinstance(layer, PagedLayer) and layer.num_seen]
+        if any(layer.num_seen != self.length for layer in layers):
+            cause = ValueError(f"the model made {layers[0].num_seen} keys and values of {self.length} tokens")
+            raise PromptsError(self, cause)
+        is_known = looks.num_calls >= len(layers)
+        return logits, looks.positions(self.paddings, self.length) if is_known else None
+
+    def give(self, request: Request, row: int, keys: list[Keys] | None) -> None:
+        """Makes a row the prompt of a request; without `keys` the prefix cache neither serves nor keeps it."""
+        request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
+        if keys is None or request.namespace is UNCACHED:
+            request.namespace = UNCACHED
+        else:
+            request.keys, request.num_content = keys[row]
+            request.namespace = request.namespace, self.names
+
+    def find_positions(self, model: Any) -> None:
+        """Looks whether a model's own preparation leaves them out: the model then counts columns."""
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        if takes_positions and not is_stock(model, "prepare_inputs_for_generation"):
+            inputs = {**self.model_kwargs, "past_key_values": stock_cache(model)}
+            first = {"next_sequence_length": self.length, "is_first_iteration": True}
+            if model.prepare_inputs_for_generation(self.input_ids, **first, **inputs).get("position_ids") is None:
+                self.position_ids = torch.arange(self.length, device=self.input_ids.device)[None]
+
+    @functools.cached_property
+    def axes(self) -> list[list[list[int]] | None]:
+        """Of each row the positions of its tokens on each axis; `None` where all of them count its tokens."""
+        ids = self.position_ids
+        if ids is None:
+            return [None] * len(self.input_ids)
+        ids = ids if ids.dim() == 3 else ids[None]
+        ids = ids.expand(len(ids), len(self.input_ids), self.length)
+        counted = torch.arange(self.length, device=ids.device)
+        rows = [(ids[:, row, padding:], counted[: self.length - padding]) for row, padding in enumerate(self.paddings)]
+        return [None if bool((own == count).all()) else own.tolist() for own, count in rows]
+
+    def num_axes(self, row: int) -> int:
+        """0 where positions count tokens."""
+        return len(self.axes[row] or ())
+
+    def positions(self, row: int, first: int, end: int) -> list[list[int]] | None:
+        """Positions of the tokens `[first, end)` of a row on each axis, which go on counting behind the prompt; `None`
+        where they count tokens."""
+        axes = self.axes[row]
+        if axes is None:
+            return None
+        behind = range(max(first, len(axes[0])) - len(axes[0]) + 1, end - len(axes[0]) + 1)
+        return [axis[first:end] + [axis[-1] + count for count in behind] for axis in axes]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs beside those that every call has."""
+        given = ((name, value) for name, value in self.model_kwargs.items() if name not in _COMMON)
+        return tuple(sorted(name for name, value in given if not is_unset(value)))
+
+    @functools.cached_property
+    def _types(self) -> list[Tensor]:
+        """Inputs `(rows, length)` that give every token a type."""
+        given = (self.model_kwargs[name] for name in self.names if name.endswith("token_type_ids"))
+        return [x for x in given if isinstance(x, Tensor) and x.shape == self.input_ids.shape]
+
+    def content(self, config: PreTrainedConfig) -> Tensor | None:
+        """Which tokens `(rows, length)` stand for other content, as images; `None` if that cannot be told."""
+        ids = self.input_ids
+        if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
+            return None
+        found = torch.zeros_like(ids, dtype=torch.bool)
+        for types in self._types:
+            found |= types.to(ids.device) != 0
+        attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
+        for name, value in attributes.items():
+            if name.endswith(("token_id", "token_index")) and isinstance(value, int) and not name.startswith(_OF_TEXT):
+                found |= ids == value
+        found &= torch.arange(self.length, device=ids.device) >= torch.tensor(self.paddings, device=ids.device)[:, None]
+        is_told = bool(found.any()) or len(self._types) == len(self.names)
+        return found if is_told else None
+
+    def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
+        """Of each row, in the namespace of `names`; a token that stands for other content is known by a hash of all
+        inputs as well. `None` if the prefix cache can neither serve nor keep the prompts."""
+        content = self.content(config)
+        if content is None:
+            return None
+        others = {name: self.model_kwargs[name] for name in self.names}
+        try:
+            digest = _digest({n: x for n, x in others.items() if all(x is not types for types in self._types)})
+        except TypeError:
+            return None
+        rows = []
+        for row, padding in enumerate(self.paddings):
+            ids, stands = self.input_ids[row, padding:].tolist(), content[row, padding:].tolist()
+            axes = self.axes[row] or []
+            columns = [*(types[row, padding:].tolist() for types in self._types), *axes]
+            keys: list[Hashable] = list(ids)
+            for i, (token, is_content) in enumerate(zip(ids, stands)):
+                if is_content or any(axis[i] != i for axis in axes):
+                    keys[i] = token, tuple(column[i] for column in columns), (digest, row) if is_content else None
+            rows.append((keys, len(ids) - stands[::-1].index(True) if any(stands) else 0))
+        return rows
+
+
+def no_blocks(cache: PagedCache) -> SequenceBlocks:
+    """Of a row that is not stored."""
+    groups = (group.blocks for group in cache.groups.values())
+    return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))
+
 
 def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str, Any], is_decoder: bool) -> Prompts:
     """Of what `generate` had before it repeated rows, and of what it made of that for its loop. `is_decoder`: of a
@@ -45,7 +202,7 @@ def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str
     ids, given = unexpanded
     given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in CACHE_NAMES}
     mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
-    prompts = Prompts(ids, given, [0] * len(ids))
+    prompts = Prompts(ids, given, [0] * len(ids), position_ids=given.get("position_ids"))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
         paddings = (mask.cumsum(-1) == 0).sum(-1)
         prompts.paddings = torch.where(paddings == prompts.length, 0, paddings).tolist()
@@ -61,3 +218,27 @@ def unshared(value: Any) -> Any:
         if isinstance(part, dict):
             twin[name] = unshared(part)
     return twin
+
+
+def is_unset(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (dict, list, tuple)) and not value)
+
+
+def _digest(value: Any) -> bytes:
+    """Of all tensors and numbers in nested containers. Raises `TypeError` for other objects."""
+    tensors: list[Tensor] = []
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return "tensor", str(value.dtype), tuple(value.shape)
+        if isinstance(value, dict):
+            return "dict", [(str(name), described(part)) for name, part in value.items()]
+        if isinstance(value, (list, tuple)):
+            return "list", [described(part) for part in value]
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise TypeError(f"a {type(value).__name__} among the inputs of a model")
+
+    form = described(value)
+    return hashlib.blake2b(marshal.dumps((form, hash_tensors(tensors))), digest_size=16).digest()

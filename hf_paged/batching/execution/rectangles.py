@@ -16,7 +16,6 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
 from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
-from ...cache.block_pool import BlockTable
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ...model.capability import Layout
@@ -24,7 +23,7 @@ from ...model.forwards import compute_device
 from ...model.own_loop import cache_name, cache_parts, first_inputs, next_logits, select_rows, with_cross
 from ..request import Sequence
 from .executor import Runner, in_order
-from .prompts import Prompts
+from .prompts import Prompts, no_blocks
 
 
 @dataclasses.dataclass(eq=False)
@@ -244,7 +243,7 @@ class RectangleRunner(Runner):
         cache, width = self._new_cache(), prompts.length
         rows = range(len(prompts.paddings))
         parts = (cache_parts(cache) * 2)[:2] if cache is not None else []
-        nothing, no_encoder = map(_no_blocks, parts) if parts else (NO_BLOCKS, NO_BLOCKS)
+        nothing, no_encoder = map(no_blocks, parts) if parts else (NO_BLOCKS, NO_BLOCKS)
         blocks = [own[row].blocks if row in own else nothing for row in rows]
         encoded = [own[row].request.encoded if row in own else no_encoder for row in rows]
         paddings = [prompts.paddings[row] if row in own else width for row in rows]
@@ -258,13 +257,6 @@ class RectangleRunner(Runner):
 
     def _new_cache(self) -> Any:
         return with_cross(self._stock.empty_twin(self.memory, self.counters)) if self._has_cache else None
-
-
-def _no_blocks(cache: PagedCache) -> SequenceBlocks:
-    """Of a row that is not stored."""
-    return SequenceBlocks(
-        tuple(BlockTable(group.blocks.pool, group.blocks.block_size) for group in cache.groups.values())
-    )
 
 
 def _slot(blocks: SequenceBlocks) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,7 +108,8 @@ class Preemption:
             return False
         needs = [0] * len(manager.groups)
         for sequence, first in self._attach(request):
-            more = manager.num_spanned(first, sequence.num_tokens, chunk, sequence.blocks)
+            skips = not first and request.inputs is not None and sequence.num_tokens == request.num_prompt_tokens
+            more = manager.num_spanned(first, sequence.num_tokens, 1 if skips else chunk, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
         has_room = manager.has_room(needs, reserve)
         try:
@@ -158,10 +159,12 @@ class Preemption:
         manager, rows, size = self.blocks, request.open_sequences, self.blocks.block_size
         for sequence in rows:
             sequence.blocks = manager.new()
-            sequence.num_computed_tokens = manager.match(sequence.blocks, sequence.token_ids, request.namespace)
+            sequence.num_computed_tokens = self._match(sequence, sequence.keys)
         shared = 0  # whole blocks that all rows begin with, short of the last token of the shortest
         if len(rows) > 1 and self.replays_prompt(request):
             shared = request.num_prompt_tokens
+        elif len(rows) > 1 and request.inputs is not None:
+            shared = request.num_prompt_tokens if min(row.num_tokens for row in rows) > request.num_prompt_tokens else 0
         elif len(rows) > 1 and self.chunks:
             tokens = [sequence.token_ids for sequence in rows]
             last = min(map(len, tokens)) - 1
@@ -172,8 +175,12 @@ class Preemption:
         self.forget(request)
         first, request.num_shared_tokens = rows[0], shared
         first.blocks = manager.new()
-        first.num_computed_tokens = manager.match(first.blocks, first.token_ids[: shared + 1], request.namespace)
+        first.num_computed_tokens = self._match(first, first.keys[: shared + 1])
         return [(first, first.num_computed_tokens), *((sequence, shared) for sequence in rows[1:])]
+
+    def _match(self, sequence: Sequence, keys: list[Hashable]) -> int:
+        request = sequence.request
+        return self.blocks.match(sequence.blocks, keys, request.namespace, request.num_content)
 
     def num_until_shared(self, request: Request, sequence: Sequence) -> int:
         """Tokens that `sequence` may compute before the rows of its request part, which they do here."""
@@ -226,8 +233,7 @@ class Preemption:
             self._free_encoder_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
-        namespace = sequence.request.namespace
-        self.blocks.register(sequence.blocks, sequence.token_ids, sequence.num_computed_tokens, namespace)
+        self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
 
     def _free_encoder_blocks(self, request: Request) -> None:
         if self.encoder_blocks is not None:

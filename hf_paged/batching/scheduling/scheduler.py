@@ -125,8 +125,11 @@ class Scheduler:
         return plan
 
     def _schedule(self) -> StepPlan:
-        for sequence, _ in self._plan.chunks:  # what only these could see
-            self.blocks.trim(sequence.blocks)
+        for sequence, _ in self._plan.chunks:
+            if sequence.request.inputs is not None:  # whether it may be served is known behind its forward
+                namespace = sequence.request.namespace
+                self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, namespace)
+            self.blocks.trim(sequence.blocks)  # what only these could see
         self.blocks.index.begin_step()
         plan = self._plan = StepPlan()
         if self.rope is not None and self.rope.restarts:
@@ -193,21 +196,25 @@ class Scheduler:
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this
         one go first, then the chunk gets smaller, then `request` goes itself."""
+        query_len, is_whole = sequence.num_to_compute, sequence.is_whole
         if request.num_shared_tokens:
-            limit = min(limit, self.preemption.num_until_shared(request, sequence))
-        if self.preemption.replays_prompt(request):
-            limit = min(limit, max(1, request.num_prompt_tokens - sequence.num_computed_tokens))
-        query_len = min(limit, sequence.num_to_compute)
+            query_len = min(query_len, self.preemption.num_until_shared(request, sequence))
+        if is_whole or self.preemption.replays_prompt(request):
+            query_len = min(query_len, max(1, request.num_prompt_tokens - sequence.num_computed_tokens))
+        if not is_whole:
+            query_len = min(limit, query_len)
+        elif limit < query_len and not self._shares_forward(request):
+            return 0
         if query_len <= 0:
             return 0
         if sequence.blocks is NO_BLOCKS:
             sequence.blocks = self.blocks.new()
         blocks = sequence.blocks
-        self.blocks.register(blocks, sequence.token_ids, sequence.num_computed_tokens, request.namespace)
-        while not self.blocks.append(blocks, query_len, skips=not self._chunks):
+        self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, request.namespace)
+        while not self.blocks.append(blocks, query_len, skips=is_whole or not self._chunks):
             if may_preempt and self._running[-1] is not request:
                 self._preempt(self._running[-1])
-            elif query_len > 1 and self.blocks.has_windows and self._chunks:
+            elif query_len > 1 and self.blocks.has_windows and self._chunks and not is_whole:
                 query_len //= 2  # fewer tokens need fewer blocks only there
             else:
                 plan = self._plan
@@ -216,13 +223,22 @@ class Scheduler:
                     self._preempt(request)
                 return 0
         sequence.num_computed_tokens += query_len
-        if query_len > 1:
+        if query_len > 1 or is_whole:
             # requests later in this step may share them: a layer stores all K and V before any attention reads
-            self.blocks.register(blocks, sequence.token_ids, sequence.num_computed_tokens, request.namespace)
+            if not is_whole:
+                self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, request.namespace)
             self._plan.chunks.append((sequence, query_len))
         else:
             self._plan.decodes.append((sequence, 1))
         return query_len
+
+    def _shares_forward(self, request: Request) -> bool:
+        """Whether all prompts of the step, if there are any, are computed by the one forward that this one needs: a
+        prompt that is computed as a whole may exceed the budget then."""
+        if request.inputs is None:
+            return False
+        others = (sequence.request.inputs for sequence, _ in self._plan.chunks)
+        return all(inputs is not None and inputs[0] is request.inputs[0] for inputs in others)
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will
@@ -235,13 +251,15 @@ class Scheduler:
                 return False
             if num_tokens < blocks.capacity:
                 continue
-            self.blocks.register(blocks, sequence.token_ids, num_tokens, sequence.request.namespace)
+            self.blocks.register(blocks, sequence.keys, num_tokens, sequence.request.namespace)
             if not self.blocks.reserve_next(blocks):
                 return False
         return True
 
     def _admit(self, left: int, any_rows: bool = False) -> None:
-        while left > 0 and (request := self.first_waiting) is not None:
+        while (request := self.first_waiting) is not None:
+            if left <= 0 and not (self._plan.chunks and self._shares_forward(request)):
+                return
             is_alone = not self._running
             if not (is_alone or any_rows) and self._num_rows + request.num_open_rows > self.max_num_seqs:
                 return

@@ -51,18 +51,20 @@ class Scores(DeferredTensor):
     is_softmax: bool
 
     @staticmethod
-    def __new__(cls, query: Tensor, key: RowTensor, ndim: int, dtype: torch.dtype, **state: Any) -> Scores:
-        shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
-        scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
-        scores.query, scores.key = query, key
+    def __new__(cls, query: Tensor, key: RowTensor, sizes: tuple[int, ...], kind: torch.dtype) -> Scores:
+        scores = Tensor._make_wrapper_subclass(cls, sizes, dtype=kind, device=query.device)
+        scores.query, scores.key, scores.sizes, scores.kind = query, key, sizes, kind
         scores.scale, scores.bias, scores.is_softmax = 1.0, None, False
-        scores.__dict__.update(state)
         return scores
 
     def but(self, ndim: int | None = None, dtype: torch.dtype | None = None, **state: Any) -> Scores:
         """The same with some things changed."""
-        state = {"scale": self.scale, "bias": self.bias, "is_softmax": self.is_softmax, **state}
-        return Scores(self.query, self.key, ndim or self.dim(), dtype or self.dtype, **state)
+        sizes = self.sizes if ndim is None else (1, *self.sizes)[-ndim:]
+        scores = Scores(self.query, self.key, sizes, dtype or self.kind)
+        scores.scale, scores.bias, scores.is_softmax = self.scale, self.bias, self.is_softmax
+        for name, value in state.items():
+            setattr(scores, name, value)
+        return scores
 
     def plus(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
@@ -75,18 +77,27 @@ class Scores(DeferredTensor):
 # -- what keys, values and scores are put through -------------------------------------------------------------------
 
 
-@defer("contiguous", "size", "dim", "is_floating_point", "__get__", "type_as", "float", "to", "type")
-def _as_it_is(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Shapes and dtypes; the maths are float32 whatever the dtype says."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if function.__name__ not in ("float", "to", "type", "type_as"):
-            return x if function is Tensor.contiguous else function(x, *args, **kwargs)
-        if not isinstance(x, DeferredTensor):
-            return NotImplemented
-        like = function(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
-    if not isinstance(like, Tensor) or like.device != x.device or not like.is_floating_point():
-        raise NotPackable(f"{function.__name__} of packed keys, values or scores")
-    return x.but(dtype=like.dtype)
+@defer("contiguous")
+def _contiguous(function: Any, x: Any) -> Any:
+    return x
+
+
+@defer("type_as", "float", "to", "type")
+def _convert(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The maths are float32 whatever the dtype says."""
+    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)  # of `type_as`
+    if not isinstance(x, DeferredTensor):
+        return x.to(*args)
+    if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
+        dtype = args[0]
+    else:
+        like = function(torch.empty(0, dtype=x.kind, device=x.device), *args, **kwargs)
+        if not isinstance(like, Tensor) or like.device != x.device:
+            raise NotPackable(f"{function.__name__} of packed keys, values or scores")
+        dtype = like.dtype
+    if not dtype.is_floating_point:
+        raise NotPackable(f"packed keys, values or scores as {dtype}")
+    return x if dtype is x.kind else x.but(dtype=dtype)
 
 
 @defer("dropout")
@@ -99,7 +110,8 @@ def _dropout(function: Any, x: Any, p: float = 0.5, training: bool = True, inpla
 @defer("transpose", "permute")
 def _transpose(function: Any, x: Any, *dims: Any) -> Any:
     """The last two axes of keys change places."""
-    ndim, axes = x.dim(), list(range(x.dim()))
+    ndim = len(x.sizes)
+    axes = list(range(ndim))
     if function.__name__ == "transpose":
         first, second = dims
         axes[first], axes[second] = axes[second], axes[first]
@@ -114,25 +126,26 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """The first axis, of length 1, comes or goes."""
     wanted = tuple(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
-    known, missing = math.prod(size for size in wanted if size != -1), wanted.count(-1)
-    wanted = tuple(x.numel() // max(known, 1) if missing == 1 and size == -1 else size for size in wanted)
-    own = tuple(x.shape)
-    if wanted not in (own, (1, *own)[-4:], own[-3:]):
-        raise NotPackable(f"packed keys, values or scores of shape {own} as {wanted}")
-    return x.but(ndim=len(wanted))
+    own = x.sizes if len(wanted) == len(x.sizes) else (1, *x.sizes)[-len(wanted) :]
+    # with one length left open, the others decide
+    is_same = len(own) == len(wanted) and all(size in (-1, mine) for size, mine in zip(wanted, own))
+    if not is_same or len(wanted) not in (3, 4) or wanted.count(-1) > 1:
+        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {wanted}")
+    return x if own is x.sizes else x.but(ndim=len(wanted))
 
 
 @defer("matmul", "bmm", "__matmul__")
 def _matmul(function: Any, left: Any, right: Any) -> Any:
     """Queries and keys, or weights and values."""
-    if not isinstance(right, RowTensor) or left.dim() != right.dim():
+    sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
+    if not isinstance(right, RowTensor) or len(sizes) != len(right.sizes):
         raise NotPackable("packed keys, values or scores are multiplied by something else")
     if isinstance(left, Scores):
         return _attend(left, right)
-    heads, kv_heads = left.shape[-3], right.blocks.shape[1]
-    if not right.is_transposed or left.shape[-2] != right.step.num_tokens or heads % kv_heads:
-        raise NotPackable(f"queries of shape {tuple(left.shape)} by keys of shape {tuple(right.shape)}")
-    return Scores(left.view(left.shape[-3:]), right, left.dim(), left.dtype)
+    if not right.is_transposed or sizes[-2] != right.step.num_tokens or sizes[-3] % right.blocks.shape[1]:
+        raise NotPackable(f"queries of shape {sizes} by keys of shape {right.sizes}")
+    query = left if len(sizes) == 3 else left.view(sizes[1:])
+    return Scores(query, right, (*sizes[:-1], right.sizes[-1]), left.dtype)
 
 
 @defer("baddbmm")
@@ -180,7 +193,7 @@ def _at_least(function: Any, scores: Any, least: Any) -> Any:
 
 @defer("softmax")
 def _softmax(function: Any, scores: Any, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(scores, Scores) or scores.is_softmax or dim not in (-1, scores.dim() - 1):
+    if not isinstance(scores, Scores) or scores.is_softmax or dim not in (-1, len(scores.sizes) - 1):
         raise NotPackable("a softmax of packed keys or values")
     return scores.but(is_softmax=True, dtype=kwargs.get("dtype"))
 
@@ -262,5 +275,5 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
             own = bias[:, at].unflatten(1, (rows.num_rows, -1)).transpose(0, 1)
             parts.append(backends.attend(AttentionCall(query[at], blocks, rows, weights.scale, bias=own)))
         output = torch.cat(parts) if len(parts) > 1 else parts[0]
-    output = output.transpose(0, 1).to(value.dtype)
-    return output[None] if value.dim() == 4 else output
+    output = output.transpose(0, 1).to(value.kind)
+    return output[None] if len(value.sizes) == 4 else output

@@ -118,6 +118,8 @@ class DeferredTensor(LazyTensor):
     then; anything else raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
+    sizes: tuple[int, ...]  # its shape and dtype, for code of ours: torch takes longer to tell
+    kind: torch.dtype
 
     def dense(self) -> Tensor:
         raise NotPackable("packed keys, values or scores are read: only attention may")
@@ -125,9 +127,10 @@ class DeferredTensor(LazyTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        function = cls.functions.get(name) or cls.functions.get(name.strip("_"))
-        if function is not None:
-            return function(func, *args, **(kwargs or {}))
+        if name != "__get__":  # of shape, dtype and so on
+            function = cls.functions.get(name) or cls.functions.get(name.strip("_"))
+            if function is not None:
+                return function(func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -155,6 +158,7 @@ class RowTensor(DeferredTensor):
         shape = (1, blocks.shape[1], *axes)[4 - ndim :]
         handle = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=blocks.device)
         handle.step, handle.layer, handle.blocks, handle.is_transposed = step, layer, blocks, is_transposed
+        handle.sizes, handle.kind = shape, dtype
         return handle
 
     def but(
@@ -162,7 +166,7 @@ class RowTensor(DeferredTensor):
     ) -> RowTensor:
         """The same, seen in another way."""
         turned = self.is_transposed if is_transposed is None else is_transposed
-        return RowTensor(self.step, self.layer, self.blocks, dtype or self.dtype, ndim or self.dim(), turned)
+        return RowTensor(self.step, self.layer, self.blocks, dtype or self.kind, ndim or len(self.sizes), turned)
 
 
 # Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.

@@ -13,12 +13,16 @@ from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
 
+CHUNKED = {
+    **{"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    **{"moe_layers": [1], "attention_chunk_size": 11},
+}
 LONGROPE = {
     **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32},
     **{"short_factor": [1.0] * 4, "long_factor": [1.0 + i for i in range(4)]},
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "chunks": ("Llama4ForCausalLM", {"attention_chunk_size": 11}),
+    "chunks": ("Llama4ForCausalLM", CHUNKED),
     # attention code of a model's own: alibi before the mask, after it, in it, and none
     "bloom": ("BloomForCausalLM", {}),
     "mpt": ("MptForCausalLM", {}),
@@ -27,7 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "latents": ("DeepseekV3ForCausalLM", {}),
     "narrow latents": ("DeepseekV3ForCausalLM", {"kv_lora_rank": 8, "qk_rope_head_dim": 8}),  # apart from rotary keys
     # queries are scaled by their positions, of which plain rows count padding, too
-    "scales": ("Llama4ForCausalLM", {"attention_chunk_size": 11, "floor_scale": 8, "attn_scale": 0.5}),
+    "scales": ("Llama4ForCausalLM", {**CHUNKED, "floor_scale": 8, "attn_scale": 0.5}),
 }
 # rotary factors of a sequence's own length, from 33 tokens on: one set of them, one that plain goes back with, one each
 LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,14 +80,22 @@ def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config
     return stats
 
 
-@pytest.mark.parametrize("name, max_tokens", [*((name, 11) for name in NAMES), *((name, 2048) for name in KINDS)])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_of_prompts_share_steps_with_decodes(name: str) -> None:
+    """Prompts come in chunks that end within blocks and within chunks of attention."""
+    modes = [MODES[mode] for mode in ("greedy", "penalties", "samples", "beams_eos", "sample")]
+    check(name, prompts(7, 34, 16, 22, 10), modes, PagedConfig(block_size=8, max_num_batched_tokens=11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [2048, 11])
+@pytest.mark.parametrize("name", NAMES)
 def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
-    """With few tokens a step, prompts come in chunks that end within blocks and chunks of attention."""
     texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
     check(name, texts, list(MODES.values()), PagedConfig(block_size=8, max_num_batched_tokens=max_tokens))
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
     samples = {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3}

@@ -17,7 +17,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"{query_len} queries a row: gathering once is faster for more than {MAX_QUERIES}"
     if call.needs_grad:
         return "a gradient is wanted: the C++ kernel computes none"
-    if bias is not None and (bias.dtype not in DTYPES or not bias.is_cpu):
+    if not _takes_bias(bias):
+        assert bias is not None
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
     try:
         _kernel(call)
@@ -37,9 +38,13 @@ def attend(call: AttentionCall) -> Tensor:
 def attend_again(call: AttentionCall) -> Tensor | None:
     """`attend` by what the last call on these blocks found out, without another look; `None` if it was unlike this."""
     kernel = call.blocks.attention
-    if kernel is None or call.step.query_len is None or call.bias is not None or torch.is_grad_enabled():
+    if kernel is None or call.step.query_len is None or torch.is_grad_enabled() or not _takes_bias(call.bias):
         return None
-    return kernel(call.query, call.step, call.sinks) if kernel.signature == _sign(call) else None
+    return kernel(call.query, call.step, call.sinks, call.bias) if kernel.signature == _sign(call) else None
+
+
+def _takes_bias(bias: Tensor | None) -> bool:
+    return bias is None or (bias.dtype in DTYPES and bias.is_cpu)
 
 
 def _sign(call: AttentionCall) -> tuple[object, ...]:

@@ -186,8 +186,13 @@ struct Kernel {
                 store_vf(x + t, tanh16(load<vf>(x + t) * (float)(1 / c.softcap)) * (float)c.softcap);
         if (c.bias) {
             int64_t at = s.row * c.bias_strides[0] + head * c.bias_strides[1] + i * c.bias_strides[2];
-            for (int t = from; t < to; ++t)
-                x[t] += float_at(c.bias, c.bias_dtype, at + (start + t) * c.bias_strides[3]);
+            if (c.bias_dtype == 0 && c.bias_strides[3] == 1) {
+                const float* bias = (const float*)c.bias + at + start;
+                for (int t = from; t < to; ++t) x[t] += bias[t];
+            } else {
+                for (int t = from; t < to; ++t)
+                    x[t] += float_at(c.bias, c.bias_dtype, at + (start + t) * c.bias_strides[3]);
+            }
         }
         std::fill(x, x + from, -kInf);
         std::fill(x + to, x + whole, -kInf);

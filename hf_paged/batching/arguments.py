@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import TextStreamer
 
+from .. import compat
 from ..config import is_whole
+from ..model.capability import is_stock
 
 # list[int], 1-D or (1, length) tensor, str where the engine has a tokenizer, or what a tokenizer makes of one text
 Prompt = Any
@@ -34,6 +36,7 @@ class RequestOptions:
     seed: Any = None
     return_logprobs: bool = False
     cache_salt: Any = None
+    inputs: Any = None
 
 
 def shown(value: Any) -> str:
@@ -52,7 +55,8 @@ def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after
 
 
 def check_generates(model: Any) -> None:
-    """Raises `ValueError` for what is no model, or has no head, an encoder, or states in its modules."""
+    """Raises `ValueError` for what is no model, or has no head, an encoder with a cache of its own, or states in its
+    modules."""
     if not callable(getattr(model, "can_generate", None)):
         raise ValueError(
             f"`model` is {shown(model)}: it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
@@ -62,10 +66,12 @@ def check_generates(model: Any) -> None:
         raise ValueError(
             f"`model` is a {name}, which cannot generate: pass the model with its head, a `...ForCausalLM`"
         )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f'{name} is an encoder-decoder model: call `model.generate(..., cache_implementation="paged")`'
-        )
+    if not is_stock(model, compat.PREPARE_CACHE) or not compat.supports_dynamic_cache(model):
+        if model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{name} is an encoder-decoder model with a cache of its own: call `model.generate(..., "
+                'cache_implementation="paged")`'
+            )
     if any(hasattr(module, "_setup_cache") for module in model.modules()):
         raise ValueError(
             f"{name} keeps states in its modules, outside of any cache, so that its requests cannot run beside one "

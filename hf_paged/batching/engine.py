@@ -63,9 +63,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def add_request(
         self,
-        input_ids: Prompt,
+        input_ids: Prompt = None,
         generation_config: GenerationConfig | Mapping[str, Any] | None = None,
         *,
+        inputs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         logits_processor: Any = None,
@@ -81,7 +82,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
         Args:
             input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, or a mapping): The
-                prompt; a mapping is what a tokenizer makes of one text, `input_ids` and `attention_mask`.
+                prompt, for the encoder where the model has one; a mapping is what a tokenizer makes of one text,
+                `input_ids` and `attention_mask`.
+            inputs (`dict`, *optional*): Of a model with an encoder: what its `generate` takes beside or instead of
+                token ids, for one prompt, as `{"input_features": ...}` of sound.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`.
                 `max_time` counts from the step that first runs the request.
             request_id (`str`, *optional*): A name; one is made up otherwise.
@@ -101,7 +105,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer
-        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, return_logprobs, cache_salt)
+        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, return_logprobs, cache_salt, inputs)
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
@@ -230,6 +234,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 with self._core.lock:
                     if self._core.loop is not None:
                         self._core.loop.change_weights(recompute=policy == "recompute")
+                    for state in self._core.requests.values() if policy == "recompute" else ():
+                        state.prepare_again(self.model)
 
     @property
     def route(self) -> Route | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from ..config import check_cache_salt
 from ..interrupts import let_in
 from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids
 from .decoding.beam import BeamDecoding
-from .decoding.prepare import request_decoding
+from .decoding.prepare import LoopCall, request_decoding
 from .execution.adapters import check_adapter
+from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
 
@@ -112,12 +114,20 @@ class RequestState(Generation):
             check_adapter(model, options.adapter)
         check_cache_salt(options.cache_salt)
         priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
-        self.prompt_ids = prompt_ids(prompt, tokenizer)
-        decoding = request_decoding(model, self.prompt_ids, as_config(generation_config), options, tokenizer)
+        self.prompt_ids = [] if prompt is None else prompt_ids(prompt, tokenizer)
+        prepare = functools.partial(
+            request_decoding, model, self.prompt_ids, as_config(generation_config), options, tokenizer
+        )
+        decoding, call = prepare()
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
-        sequences, namespace = [Sequence(list(self.prompt_ids))], (options.adapter, options.cache_salt)
+        self._start = decoding.length  # tokens of the prompt, the decoder's where the model has an encoder
+        sequences, namespace = [Sequence(decoding.input_ids[0].tolist())], (options.adapter, options.cache_salt)
         size = decoding.max_length, decoding.num_rows
         self.request = Request(options.request_id, sequences, *size, priority, namespace, options.adapter)
+        self._prepare = prepare if call is not None else None
+        if call is not None:
+            prompts = _prompts_of(model, call)
+            self.request.inputs, self.request.num_encoder_tokens = (prompts, 0), prompts.num_encoder_tokens
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.request_id, self.outbox = options.request_id, outbox
         # of `max_time`, whose clock starts with the step that first runs the request
@@ -127,6 +137,13 @@ class RequestState(Generation):
         self._text = None if tokenizer is None else TextTracker(tokenizer)
         self._added = time.perf_counter()
         self._first_token: float | None = None  # seconds, as in `Timings`
+
+    def prepare_again(self, model: PreTrainedModel) -> None:
+        """The weights are others: so is what an encoder gives."""
+        if self._prepare is not None and self.request.inputs is not None:
+            call = self._prepare()[1]
+            assert call is not None
+            self.request.inputs[0].model_kwargs = _prompts_of(model, call).model_kwargs
 
     def output(self) -> tuple[dict[int, int], str | None]:
         """New tokens of the last step, and text, if it has not failed. Sets `error` if the tokenizer raises."""
@@ -185,7 +202,7 @@ class RequestState(Generation):
         results: list[SequenceResult] = []
         failure: Exception | None = None
         for i, (length, ended) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
-            token_ids, text = ids[i, len(self.prompt_ids) : length].tolist(), None
+            token_ids, text = ids[i, self._start : length].tolist(), None
             if self._tokenizer is not None and failure is None:
                 try:
                     text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -195,3 +212,14 @@ class RequestState(Generation):
             score = None if scores is None else scores[i]
             results.append(SequenceResult(token_ids, ended or reason or "cancelled", text, logprobs, score))
         return results, failure
+
+
+def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
+    """The one prompt of a request."""
+    given = call.arguments["model_kwargs"]
+    unexpanded = call.unexpanded or (call.arguments["input_ids"], given)
+    prompts = prompts_of(unexpanded, given, model.config.is_encoder_decoder)
+    if (count := len(prompts.paddings)) != 1:
+        raise ValueError(f"`generate` of {type(model).__name__} makes {count} prompts of one: call it instead")
+    prompts.paddings = [0]
+    return prompts

@@ -23,6 +23,7 @@ from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import foreign_attention, switchable_configs, use_paged_attention
 from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
+from ..batching.decoding.prepare import capturing
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.execution.prompts import CACHE_NAMES, Prompts, is_unset, prompts_of, unshared
 from ..batching.factory import (
@@ -107,7 +108,8 @@ class Call:
             raise
         finally:
             route = route_of(self.road, self.reason, self.counters, self.slowed_by, **self.details)
-            note_route(self.model, route)
+            if capturing.get() is None:
+                note_route(self.model, route)
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:

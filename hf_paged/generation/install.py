@@ -208,9 +208,9 @@ def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kw
 
 def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     call = current.get()
-    if capturing.get() is model:
+    if (capture := capturing.get()) is not None and capture.model is model:
         arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
-        return LoopCall(original.__name__, arguments, None if call is None else call.unexpanded)
+        return capture.add(LoopCall(original.__name__, arguments, None if call is None else call.unexpanded))
     call = prepared.get()
     running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if call is not None and call.model is model:

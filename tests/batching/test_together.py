@@ -3,6 +3,7 @@ models, positions that a cache counts, caches with more than keys and values. To
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ import pytest
 import torch
 import transformers
 
-from hf_paged import check_integrity, last_route, memory_stats
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
+from tests.support.engine_helpers import assert_drained, run_all
 
 T5 = "T5ForConditionalGeneration"
 ENCODERS = [T5, "BartForConditionalGeneration", "WhisperForConditionalGeneration"]
@@ -50,7 +52,7 @@ def build(name: str) -> Any:
 
 def inputs_of(name: str) -> dict[str, Any]:
     """Four rows, of which some begin with padding or end with it in front of the encoder."""
-    found = make_inputs(build(name))
+    found = next(iter(make_inputs(build(name)).values()))  # with images or sound, where the model takes them
     return {
         key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value.roll(1, 0)])
         if isinstance(value, torch.Tensor)
@@ -190,3 +192,103 @@ def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(name: 
     route = last_route(build(name))
     assert route is not None and route.road == "hf_loop" and why in route.reason, route
     assert_whole(name)
+
+
+# -- requests of an engine ------------------------------------------------------------------------------------------
+
+LENGTHS = (5, 19, 9, 14, 11)
+SMALL = PagedConfig(block_size=8)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(20, 100, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def options_of(mode: str) -> dict[str, Any]:
+    return {"max_new_tokens": NEW, "eos_token_id": ENDS, "pad_token_id": 0, **MODES[mode]}
+
+
+def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor) -> list[list[int]]:
+    """The new tokens of each sequence, the last of which is one that ends it or the longest."""
+    torch.manual_seed(seed)
+    start = 1 if name != "WhisperForConditionalGeneration" else 0  # whose own `generate` leaves that out
+    rows = build(name).generate(**inputs, **options)[:, start:].tolist()
+    ends = [next((i for i, token in enumerate(row) if token in ENDS), len(row)) for row in rows]
+    return [row[: end + 1] for row, end in zip(rows, ends)]
+
+
+@pytest.mark.parametrize("name", ENCODERS[:2])
+def test_requests_of_an_encoder_decoder_model(name: str) -> None:
+    """All modes in one batch; one more joins in each step."""
+    with PagedEngine(build(name), SMALL) as engine:
+        results = {}
+        for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
+            engine.add_request(prompt, options_of(mode), request_id=mode, seed=seed)
+            results |= {output.request_id: output.result for output in engine.step() if output.result}
+        results = run_all(engine, results)
+        assert_drained(engine)
+    for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
+        expected = alone(name, seed, options_of(mode), input_ids=torch.tensor([prompt]))
+        assert [each.token_ids for each in results[mode].sequences] == expected, mode
+        assert results[mode].prompt_ids == prompt
+
+
+def test_sound_of_whisper() -> None:
+    name = "WhisperForConditionalGeneration"
+    features = inputs_of(name)["input_features"]
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ENDS}
+    with PagedEngine(build(name), SMALL) as engine:
+        for row in range(len(features)):
+            engine.add_request(None, options, inputs={"input_features": features[row : row + 1]}, request_id=str(row))
+        results = run_all(engine)
+        assert_drained(engine)
+    for row in range(len(features)):
+        expected = alone(name, 0, options, input_features=features[row : row + 1])
+        assert [each.token_ids for each in results[str(row)].sequences] == expected
+
+
+def test_requests_wait_for_blocks_of_their_encoders() -> None:
+    with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=19)) as engine:
+        for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
+            engine.add_request(prompt, options_of(mode), request_id=mode, seed=seed)
+        results = run_all(engine)
+        assert engine.stats().num_preemptions > 0, "the budget was meant to be short"
+        assert_drained(engine)
+        with pytest.raises(OutOfBlocksError, match="at most 19"):
+            engine.add_request([5] * 160, options_of("greedy"))
+    for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
+        expected = alone(T5, seed, options_of(mode), input_ids=torch.tensor([prompt]))
+        assert [each.token_ids for each in results[mode].sequences] == expected, mode
+
+
+def test_new_weights_are_the_encoder_s_too() -> None:
+    model, prompt = copy.deepcopy(build(T5)), prompts()[1]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    with PagedEngine(model, SMALL) as engine:
+        engine.add_request(prompt, options, request_id="0")
+        for _ in range(4):
+            engine.step()
+        with engine.weights_update("recompute"), torch.no_grad():
+            for parameter in model.encoder.parameters():
+                parameter.mul_(1.3)
+        begun = list(engine._core.requests["0"].request.sequences[0].token_ids)
+        result = run_all(engine)["0"]
+        assert_drained(engine)
+    options["max_new_tokens"] = 13 - len(begun)
+    expected = model.generate(torch.tensor([prompt]), **options, decoder_input_ids=torch.tensor([begun]))
+    assert expected[0, 1:].tolist() == result.sequences[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("MoonshineStreamingForConditionalGeneration", "writes to its inputs"),
+        ("T5GemmaForConditionalGeneration", "own"),
+    ],
+)
+def test_encoder_decoders_that_an_engine_cannot_serve(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"{why}.*generate"):
+        inputs = next(iter(make_inputs(build(name)).values()))
+        with PagedEngine(build(name), SMALL) as engine:
+            engine.add_request(None, {"max_new_tokens": 3}, inputs={key: value[:1] for key, value in inputs.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -12,9 +13,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ... import compat
+from ...interrupts import let_in, step_lock
 from ...model.capability import is_stock
 from ...model.forwards import compute_device
 from ..arguments import RequestOptions, as_list, as_whole, check_streamer
+from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
@@ -44,21 +47,44 @@ class LoopCall(NamedTuple):
     )  # token ids and other inputs of the model, before rows were repeated
 
 
-# The model whose `generate`, in this context, returns a `LoopCall` in place of its result.
-capturing: ContextVar[PreTrainedModel | None] = ContextVar("hf_paged_capturing", default=None)
+class Capture:
+    """Calls of a model's decoding loops, which do not run; each is answered with a sequence that ends at once."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.calls: list[LoopCall] = []
+
+    def add(self, call: LoopCall) -> Tensor:
+        self.calls.append(call)
+        config, ids = call.arguments["generation_config"], call.arguments["input_ids"]
+        eos = compat.special_token(config, "eos")
+        last = 0 if eos is None else int(eos.flatten()[0])
+        return torch.cat([ids, torch.full_like(ids[:, :1], last)], dim=1)
+
+
+capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     """What `model.generate(**arguments)` prepares, encoders' outputs included; no decoding loop runs, and no memory of
-    ours is taken. Raises what `generate` raises. For use under the model's `step_lock`."""
-    token = capturing.set(model)
+    ours is taken. Raises what `generate` raises, and `ValueError` if it is more than one loop. For use under the
+    model's `step_lock`."""
+    options: dict[str, Any] = {"cache_implementation": "dynamic"}
+    if arguments.get("generation_config") is not None:  # with which transformers takes no options
+        config = arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])
+        config.cache_implementation, options = "dynamic", {}
+    capture = Capture(model)
+    token = capturing.set(capture)
     try:
-        found: Any = model.generate(**{**arguments, "cache_implementation": "dynamic"})
+        model.generate(**{**arguments, **options})
+    except Exception:  # what a `generate` of the model's own makes of the answer is of no interest
+        if not capture.calls:
+            raise
     finally:
         capturing.reset(token)
-    if not isinstance(found, LoopCall):
+    if len(capture.calls) != 1:
         raise ValueError(f"`generate` of {type(model).__name__} does more than one decoding loop: call it instead")
-    return found
+    return capture.calls[0]
 
 
 def request_decoding(
@@ -67,8 +93,9 @@ def request_decoding(
     generation_config: GenerationConfig | None,
     options: RequestOptions,
     tokenizer: Any = None,
-) -> SampleDecoding | BeamDecoding:
-    """The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Raises
+) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
+    """The decoding of one prompt, prepared by the model's own methods; the streamer gets new tokens alone. Where the
+    prompt is more than its token ids, as that of a model with an encoder, also what `generate` made of it. Raises
     `ValueError` for an empty prompt, ids outside the vocabulary, all that only `generate` serves or that it refuses."""
     generator, streamer = None, options.streamer
     if options.seed is not None:
@@ -82,6 +109,16 @@ def request_decoding(
             f"the model has a `{compat.LOOP_CONDITION}` of its own, which says when a whole call ends: call "
             '`model.generate(..., cache_implementation="paged")` instead of an engine'
         )
+    _check_config(model, generation_config)
+    if options.inputs is not None or model.config.is_encoder_decoder:
+        call = _captured_request(model, input_ids, generation_config, options, own, criteria, tokenizer)
+        names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        given = {name: call.arguments[name] for name in names}
+        inputs = LoopInputs(**given, generator=generator, record_logprobs=options.return_logprobs)
+        if call.method == compat.SAMPLE:
+            return SampleDecoding(inputs, streamer), call
+        _check_no_streamer(streamer)
+        return BeamDecoding(model, inputs), call
     if not len(input_ids):
         raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
     last, low, high = num_embeddings(model) - 1, min(input_ids), max(input_ids)
@@ -91,34 +128,81 @@ def request_decoding(
     ids = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
     config = _prepared_config(model, ids, generation_config)
     uses_beams = config.num_beams > 1
-    if uses_beams and streamer is not None:
-        raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
+    if uses_beams:
+        _check_no_streamer(streamer)
     rows = ids.repeat_interleave(max(config.num_beams, config.num_return_sequences), dim=0)
     processors = compat.get_logits_processor(
         model, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
     )
     criteria = compat.get_stopping_criteria(model, config, criteria, tokenizer)
     inputs = LoopInputs(rows, processors, criteria, config, generator, options.return_logprobs)
-    return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer)
+    return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer), None
 
 
-def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig | None) -> Any:
-    """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
+def _captured_request(
+    model: PreTrainedModel,
+    input_ids: Sequence[int],
+    generation_config: GenerationConfig | None,
+    options: RequestOptions,
+    own: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    tokenizer: Any,
+) -> LoopCall:
+    """What `generate` prepares for a prompt with inputs beside its token ids, of which there may be none."""
+    given = {name: _on(compute_device(model), value) for name, value in (options.inputs or {}).items()}
+    if len(input_ids):
+        given["input_ids"] = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
+    if tokenizer is not None and getattr(generation_config, "stop_strings", None) is not None:
+        given["tokenizer"] = tokenizer
+    with step_lock(model), let_in(), use_adapter(model, options.adapter):
+        call = captured_call(
+            model, **given, generation_config=generation_config, logits_processor=own, stopping_criteria=criteria
+        )
+    config = call.arguments["generation_config"]
+    _check_mode(config)
+    for name in (*_REPORTS, *_OUTPUTS):
+        setattr(config, name, False)
+    rows = max(config.num_beams or 1, config.num_return_sequences or 1)
+    if len(call.arguments["input_ids"]) != rows:
+        raise ValueError(f"`inputs` make {len(call.arguments['input_ids'])} rows, not {rows}: pass those of one prompt")
+    return call
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _check_no_streamer(streamer: Any) -> None:
+    if streamer is not None:
+        raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
+
+
+def _check_config(host: Any, generation_config: GenerationConfig | None) -> None:
     own = host.generation_config
     for name, (harmless, why) in _REFUSED.items() if generation_config is not None else ():
         value = getattr(generation_config, name, None)
         if value != getattr(own, name, None) and value not in harmless:
             raise ValueError(f"`{name}` {why} (it is {value!r})")
-    default_max, default_min = (
-        getattr(own, name) is None and getattr(generation_config, name, None) is None
-        for name in ("max_length", "min_length")
-    )
-    config, _ = compat.prepare_generation_config(host, generation_config)
+
+
+def _check_mode(config: Any) -> Any:
     mode = config.get_generation_mode()
     if mode.value not in _MODES:
         raise ValueError(f"generation mode {mode.value!r} is not among those of the engine: {', '.join(_MODES)}")
     if config.token_healing:
         raise ValueError("`token_healing` is served by `generate` only: leave it out")
+    return mode
+
+
+def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig | None) -> Any:
+    """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
+    own = host.generation_config
+    default_max, default_min = (
+        getattr(own, name) is None and getattr(generation_config, name, None) is None
+        for name in ("max_length", "min_length")
+    )
+    config, _ = compat.prepare_generation_config(host, generation_config)
+    mode = _check_mode(config)
     for name in (*_REPORTS, *_OUTPUTS):  # the model's: they say how `generate` is to answer
         setattr(config, name, False)
     compat.validate_generation_mode(host, mode, config, {})

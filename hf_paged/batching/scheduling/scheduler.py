@@ -223,6 +223,8 @@ class Scheduler:
                     self._preempt(request)
                 return 0
         sequence.num_computed_tokens += query_len
+        if request.num_shared_tokens:  # where the rows part, this one is looked at before it goes on
+            blocks.capacity = sequence.num_computed_tokens
         if query_len > 1 or is_whole:
             # requests later in this step may share them: a layer stores all K and V before any attention reads
             if not is_whole:

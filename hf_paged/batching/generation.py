@@ -114,7 +114,7 @@ class RequestState(Generation):
             check_adapter(model, options.adapter)
         check_cache_salt(options.cache_salt)
         priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
-        self.prompt_ids = [] if prompt is None else prompt_ids(prompt, tokenizer)
+        self.prompt_ids = [] if prompt is None and options.inputs is not None else prompt_ids(prompt, tokenizer)
         prepare = functools.partial(
             request_decoding, model, self.prompt_ids, as_config(generation_config), options, tokenizer
         )

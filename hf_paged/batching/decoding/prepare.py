@@ -109,6 +109,8 @@ def request_decoding(
             f"the model has a `{compat.LOOP_CONDITION}` of its own, which says when a whole call ends: call "
             '`model.generate(..., cache_implementation="paged")` instead of an engine'
         )
+    if not len(input_ids) and not options.inputs:
+        raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
     _check_config(model, generation_config)
     if options.inputs is not None or model.config.is_encoder_decoder:
         call = _captured_request(model, input_ids, generation_config, options, own, criteria, tokenizer)
@@ -119,8 +121,6 @@ def request_decoding(
             return SampleDecoding(inputs, streamer), call
         _check_no_streamer(streamer)
         return BeamDecoding(model, inputs), call
-    if not len(input_ids):
-        raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
     last, low, high = num_embeddings(model) - 1, min(input_ids), max(input_ids)
     if low < 0 or high > last:
         wrong = low if low < 0 else high

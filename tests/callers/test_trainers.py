@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import Seq2SeqTrainer
 
 import hf_paged
-from tests.callers.test_callers import Pairs, assert_used_pool, road_of, seq2seq_trainer
+from tests.callers.test_callers import Pairs, assert_used_pool, seq2seq_trainer
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 from tests.support import models
 from tests.support.checks import assert_same_tokens
 
+ROAD = "engine"  # of both models
 BF16, CHECKPOINTING = {"bf16": True}, {"gradient_checkpointing": True}
 # whether there is an adapter, and the arguments
 SETUPS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -66,7 +67,7 @@ def test_seq2seq_trainer(name: str, setup: str, tmp_path: Path) -> None:
         results.append(([torch.tensor(each) for each in predictions], losses))
         if is_paged:
             route = hf_paged.last_route(model)
-            assert route is not None and route.road == road_of(model), route
+            assert route is not None and route.road == ROAD, route
             assert_used_pool(model)
     (plain, plain_losses), (paged, paged_losses) = results
     assert len(plain_losses) == 3 and paged_losses == plain_losses

@@ -254,6 +254,8 @@ class BatchCall:
             if reason is not None:
                 yield f"{what}, and {reason}"
         if reason is None:
+            if not self.layout.mixed_lengths and any(self.paddings):
+                yield "padding changes what its rows give"
             return
         if not self.layout.side_by_side:
             yield reason

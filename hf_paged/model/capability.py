@@ -52,7 +52,8 @@ class Layout(NamedTuple):
     """How rows go through a model's forward: packed, unless `unsupported_reason` says why not; then as rectangles."""
 
     unsupported_reason: str | None = None
-    mixed_lengths: bool = True  # prompts of different lengths run side by side; else only those of one length
+    # padding changes nothing: prompts of different lengths run side by side; else only those of one length
+    mixed_lengths: bool = True
     # else rows stay with those that they began with, and with all that the model's own loop carries: `TOGETHER`
     side_by_side: bool = True
     replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
@@ -90,11 +91,11 @@ def first_line(error: BaseException) -> str:
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
     """The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it, stays empty."""
-    reason = _find(self_check, "packed", model, cache, make)
-    if reason is None:
-        return Layout()
+    packed = _find(self_check, "packed", model, cache, make)
+    if isinstance(packed, Layout):
+        return packed
     found = _find(side_check, "side by side", model, cache, make)
-    return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=reason)
+    return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=packed)
 
 
 def check_prompts(model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner) -> PromptsVerdict:
@@ -242,14 +243,15 @@ _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0,
 _SIDE_STEPS = ((0, _FIRST), (2, _THIRD)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
 
 
-def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
-    """Why packed steps differ from plain forwards, of whole sequences and of decode steps, or `None`. Raises
+def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout | str:
+    """Why packed steps differ from plain forwards, of whole sequences and of decode steps, if they do. Raises
     `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out."""
     dtypes = {model.dtype}
     with _forwards(model):
         rows = _test_tokens(model)
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
         decoded = _plain_logits(model, rows[:, : _FIRST + 2], _FIRST, dtypes)
+        padded = _plain_logits(model, rows[:, [0, 0, *range(_FIRST + 2)]], _FIRST + 2, dtypes, padding=2)
     try:
         found = _step_logits(model, make, Layout(), rows, ((_FIRST, _SECOND, _LENGTH), _PACKED_STEPS))
     except ForwardFailedError as error:
@@ -261,7 +263,9 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> s
     in_any_step = difference(alone, found, "logits")
     in_decodes = difference(in_steps, found[2:5], "logits of decode steps")
     # a model's own `prepare_inputs_for_generation` may give a first forward other inputs
-    return in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
+    reason = in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
+    # or count padding among positions
+    return reason or Layout(mixed_lengths=difference(decoded.flatten(0, 1), padded.flatten(0, 1), "logits") is None)
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
@@ -401,9 +405,12 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
     with held(), rng, torch.no_grad():
         held_by = (x for module in model.modules() for x in (vars(module), module._buffers))
         before = [(attributes, dict(attributes)) for attributes in held_by]
+        drawn = _random_states(devices)
         try:
             with let_in():
                 yield
+            if not all(map(torch.equal, drawn, _random_states(devices))):  # rows that share a prompt would share these
+                raise RuntimeError("it draws random numbers")
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -413,6 +420,10 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
                 for name in now.keys() - known.keys():
                     del now[name]
                 now.update(known)
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
 
 
 class _ObservedCache(DynamicCache):
@@ -440,11 +451,13 @@ def _observed_cache(model: PreTrainedModel, dtypes: set[torch.dtype | None]) -> 
     return cache
 
 
-def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype | None]) -> Tensor:
-    """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, and after each later one, as by `generate`.
-    Adds to `dtypes` what is computed in."""
+def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype | None], padding: int = 0) -> Tensor:
+    """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, of which the first `padding` are hidden, and
+    after each later one, as by `generate`. Adds to `dtypes` what is computed in."""
     ids, cache = rows[:, :prompt], _observed_cache(model, dtypes)
-    inputs = first_inputs(model, ids, torch.ones_like(ids), cache)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    inputs = first_inputs(model, ids, mask, cache)
     logits = []
     for length in range(prompt, rows.shape[1] + 1):
         found, inputs = next_logits(model, rows[:, :length], inputs, begins=length == prompt)

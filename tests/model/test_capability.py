@@ -24,6 +24,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.model import capability
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import decoder_text
 
 
 def cache_for(model: Any, **config: Any) -> PagedCache:
@@ -421,5 +422,37 @@ def test_notes_that_a_forward_leaves_are_taken_back() -> None:
     model = models.build("llama")
     mlp = model.model.layers[0].mlp = Noting(model.model.layers[0].mlp)
     seen, state = mlp.seen, torch.get_rng_state()
-    assert reason(model) is None
+    assert "random" in str(reason(model))
     assert mlp.seen is seen and not hasattr(mlp, "length") and torch.equal(torch.get_rng_state(), state)
+
+
+def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
+    model = tiny_model(transformers.GitForCausalLM)
+    inputs = decoder_text(model.config)
+    options = {"do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10}
+    for padded in (True, False):
+        given = inputs if padded else {name: x[:1] for name, x in inputs.items()}
+        expected = model.generate(**given, **options)
+        assert torch.equal(model.generate(**given, **options, cache_implementation="paged"), expected)
+        route = hf_paged.last_route(model)
+        assert route is not None and route.road == "engine" and ("padding" in route.reason) == padded, route
+
+
+def test_a_forward_that_draws_random_numbers_runs_as_plain_runs_it() -> None:
+    model = models.build("llama")
+    norm: Any = model.model.norm
+    own = norm.forward
+    norm.forward = lambda hidden: own(hidden) + 0.1 * torch.randn_like(hidden)
+    ids = models.token_ids(2, 9)
+    options = {
+        "do_sample": True,
+        "num_return_sequences": 2,
+        "max_new_tokens": 8,
+        "attention_mask": torch.ones_like(ids),
+    }
+    torch.manual_seed(3)
+    expected = model.generate(ids, **options)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(ids, **options, cache_implementation="paged"), expected)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == "hf_loop" and "random" in route.reason

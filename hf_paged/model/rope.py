@@ -81,15 +81,15 @@ class LengthRope:
         order = [place for each in sorted(places) for place in places[each]]
         parts: list[Any] = []
         for each in sorted(places):
-            module.forward(x, torch.zeros_like(positions[:, :1]), *others, **kwargs)  # as after a short sequence
-            own = positions[:, torch.tensor(places[each], device=positions.device)]
-            longest = torch.full_like(own[:, :1], max(each - 1, 0))
-            found = module.forward(x, torch.cat([own, longest], dim=1), *others, **kwargs)
-            parts.append(tree_map_only(Tensor, lambda table: table[:, :-1], found))
+            module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)  # as after a short sequence
+            own = positions[..., torch.tensor(places[each], device=positions.device)]
+            longest = torch.full_like(own[..., :1], max(each - 1, 0))
+            found = module.forward(x, torch.cat([own, longest], dim=-1), *others, **kwargs)
+            parts.append(tree_map_only(Tensor, lambda table: table[..., :-1, :], found))
         back = torch.tensor(order, device=positions.device).argsort()
         if isinstance(parts[0], Tensor):
-            return torch.cat(parts, dim=1)[:, back]
-        return tuple(torch.cat(tables, dim=1)[:, back] for tables in zip(*parts))
+            return torch.cat(parts, dim=-2)[..., back, :]
+        return tuple(torch.cat(tables, dim=-2)[..., back, :] for tables in zip(*parts))
 
 
 def _put_back(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

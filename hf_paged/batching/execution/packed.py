@@ -80,7 +80,8 @@ class PackedRunner(Runner):
         """Rows of prompts, each of which is the item at a place, by the model's own forward: places with logits."""
         blocks = {row: items[place][0].blocks for row, place in rows.items()}
         cache = self.cache.empty_twin(self.cache.memory, self.counters)
-        logits, ahead = prompts.forward(self.model, cache, blocks)
+        with self._rotating([]):
+            logits, ahead = prompts.forward(self.model, cache, blocks)
         content = None if ahead is None else prompts.content(self.model.config)
         for row, place in rows.items():
             # keys and values of a token are served to those that agree with it in what it has seen
@@ -138,14 +139,14 @@ class PackedRunner(Runner):
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         if self._picks_logits and len(kept) < len(tokens.token_ids):
             arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
-        with self._rotating(tokens):
+        with self._rotating(tokens.rope_factors):
             logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
         if logits.shape[0] != len(last):  # the forward gives those of every token
             logits = logits[torch.tensor(last, dtype=torch.long, device=logits.device)]
         return logits
 
-    def _rotating(self, tokens: PackedTokens) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.rope is None else self.rope.rotating(tokens.rope_factors)
+    def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.rope is None else self.rope.rotating(factors)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], **arguments: Any) -> Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""

@@ -21,7 +21,7 @@ class PagedConfig:
             Tokens in a block; a power of two from 8 to 256 (PagedAttention, arXiv 2309.06180, section 7.2).
         num_blocks (`int`, *optional*):
             Most blocks that may be in use at once, over all layer groups (full attention, each sliding window, cross
-            attention). `None`: as many as the call needs.
+            attention, the states of a sequence). `None`: as many as the call needs.
         memory_fraction (`float`, *optional*):
             Most of the memory that is free when the pool is made that its blocks may take, in (0, 1]. `None`: no limit
             but the machine's.

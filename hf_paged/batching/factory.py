@@ -43,18 +43,21 @@ def make_loop(
     the memory's, which calls of other threads may replace meanwhile."""
     memory = cache.memory
     blocks, runner = make_runner(model, cache, layout)
-    is_packed = layout.unsupported_reason is None  # else prefixes would need the states at the end of each block
-    blocks.prefix_caching = config.prefix_caching and is_packed  # the manager outlives a call, its config does not
+    is_packed = layout.unsupported_reason is None
+    # the manager outlives a call, its config does not
+    blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
     guard = WeightsGuard(model, memory, blocks)
-    if not is_packed:
-        encoders = runner.encoder_blocks
-        max_tokens = UNLIMITED
-        preemption = Preemption(blocks, chunks=False, replays=layout.replays, encoder_blocks=encoders)
-    else:
-        swapper = BlockSwapper([group.blocks for group in cache.groups.values()], blocks.flush_copies)
-        cost = CostModel() if config.preemption == "auto" else None
-        preemption = Preemption(blocks, config.preemption, swapper, guard.vouch, cost=cost)
-        max_tokens = config.max_num_batched_tokens
+    preemption = Preemption(
+        blocks,
+        config.preemption,
+        BlockSwapper([memory.group(group.spec) for group in blocks.groups], blocks.flush_copies),
+        guard.vouch,
+        chunks=is_packed,
+        replays=layout.replays,
+        encoder_blocks=runner.encoder_blocks,
+        cost=CostModel() if config.preemption == "auto" else None,
+    )
+    max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
     rope = runner.rope if isinstance(runner, PackedRunner) else None
     scheduler = Scheduler(preemption, max_tokens, max_num_seqs, rope=rope)
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
@@ -64,9 +67,9 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
     """What runs sequences in this layout, and what gives these their blocks."""
     if layout.unsupported_reason is None:
         return cache.memory.manager(cache.groups), PackedRunner(model, cache)
-    slots = StateSpec(is_empty=not state_layers(cache))
-    blocks = cache.memory.manager([*cache.groups, slots])
-    return blocks, RectangleRunner(model, cache, cache.memory.group(slots).storage, layout)
+    states = StateSpec(is_empty=not state_layers(cache))
+    blocks = cache.memory.manager([*cache.groups, states])
+    return blocks, RectangleRunner(model, cache, cache.memory.group(states).storage, layout)
 
 
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)

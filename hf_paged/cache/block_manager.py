@@ -62,6 +62,11 @@ class BlockManager:
         return sum(group.pool.num_available for group in self.groups) if self._num_free is None else self._num_free()
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether a sequence can begin only where a snapshot of its states is kept."""
+        return self.prefix_caching and self._states is not None
+
+    @property
     def num_total(self) -> int:
         return self.num_free + sum(group.pool.num_used for group in self.groups)
 
@@ -117,6 +122,10 @@ class BlockManager:
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
+            spare = new_ids[table.num_needed(end - table.num_tokens) :]
+            if spare:  # the snapshot that the sequence stands at went with another group's blocks, as these were taken
+                table.pool.release(spare)
+                new_ids = new_ids[: -len(spare)]
             copy = table.append(end - table.num_tokens, new_ids)
             if copy is not None:
                 source, target = copy
@@ -242,10 +251,8 @@ class BlockManager:
         return blocks.capacity
 
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each block;
-        0 where states are not kept."""
-        if self._states is None or not self.prefix_caching or namespace is UNCACHED:
-            return 0
+        """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each
+        block."""
         size = self.block_size
         return size * len(self.index.find(token_ids, namespace, (len(token_ids) - 1) // size, without=self._states))
 
@@ -253,10 +260,14 @@ class BlockManager:
         self, blocks: SequenceBlocks, token_ids: Sequence[Hashable], num_tokens: int, namespace: Hashable
     ) -> None:
         """Names the full blocks below `num_tokens` that have no name yet, and at one of the sequence's stops the state
-        there. Costs nothing where none got full. All must be computed, or be so before another sequence reads them."""
+        there, which the step that begins now is to copy. Costs nothing where no block got full. What is named must be
+        computed, or be so before another sequence reads it."""
         size = self.block_size
         full, is_cached = num_tokens // size, self.prefix_caching and namespace is not UNCACHED
         if full <= blocks.num_registered or not is_cached or blocks.epoch < self._dropped:
+            return
+        names_state = self._states is not None and num_tokens == full * size and num_tokens in blocks.stops
+        if not names_state and len(self.groups) == (self._states is not None):  # no block would keep the node's place
             return
         node, first = blocks.node, blocks.num_registered
         if node is None or node.parent is None:  # forgotten, as a block that only the index knew was evicted
@@ -264,7 +275,7 @@ class BlockManager:
         for number in range(first, full):
             tokens = tuple(token_ids[number * size : (number + 1) * size])
             held = [table.full_block(number) if table.block_size == size else None for table in blocks.tables]
-            if self._states is not None and (number + 1) * size == num_tokens and num_tokens in blocks.stops:
+            if self._states is not None and names_state and number + 1 == full:
                 (held[self._states],) = blocks.tables[self._states].block_ids
             node = self.index.add(node, tokens, held, blocks.epoch)
         blocks.node, blocks.num_registered = node, full

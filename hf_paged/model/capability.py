@@ -56,6 +56,7 @@ class Layout(NamedTuple):
     mixed_lengths: bool = True
     # else rows stay with those that they began with, and with all that the model's own loop carries: `TOGETHER`
     side_by_side: bool = True
+    continues: bool = False  # a prompt may be computed in parts, and begin behind cached tokens
     replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
 
     @property
@@ -239,6 +240,8 @@ _CHUNK, _THIRD = 18, 13  # of the third's first chunk, more than a decode has; a
 StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompts' lengths; rows with `query_len`
 # Prompts side by side; decodes beside a chunk; a chunk after what is cached.
 _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
+# Prompts in two parts, side by side where as many tokens are left: fewer than a convolution's kernel has, and more.
+_CONTINUING_STEPS = ((0, _FIRST), (2, 12), (1, 4)), ((0, 3), (2, 3), (1, 6))
 # A short and a long row; a row that joins them; one that has left.
 _SIDE_STEPS = ((0, _FIRST), (2, _THIRD)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
 
@@ -280,12 +283,21 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     decoded = torch.stack([short[-1], middle[-1], long[-1]])
     replays = _difference(dtypes, cache, decoded, torch.stack(at_once), "logits") is not None
     order = short[0], long[0], short[1], long[1], middle[0], short[2], long[2], middle[1], short[3]
+
+    def continues(layout: Layout) -> bool:
+        with contextlib.suppress(ForwardFailedError):
+            found = _step_logits(model, make, layout, rows, ((11, 10, 15), _CONTINUING_STEPS))
+            expected = torch.stack([at_once[0], at_once[2], at_once[1]])
+            return _difference(dtypes, cache, expected, found, "logits") is None
+        return False
+
+    can_continue = not replays and compat.supports_dynamic_cache(model)
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
         with contextlib.suppress(ForwardFailedError):
             found = _step_logits(model, make, layout, rows, ((_FIRST, _SECOND, _THIRD), _SIDE_STEPS))
             if _difference(dtypes, cache, torch.stack(order), found, "logits") is None:
-                return layout
+                return layout._replace(continues=can_continue and continues(layout))
     return TOGETHER
 
 

@@ -34,11 +34,14 @@ def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> 
     return inputs
 
 
-def next_logits(model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool) -> tuple[Tensor, dict[str, Any]]:
-    """`(rows, vocab_size)` after `ids`, of which only the last is new unless the rows begin; the next inputs."""
+def next_logits(
+    model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool, num_new: int = 1
+) -> tuple[Tensor, dict[str, Any]]:
+    """`(rows, vocab_size)` after `ids`, of which only the last `num_new` are new unless the rows begin; the next
+    inputs."""
     has_encoder, embeds = bool(model.config.is_encoder_decoder), inputs.get("inputs_embeds")
     new = embeds if begins and embeds is not None and not has_encoder else ids
-    count = new.shape[1] if begins else 1
+    count = new.shape[1] if begins else num_new
     prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
     outputs = model(**prepared, return_dict=True)
     return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)

@@ -107,6 +107,20 @@ def test_a_snapshot_goes_with_the_blocks_in_front() -> None:
     assert not blocks.groups[2].pool.kept and hit(blocks, TOKENS) == (0, 0)
 
 
+def test_the_snapshot_may_go_while_blocks_are_taken() -> None:
+    """That a sequence stands at, as the blocks in front of it are not its own."""
+    blocks = manager(num_blocks=7)
+    blocks.free(grown(blocks, TOKENS[:21], 20))
+    second = blocks.new()
+    second.stops = (20,)
+    assert blocks.append(second, 20)  # computes what is cached, too, and evicts some of it
+    blocks.register(second, TOKENS, 20, None)
+    blocks.check_integrity()
+    assert blocks.append(second, 8)
+    blocks.check_integrity()
+    assert len(second.tables[2].block_ids) == 1
+
+
 def test_no_state_is_named_in_a_step_that_is_undone() -> None:
     blocks = manager()
     sequence = grown(blocks, TOKENS[:20])
@@ -122,8 +136,20 @@ def test_no_state_is_named_in_a_step_that_is_undone() -> None:
 def test_without_states_a_sequence_begins_behind_any_block() -> None:
     blocks = manager(is_empty=True)
     blocks.free(grown(blocks, TOKENS[:30], 20, 28))
-    assert hit(blocks, TOKENS) == (28, 0) and hit(blocks, TOKENS[:10]) == (8, 0)
+    assert hit(blocks, TOKENS) == (28, 28) and hit(blocks, TOKENS[:10]) == (8, 8)
     assert blocks.groups[2].pool.num_used == 0
+
+
+def test_with_states_alone_only_snapshots_are_known() -> None:
+    """No block would keep the place of the others in the index, nor ever give it up."""
+    blocks = BlockManager([BlockGroup(BlockPool(9), StateSpec())], SIZE)
+    blocks.free(grown(blocks, TOKENS[:30]))
+    assert hit(blocks, TOKENS) == (0, 0) and not blocks.index._roots
+    blocks.free(grown(blocks, TOKENS[:30], 20))
+    assert hit(blocks, TOKENS) == (20, 20) and hit(blocks, TOKENS[:15]) == (0, 12)
+    blocks.groups[0].pool.evict(9)
+    blocks.check_integrity()
+    assert not blocks.index._roots
 
 
 class Holder:

@@ -18,6 +18,7 @@ from ... import compat
 from ...cache.block_manager import NO_BLOCKS, BlockManager, SequenceBlocks
 from ...cache.paged_cache import PagedCache
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
+from ...interrupts import held
 from ...model.capability import Layout
 from ...model.forwards import compute_device
 from ...model.own_loop import cache_name, cache_parts, first_inputs, next_logits, select_rows, with_cross
@@ -109,7 +110,8 @@ class Rectangle:
 
 class RectangleRunner(Runner):
     """Runs rows of a model through its own preparation of inputs, with its attention switched by the caller: prompts
-    as a padded batch, then the next tokens of all rows, side by side. Padding is not stored.
+    as a padded batch, then the next tokens of all rows, side by side. Padding is not stored. Prompts that begin behind
+    cached tokens run beside those with equally many new ones, since padding between would change their states.
 
     Rows whose layout says so, and all whose request has `inputs`, stay with those that they began with, and with what
     the model's own loop carries; when rows leave, or fork, the others are selected."""
@@ -121,17 +123,20 @@ class RectangleRunner(Runner):
         self.states, self.layout = states, layout  # states: of the last table of each sequence
         self.encoder_blocks: BlockManager | None = None if cache.cross is None else cache.cross.rows.manager
         self._stock, self._has_cache = cache, compat.supports_dynamic_cache(model)
-        self._holders: set[Rectangle] = set()  # of states in use
+        self._knows_states = bool(state_layers(cache))
+        self._holders: set[Any] = set()  # of states in use
 
     def rest(self) -> None:
+        self._copy_kept_states()
         self._holders = set()
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+        self._copy_kept_states()
         parts = []
         for places, begins in self._divide(items):
-            sequences = [items[place][0] for place in places]
-            parts.append((places, self._begin(sequences) if begins else self._continue(sequences)))
+            sequences, num_new = [items[place][0] for place in places], items[places[0]][1]
+            parts.append((places, self._begin(sequences) if begins else self._continue(sequences, num_new)))
         self._holders = set(self.states.holders())
         logits = in_order(parts)
         answered = [i for i, (each, _) in enumerate(items) if each.num_computed_tokens == len(each.token_ids)]
@@ -139,7 +144,7 @@ class RectangleRunner(Runner):
 
     def _divide(self, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], bool]]:
         """The places in `items` of each forward, and whether they are prompts."""
-        beginning: list[int] = []  # that may run beside any others
+        prompts: list[tuple[bool, int, int]] = []  # whether it begins, new tokens, place: that may run beside others
         together: dict[tuple[Any, bool], list[int]] = {}
         for place, (sequence, count) in enumerate(items):
             begins, inputs = count == sequence.num_computed_tokens, sequence.request.inputs
@@ -147,22 +152,23 @@ class RectangleRunner(Runner):
             if inputs is not None and begins:
                 key = inputs[0]
             elif inputs is None and self.layout.side_by_side:
-                if begins:
-                    beginning.append(place)
+                if begins or count > 1:
+                    prompts.append((begins, count, place))
                     continue
                 key = None
             elif not begins and self._has_cache:  # else a copy of the model's own cache for each row
                 key = self.states.find(_slot(sequence.blocks))[0]
             together.setdefault((key, begins), []).append(place)
         parts: list[tuple[list[int], bool]] = []
-        width = 0  # tokens of the longest prompt in the last part
-        for place in sorted(beginning, key=lambda place: items[place][1], reverse=True):
+        width = 0  # new tokens of the longest prompt in the last part
+        for begins, count, place in sorted(prompts, key=operator.itemgetter(0, 1), reverse=True):
             fits = parts and (len(parts[-1][0]) + 1) * width <= self.memory.config.max_num_batched_tokens
-            if fits and (self.layout.mixed_lengths or items[place][1] == width):
+            is_equal = bool(parts) and parts[-1][1] == begins and count == width
+            if fits and (is_equal or (begins and self.layout.mixed_lengths)):
                 parts[-1][0].append(place)
             else:
-                parts.append(([place], True))
-                width = items[place][1]
+                parts.append(([place], begins))
+                width = count
         return parts + [(places, begins) for (_, begins), places in together.items()]
 
     def _begin(self, sequences: list[Sequence]) -> Tensor:
@@ -174,16 +180,17 @@ class RectangleRunner(Runner):
         logits = self._forward(rectangle, begins=True, rows=rows)
         return logits if rows == list(range(len(logits))) else logits[rows]
 
-    def _forward(self, rectangle: Rectangle, begins: bool, rows: list[int] | None = None) -> Tensor:
+    def _forward(self, rectangle: Rectangle, begins: bool, num_new: int = 1, rows: list[int] | None = None) -> Tensor:
         """`(rows, vocab)`: after the last token of each row, of which `rows` go on."""
         before = dict(rectangle.inputs)
-        logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins)
+        logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         if begins:
             if rectangle.cache is not None:  # a model may put one of its own beside it
                 rectangle.cache = rectangle.inputs[cache_name(self.model)]
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
             rectangle.constants = {name for name, value in rectangle.inputs.items() if value is before.get(name)}
+        if not rectangle.row_bytes:
             rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle.select(rows)
@@ -192,16 +199,17 @@ class RectangleRunner(Runner):
         self._holders.add(rectangle)
         return logits.contiguous()  # the logits of a prompt's other tokens are not kept
 
-    def _continue(self, sequences: list[Sequence]) -> Tensor:
-        """`(rows, vocab)`: after one more token of each row."""
-        found = [self.states.find(_slot(sequence.blocks)) for sequence in sequences]
+    def _continue(self, sequences: list[Sequence], num_new: int) -> Tensor:
+        """`(rows, vocab)`: after `num_new` more tokens of each row."""
+        found = [self._find(sequence) for sequence in sequences]
         rectangle, rows = found[0][0], [row for _, row in found]
-        if any(holder is not rectangle for holder, _ in found) or not isinstance(rectangle, Rectangle):
-            rectangle = self._lay_out(sequences, num_new=1)
-            groups = itertools.groupby(found, operator.itemgetter(0))
-            sources = [(holder.state_layers, [row for _, row in group]) for holder, group in groups]
-            gather_states(rectangle.state_layers, sources)
-            return self._forward(rectangle, begins=False)
+        if num_new > 1 or not isinstance(rectangle, Rectangle) or any(holder is not rectangle for holder, _ in found):
+            rectangle = self._lay_out(sequences, num_new)
+            if self._knows_states:
+                groups = itertools.groupby(found, operator.itemgetter(0))
+                sources = [(holder.state_layers, [row for _, row in group]) for holder, group in groups]
+                gather_states(rectangle.state_layers, sources)
+            return self._forward(rectangle, begins=False, num_new=num_new)
         others = self.states.holders()[rectangle] - {_slot(sequence.blocks) for sequence in sequences}
         is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
         if others:  # go on from it, too
@@ -214,6 +222,19 @@ class RectangleRunner(Runner):
         if is_moved:
             rectangle.borrow(num_cached)
         return self._forward(rectangle, begins=False)
+
+    def _find(self, sequence: Sequence) -> tuple[Any, int]:
+        """What holds its state, and in which row. `None` where there are none, if it begins behind cached tokens."""
+        try:
+            return self.states.find(_slot(sequence.blocks))
+        except KeyError:
+            if self._knows_states:
+                raise
+            return None, 0
+
+    def _copy_kept_states(self) -> None:
+        with held(), self.memory.lock:
+            self.states.copy_kept()
 
     def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
         """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""

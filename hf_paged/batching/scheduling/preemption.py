@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...cache.block_manager import NO_BLOCKS, BlockManager
+from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence
 
@@ -51,6 +51,12 @@ class CostModel:
         """`"swap"` if copying `num_bytes` out and back takes less time than `num_tokens` tokens, else `"recompute"`."""
         per_token = self.seconds_per_token or 0.0
         return "swap" if 2 * num_bytes / self.bytes_per_second < num_tokens * per_token else "recompute"
+
+
+# In rectangles, what follows a hit or a snapshot is a forward of its own, which takes about as long as so many tokens:
+# so many must be saved, or be so by the next prompt where others were seen to begin like this one. A snapshot that may
+# never serve is taken where that is a small part of the prompt.
+FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
 @dataclass(eq=False)
@@ -160,6 +166,8 @@ class Preemption:
         for sequence in rows:
             sequence.blocks = manager.new()
             sequence.num_computed_tokens = self._match(sequence, sequence.keys)
+            if not request.num_preemptions:
+                sequence.blocks.stops = self._stops(sequence)
         shared = 0  # whole blocks that all rows begin with, short of the last token of the shortest
         if len(rows) > 1 and self.replays_prompt(request):
             shared = request.num_prompt_tokens
@@ -180,7 +188,24 @@ class Preemption:
 
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> int:
         request = sequence.request
-        return self.blocks.match(sequence.blocks, keys, request.namespace, request.num_content)
+        if self.replays_prompt(request):
+            return 0
+        least = max(request.num_content, 0 if self.chunks else FORWARD_TOKENS)
+        return self.blocks.match(sequence.blocks, keys, request.namespace, least)
+
+    def _stops(self, sequence: Sequence) -> tuple[int, ...]:
+        """Where snapshots of its states are taken: where other prompts parted from this one, so that the next need not
+        compute what they share (as SGLang does for hybrid models), and behind its last full block."""
+        request, size, stops = sequence.request, self.blocks.block_size, []
+        if not self.blocks.keeps_states or request.namespace is UNCACHED or self.replays_prompt(request):
+            return ()
+        known = self.blocks.num_known(sequence.keys, request.namespace)
+        if known - sequence.num_computed_tokens >= FORWARD_TOKENS:
+            stops.append(known)
+        last = (sequence.num_tokens - 1) // size * size
+        if last - max(sequence.num_computed_tokens, *stops, 0) >= SNAPSHOT_TOKENS:
+            stops.append(last)
+        return tuple(stops)
 
     def num_until_shared(self, request: Request, sequence: Sequence) -> int:
         """Tokens that `sequence` may compute before the rows of its request part, which they do here."""
@@ -199,7 +224,9 @@ class Preemption:
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        if self.swapper is not None and all(sequence.blocks is not NO_BLOCKS for sequence in rows):
+        # what replays its prompt begins with more than what is in its blocks
+        can_swap = not self.replays_prompt(request) and all(sequence.blocks is not NO_BLOCKS for sequence in rows)
+        if self.swapper is not None and can_swap:
             how, num_bytes = self.preempt, 0
             if self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
@@ -233,6 +260,7 @@ class Preemption:
             self._free_encoder_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
+        sequence.blocks.stops = ()  # no step of it follows, which would copy the state
         self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
 
     def _free_encoder_blocks(self, request: Request) -> None:

@@ -205,6 +205,9 @@ class Scheduler:
             query_len = min(limit, query_len)
         elif limit < query_len and not self._shares_forward(request):
             return 0
+        if sequence.blocks.stops:
+            done = sequence.num_computed_tokens
+            query_len = min([query_len, *(stop - done for stop in sequence.blocks.stops if stop > done)])
         if query_len <= 0:
             return 0
         if sequence.blocks is NO_BLOCKS:
@@ -226,8 +229,8 @@ class Scheduler:
         if request.num_shared_tokens:  # where the rows part, this one is looked at before it goes on
             blocks.capacity = sequence.num_computed_tokens
         if query_len > 1 or is_whole:
-            # requests later in this step may share them: a layer stores all K and V before any attention reads
-            if not is_whole:
+            if self._chunks and not is_whole:
+                # requests later in this step may share them: a layer stores all K and V before any attention reads
                 self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, request.namespace)
             self._plan.chunks.append((sequence, query_len))
         else:

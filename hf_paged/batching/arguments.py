@@ -158,6 +158,31 @@ def meant(names: Iterable[str]) -> str:
     return f": did you mean {', '.join(hints)}?" if hints else ""
 
 
+def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
+    """A prompt, and what its model takes beside token ids, which may be in a mapping that a processor made. Raises
+    `ValueError` for inputs that are not those of one prompt."""
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise ValueError(f"`inputs` is {shown(inputs)}: pass a dict of what the model takes beside token ids")
+    given = dict(inputs or {})
+    if isinstance(prompt, Mapping) and has_inputs(prompt):
+        given = {**{name: value for name, value in prompt.items() if name != "input_ids"}, **given}
+        prompt = prompt.get("input_ids")
+        mask = given.get("attention_mask")
+        if prompt is not None and mask is not None:
+            if not isinstance(mask, Tensor) or not bool(mask.all()):
+                raise ValueError("the attention mask hides tokens: pass a prompt with other inputs without padding")
+            del given["attention_mask"]
+    options = vars(GenerationConfig())
+    if refused := sorted(str(name) for name in given if name in ("input_ids", "past_key_values") or name in options):
+        raise ValueError(f"`inputs` has {', '.join(refused)}: pass what the model takes beside token ids alone")
+    return prompt, given or None
+
+
+def has_inputs(prompt: Mapping[str, Any]) -> bool:
+    """Whether what a processor made is more than token ids and their mask."""
+    return any(name not in ("input_ids", "attention_mask") and value is not None for name, value in prompt.items())
+
+
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The token ids of one prompt. Raises `ValueError` for what is none, and for text without a tokenizer."""
     if isinstance(prompt, Mapping):
@@ -195,7 +220,15 @@ def split_prompts(
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
             raise ValueError("`attention_mask` goes with one tensor of shape (rows, length); a mapping holds its own")
         prompts = {"input_ids": prompts, "attention_mask": attention_mask}
-    if isinstance(prompts, Mapping):
+    if isinstance(prompts, Mapping) and has_inputs(prompts):
+        ids = prompts.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
+            raise ValueError(
+                "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows are not known: "
+                "pass a list of such mappings, one a prompt, with `input_ids` of shape (1, length)"
+            )
+        prompts = [prompts]
+    elif isinstance(prompts, Mapping):
         prompts, is_one = _mapped(prompts)
     if is_one:
         raise ValueError("pass a list of prompts, or one prompt to `add_request`")
@@ -220,13 +253,8 @@ def _unpadded(rows: list[Any], masks: list[Any]) -> list[Prompt]:
 
 def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     """What a tokenizer returns: the ids of every text without padding, and whether it was a single text."""
-    unknown = sorted(str(name) for name in inputs if name not in ("input_ids", "attention_mask"))
-    if unknown or "input_ids" not in inputs:
-        found = f"has {', '.join(f'`{name}`' for name in unknown)}" if unknown else "has no `input_ids`"
-        raise ValueError(
-            f"the mapping of prompts {found}: an engine takes `input_ids` and `attention_mask`; other inputs of a "
-            "model are served by `generate`"
-        )
+    if "input_ids" not in inputs:
+        raise ValueError("the mapping of prompts has no `input_ids`")
     ids = _listed("input_ids", inputs["input_ids"])
     is_one = bool(ids) and not isinstance(ids[0], (list, tuple))
     ids = [ids] if is_one else ids

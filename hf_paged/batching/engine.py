@@ -78,14 +78,15 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         cache_salt: str | None = None,
     ) -> str:
         """
-        Queues a request and returns its id. Nothing is computed before the next `step`.
+        Queues a request and returns its id. Nothing is computed before the next `step`, but for what `inputs` say.
 
         Args:
             input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, or a mapping): The
-                prompt, for the encoder where the model has one; a mapping is what a tokenizer makes of one text,
-                `input_ids` and `attention_mask`.
-            inputs (`dict`, *optional*): Of a model with an encoder: what its `generate` takes beside or instead of
-                token ids, for one prompt, as `{"input_features": ...}` of sound.
+                prompt, for the encoder where the model has one; a mapping is what a tokenizer or a processor makes of
+                one text, with its images or sound.
+            inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
+                prompt, as `{"pixel_values": ..., "image_grid_thw": ...}` of images or `{"input_features": ...}` of
+                sound. Vision towers and encoders run at once, in the preparation that is `generate`'s own.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`.
                 `max_time` counts from the step that first runs the request.
             request_id (`str`, *optional*): A name; one is made up otherwise.
@@ -164,18 +165,20 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         Args:
             prompts (iterable of `list[int]`, `torch.Tensor` or `str`, or a mapping): As in `add_request`. Rows of a 2-D
                 tensor are taken as they are, padding included, unless a mask is given. A mapping is what a tokenizer
-                makes of several texts: `input_ids`, less the padding that `attention_mask` hides.
+                makes of several texts: `input_ids`, less the padding that `attention_mask` hides. With images or sound
+                pass a list of mappings, one a prompt.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for all, or one each.
             attention_mask (`torch.Tensor`, *optional*): Of the shape of `prompts`, a 2-D tensor; zero where these are
                 padding, on the left or right, which is dropped.
             progress (`bool`): Show a progress bar (tqdm).
             options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
-                (of a single prompt), `adapter`, `seed`, `return_logprobs` and `cache_salt` of `add_request`, for all.
+                and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs` and `cache_salt` of
+                `add_request`, for all.
 
         Raises:
             TypeError: for options that `add_request` does not have.
-            ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping with other
-                keys, and `request_id` or `streamer` with several prompts.
+            ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping of several
+                rows with other inputs, and `request_id`, `streamer` or `inputs` with several prompts.
         """
         stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
         return stream.results(progress)

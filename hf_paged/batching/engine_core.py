@@ -22,7 +22,7 @@ from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
 from .arguments import Prompt, RequestOptions, check_names
 from .execution.executor import Window
-from .factory import choose_layout, empty_cache, make_loop, reason_against_rows
+from .factory import check_prompts, choose_layout, empty_cache, make_loop, reason_against_rows
 from .generation import RequestState
 from .loop import StepLoop
 from .results import RequestOutput
@@ -86,7 +86,7 @@ class EngineCore:
                 box = self.unread if outbox is None else outbox
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
                 loop = self._get_loop()  # takes memory: not for what is refused
-                self._check_inputs(new)
+                self._take_inputs(new)
                 if not self.requests:
                     loop.executor.begin()
                 loop.add(new)
@@ -223,18 +223,24 @@ class EngineCore:
             self._note_route()
         return self.loop
 
-    def _check_inputs(self, state: RequestState) -> None:
-        """Raises `ValueError` for a prompt with inputs that the loop's forwards cannot take."""
+    def _take_inputs(self, state: RequestState) -> None:
+        """Makes a prompt with inputs ready for the loop. Raises `ValueError` if its forwards cannot take it."""
         if state.request.inputs is None:
             return
-        reason: str | None = "its forwards are packed"
-        if self.layout.unsupported_reason is not None:
-            reason = reason_against_rows(self.model, empty_cache(self.model, self.memory), state.request.inputs[0])
+        prompts, model, keys = state.request.inputs[0], self.model, None
+        cache, is_packed = empty_cache(model, self.memory), self.layout.unsupported_reason is None
+        if is_packed:
+            prompts.find_positions(model)
+            reason, can_reuse = check_prompts(model, cache, prompts)
+            keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
+        else:
+            reason = reason_against_rows(model, cache, prompts)
         if reason is not None:
             raise ValueError(
-                f"`inputs` of {type(self.model).__name__} are served by `generate` only: {reason}. Call "
+                f"`inputs` of {type(model).__name__} are served by `generate` only: {reason}. Call "
                 '`model.generate(..., cache_implementation="paged")`'
             )
+        prompts.give(state.request, 0, keys)
 
     def _check_fits_unfinished(self) -> None:
         """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""

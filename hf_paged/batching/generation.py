@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from ..cache.block_manager import SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import let_in
-from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids
+from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
 from .execution.adapters import check_adapter
@@ -114,19 +114,23 @@ class RequestState(Generation):
             check_adapter(model, options.adapter)
         check_cache_salt(options.cache_salt)
         priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
-        self.prompt_ids = [] if prompt is None and options.inputs is not None else prompt_ids(prompt, tokenizer)
+        prompt, inputs = split_inputs(prompt, options.inputs)
+        options = replace(options, inputs=inputs)
+        self.prompt_ids = [] if prompt is None and inputs is not None else prompt_ids(prompt, tokenizer)
         prepare = functools.partial(
             request_decoding, model, self.prompt_ids, as_config(generation_config), options, tokenizer
         )
         decoding, call = prepare()
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
         self._start = decoding.length  # tokens of the prompt, the decoder's where the model has an encoder
-        sequences, namespace = [Sequence(decoding.input_ids[0].tolist())], (options.adapter, options.cache_salt)
-        size = decoding.max_length, decoding.num_rows
+        tokens, namespace = decoding.input_ids[0].tolist(), (options.adapter, options.cache_salt)
+        prompts = None if call is None else _prompts_of(model, call)
+        num_unseen = 0 if prompts is None else prompts.length - len(tokens)  # embeddings
+        sequences = [Sequence([0] * num_unseen + tokens)]
+        size = decoding.max_length + num_unseen, decoding.num_rows
         self.request = Request(options.request_id, sequences, *size, priority, namespace, options.adapter)
         self._prepare = prepare if call is not None else None
-        if call is not None:
-            prompts = _prompts_of(model, call)
+        if prompts is not None:
             self.request.inputs, self.request.num_encoder_tokens = (prompts, 0), prompts.num_encoder_tokens
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.request_id, self.outbox = options.request_id, outbox

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..interrupts import held, let_in
-from .arguments import RequestOptions, meant, prompt_ids, split_prompts
+from .arguments import RequestOptions, meant, prompt_ids, split_inputs, split_prompts
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .results import RequestOutput, RequestResult
@@ -32,7 +32,7 @@ class RequestStream:
         self.engine, self.tokenizer, self.options = engine, tokenizer, RequestOptions(**options)
         self._queue = split_prompts(*prompts)  # with their configs
         count = len(self._queue)
-        for name in ("request_id", "streamer"):
+        for name in ("request_id", "streamer", "inputs"):
             if count > 1 and options.get(name) is not None:
                 raise ValueError(f"`{name}` is one request's, and there are {count} prompts: use `add_request`")
         self.outbox: deque[RequestOutput] = deque()  # where the engine puts what the requests' steps brought
@@ -47,7 +47,7 @@ class RequestStream:
                 given, ids = self.options.request_id, list[int]()
                 name = given if isinstance(given, str) else self.engine.make_id()
                 with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
-                    ids = prompt_ids(prompt, None)
+                    ids = prompt_ids(split_inputs(prompt, None)[0], None)
                 self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))
             self.places[name] = place
         unfinished = set(self.places)

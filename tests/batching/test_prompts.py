@@ -268,3 +268,116 @@ def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
     assert str(plain.value) == str(paged.value)
     hf_paged.check_integrity(model)
     same(model, inputs, {})
+
+
+def of_row(inputs: dict[str, Any], row: int, name: str) -> dict[str, Any]:
+    """One prompt of two, as a processor gives it."""
+    keep = inputs["attention_mask"][row] != 0
+    found = {key: x[row : row + 1, keep] for key, x in inputs.items() if x.shape == inputs["attention_mask"].shape}
+    rest = {key: x for key, x in inputs.items() if key not in found}
+    if "image_grid_thw" in rest:
+        sizes = rest["image_grid_thw"].prod(-1).tolist()
+        rest = {
+            "image_grid_thw": rest["image_grid_thw"][row : row + 1],
+            "pixel_values": rest["pixel_values"].split(sizes)[row],
+        }
+    else:
+        rest = {key: x[row : row + 1] for key, x in rest.items()}
+    return {**found, **rest}
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
+def test_an_engine_takes_what_a_processor_gives(name: str) -> None:
+    model, inputs = model_of(name), with_question(pictures(name))
+    rows = [of_row(inputs, row, name) for row in range(2)]
+    others = [of_row(other_pictures(inputs), row, name) for row in range(2)]
+    words = [7, 8, 9, 10, 11]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    calls = [*rows, *others, {"input_ids": torch.tensor([words])}]
+    expected = [model.generate(**call, **options)[0, call["input_ids"].shape[1] :].tolist() for call in calls]
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        assert [r.token_ids for r in engine.generate([*rows, *others, words], options)] == expected
+        assert engine.route.road == "engine" and engine.route.reason.startswith("packed")
+        before = engine.stats().num_prefix_hit_tokens
+        again = engine.generate([*rows, words], options)
+        assert [r.token_ids for r in again] == [*expected[:2], expected[4]]
+        assert engine.stats().num_prefix_hit_tokens > before and all(r.num_prefix_hit_tokens for r in again[:2])
+        engine.check_integrity()
+        given = {key: x for key, x in rows[0].items() if key not in ("input_ids", "attention_mask")}
+        beams = {"num_beams": 2, **options}
+        names = [
+            engine.add_request(rows[0]["input_ids"], options, inputs=given),
+            engine.add_request(rows[1], beams),
+            engine.add_request(rows[1], {**options, "do_sample": True, "num_return_sequences": 2}, seed=5),
+            engine.add_request(words, options),
+        ]
+        found: dict[str, Any] = {}
+        while engine.has_unfinished:
+            found.update({output.request_id: output.result for output in engine.step() if output.finished})
+        assert found[names[0]].token_ids == expected[0] and found[names[3]].token_ids == expected[4]
+        length = rows[1]["input_ids"].shape[1]
+        assert found[names[1]].token_ids == model.generate(**rows[1], **beams)[0, length:].tolist()
+        torch.manual_seed(5)
+        samples = model.generate(**rows[1], max_new_tokens=12, do_sample=True, num_return_sequences=2)[:, length:]
+        assert [each.token_ids for each in found[names[2]].sequences] == samples.tolist()
+        engine.check_integrity()
+
+
+def test_an_engine_recomputes_pictures_and_isolates_those_that_fail() -> None:
+    model, inputs = model_of(QWEN), pictures(QWEN)
+    rows = [of_row(inputs, row, QWEN) for row in range(2)] * 2
+    options = {"max_new_tokens": 24, "do_sample": False}
+    expected = [model.generate(**call, **options)[0, call["input_ids"].shape[1] :].tolist() for call in rows]
+    config = {"block_size": 8, "num_blocks": 9, "preemption": "recompute", "prefix_caching": False}
+    with hf_paged.PagedEngine(model, config) as engine:
+        results = engine.generate(rows, options)
+        assert [r.token_ids for r in results] == expected and sum(r.num_preemptions for r in results)
+        wrong = {**rows[0], "input_ids": torch.where(rows[0]["input_ids"] == 159, 7, rows[0]["input_ids"])}
+        results = engine.generate([rows[0], wrong, rows[1]], options)
+        assert [r.token_ids for r in results[::2]] == expected[:2] and isinstance(results[1].error, ValueError)
+        engine.check_integrity()
+        assert engine.stats().used_blocks == 0
+
+
+def test_an_engine_takes_embeddings_and_weights_change() -> None:
+    model = models.build("llama")
+    ids = torch.randint(5, 100, (1, 9), generator=torch.Generator().manual_seed(0))
+    embeds = model.get_input_embeddings()(ids).detach().flip(-1)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        plain = model.generate(inputs_embeds=embeds, **options)[0].tolist()
+        name = engine.add_request(inputs={"inputs_embeds": embeds}, generation_config=options)
+        found = {}
+        while engine.has_unfinished:
+            found.update({output.request_id: output.result for output in engine.step() if output.finished})
+        assert found[name].token_ids == plain
+        for policy in ("recompute", "keep"):
+            engine.add_request(inputs={"inputs_embeds": embeds}, generation_config=options)
+            engine.step()
+            with engine.weights_update(policy):
+                pass
+            while engine.has_unfinished:
+                for output in engine.step():
+                    if output.finished:
+                        assert output.result.token_ids == plain
+
+
+@pytest.mark.parametrize(
+    "prompt, inputs, message",
+    [
+        ([5, 6], {"max_new_tokens": 3}, "beside token ids alone"),
+        ([5, 6], {"input_ids": torch.ones(1, 2)}, "beside token ids alone"),
+        ([5, 6], [1], "pass a dict"),
+        (
+            {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]]), "x": 1},
+            None,
+            "without padding",
+        ),
+        ([5, 6], {"pixels": torch.ones(1)}, "pixels"),
+    ],
+)
+def test_inputs_that_an_engine_refuses(prompt: Any, inputs: Any, message: str) -> None:
+    with hf_paged.PagedEngine(model_of(LLAVA), {"block_size": 8}) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(prompt, {"max_new_tokens": 3}, inputs=inputs)
+        assert engine.stats().peak_blocks == 0 and not engine.has_unfinished

@@ -230,13 +230,12 @@ def test_item_11_a_mapping_of_one_text_is_a_prompt(form: str | None) -> None:
 MAPPINGS: dict[str, tuple[Any, str]] = {
     "other inputs": (
         {"input_ids": [[5, 6]], "pixel_values": torch.zeros(1), "labels": None},
-        "the mapping of prompts has `labels`, `pixel_values`: an engine takes `input_ids` and `attention_mask`; other "
-        "inputs of a model are served by `generate`",
+        "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows are not known: "
+        "pass a list of such mappings, one a prompt, with `input_ids` of shape (1, length)",
     ),
     "no ids": (
         {"attention_mask": [[1, 1]]},
-        "the mapping of prompts has no `input_ids`: an engine takes `input_ids` and `attention_mask`; other inputs of "
-        "a model are served by `generate`",
+        "the mapping of prompts has no `input_ids`",
     ),
     "a hole": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]},

@@ -1,8 +1,8 @@
 """
-Reinforcement learning with TRL's `GRPOTrainer`: the rollouts of 4 steps of 8 generations of 48 tokens, plain and paged
-in turns, from the same weights.
+Reinforcement learning with TRL's `GRPOTrainer`: the rollouts of 4 steps, plain and paged in turns, from the same
+weights. A step has one prompt or 4, with 8 generations of 48 tokens each.
 
-    python -m benchmarks.grpo [--turns 12] [--quick] [--json PATH]
+    python -m benchmarks.grpo [--turns 8] [--quick] [--json PATH]
 
 Needs TRL: `pip install -c constraints.txt -e ".[integrations]"`.
 """
@@ -21,19 +21,18 @@ from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
 
 import hf_paged
 from benchmarks.machine import facts
 from benchmarks.models import FIRST_WORD, PAD, SHAPES, Shape, build
 from benchmarks.paired import interval, ratios
 
-STEPS, GENERATIONS, NEW_TOKENS, PROMPT, TURNS = 4, 8, 48, 64, 12
+STEPS, GENERATIONS, NEW_TOKENS, LENGTH, TURNS = 4, 8, 48, 64, 8
+PROMPTS = (1, 4)  # a step
 TARGET = 2.2  # times the speed of plain rollouts
 SYSTEMS = {"plain": {}, "paged": {"generation_kwargs": {"cache_implementation": "paged"}}}
 
@@ -57,16 +56,21 @@ def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=f"w{PAD}", eos_token=f"w{shape.never}")
 
 
-def prompts(shape: Shape, prompt: int) -> list[str]:
-    """One for each step, of up to `prompt` tokens."""
+def texts(shape: Shape, count: int, length: int) -> list[str]:
+    """Prompts of `length` tokens down to half of that."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [prompt - prompt * step // (2 * STEPS) for step in range(STEPS)]
-    rows = [torch.randint(FIRST_WORD, shape.never, (length,), generator=generator) for length in lengths]
+    lengths = [length - length * number // (2 * count) for number in range(count)]
+    rows = [torch.randint(FIRST_WORD, shape.never, (size,), generator=generator) for size in lengths]
     return [" ".join(f"w{i}" for i in row.tolist()) for row in rows]
 
 
-def train(model: Any, shape: Shape, system: str, new_tokens: int, prompt: int) -> tuple[float, float, list[Any]]:
+def train(
+    model: Any, shape: Shape, system: str, prompts: int, new_tokens: int, length: int
+) -> tuple[float, float, list[Any]]:
     """Seconds of the rollouts, seconds of the whole training, and all tokens with the losses."""
+    from datasets import Dataset  # here, so that `benchmarks.readme` needs neither
+    from trl import GRPOConfig, GRPOTrainer
+
     rollouts: list[Any] = []
 
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -76,7 +80,7 @@ def train(model: Any, shape: Shape, system: str, new_tokens: int, prompt: int) -
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=GENERATIONS,
+            per_device_train_batch_size=GENERATIONS * prompts,
             num_generations=GENERATIONS,
             max_completion_length=new_tokens,
             max_steps=STEPS,
@@ -91,7 +95,7 @@ def train(model: Any, shape: Shape, system: str, new_tokens: int, prompt: int) -
             seed=0,
             **SYSTEMS[system],
         )
-        data = Dataset.from_dict({"prompt": prompts(shape, prompt)})
+        data = Dataset.from_dict({"prompt": texts(shape, STEPS * prompts, length)})
         trainer = GRPOTrainer(model, reward, config, train_dataset=data, processing_class=tokenizer(shape))
         trainer.remove_callback(PrinterCallback)
         model.seconds = []
@@ -102,7 +106,7 @@ def train(model: Any, shape: Shape, system: str, new_tokens: int, prompt: int) -
     return sum(model.seconds), whole, [rollouts, losses]
 
 
-def run(name: str, turns: int, new_tokens: int, prompt: int) -> dict[str, Any]:
+def run(name: str, turns: int, prompts: int, new_tokens: int, length: int) -> dict[str, Any]:
     """Of each system the median seconds, of the rollouts how much faster paged ones are, and whether all is equal."""
     shape = SHAPES[name]
     model = build(shape, "cpu", torch.float32)
@@ -114,7 +118,7 @@ def run(name: str, turns: int, new_tokens: int, prompt: int) -> dict[str, Any]:
     for turn in tqdm(range(turns + 1), desc=name, disable=None):  # the first is to warm up
         for system in list(SYSTEMS) if turn % 2 else reversed(list(SYSTEMS)):
             model.load_state_dict(weights)
-            rollouts, training, found = train(model, shape, system, new_tokens, prompt)
+            rollouts, training, found = train(model, shape, system, prompts, new_tokens, length)
             expected = expected or found
             are_equal &= found == expected
             if turn:
@@ -122,14 +126,8 @@ def run(name: str, turns: int, new_tokens: int, prompt: int) -> dict[str, Any]:
                 whole[system].append(training)
     hf_paged.check_integrity(model)
     route = hf_paged.last_route(model)
-    row: dict[str, Any] = {
-        "model": name,
-        "dtype": "float32",
-        "turns": turns,
-        "new_tokens": new_tokens,
-        "prompt": prompt,
-    }
-    row |= {"equal": are_equal, "road": route.road if route else None}
+    row: dict[str, Any] = {"model": name, "dtype": "float32", "turns": turns, "prompts": prompts}
+    row |= {"new_tokens": new_tokens, "length": length, "equal": are_equal, "road": route.road if route else None}
     for title, of in (("rollouts", seconds), ("training", whole)):
         faster = ratios(of["plain"], of["paged"])
         span = interval(faster) or (min(faster), max(faster))
@@ -145,7 +143,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for title in ("rollouts", "training"):
             cell, equal = row[title], "equal" if row["equal"] else "NOT equal"
             low, high = cell["interval"]
-            what = f"{title} of {STEPS} x {GENERATIONS} x {row['new_tokens']} tokens"
+            what = f"{title}: {STEPS} steps of {row['prompts']} x {GENERATIONS} x {row['new_tokens']} tokens"
             faster = f"{cell['faster']} ({low} to {high})"
             lines.append(
                 f"| {row['model']}, {row['dtype']} | {what} | {cell['plain']} | {cell['paged']} | {faster} | {equal} |"
@@ -164,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        name, turns, new_tokens, prompt = (
-            ("llama-tiny", 1, 6, 12) if args.quick else ("llama-24m", args.turns, NEW_TOKENS, PROMPT)
-        )
-        rows = [run(name, turns, new_tokens, prompt)]
+        (name, turns), sizes = ("llama-24m", args.turns), (NEW_TOKENS, LENGTH)
+        if args.quick:
+            (name, turns), sizes = ("llama-tiny", 1), (6, 12)
+        rows = [run(name, turns, prompts, *sizes) for prompts in PROMPTS]
     print(table(rows))
     if args.json:
         with open(args.json, "w") as file:

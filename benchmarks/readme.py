@@ -17,6 +17,8 @@ from typing import Any
 
 from benchmarks import arrivals, paired, report
 from benchmarks.generate_tables import COLUMNS, OURS
+from benchmarks.grpo import TARGET
+from benchmarks.grpo import table as rollout_table
 from benchmarks.paper.rows import TOLD
 from benchmarks.report import RESULTS
 from benchmarks.threads import table as thread_table
@@ -25,7 +27,7 @@ from benchmarks.workloads import WORKLOADS
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "paper-cpu"
 ARCHITECTURES = "architectures"
-THREADS = "threads-cpu-llama-100m"
+THREADS, GRPO = "threads-cpu-llama-100m", "grpo-cpu-llama-24m"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
@@ -240,6 +242,17 @@ def threads(data: Data) -> str:
     return f"{said}\n\n{thread_table(data['rows'])}"
 
 
+def rollouts(data: Data) -> str:
+    """The table of `benchmarks.grpo`."""
+    row = data["rows"][0]
+    said = flow(
+        f"""**Rollouts**: TRL's `GRPOTrainer` with a random model in float32, prompts of up to {row["length"]} tokens,
+        `python -m benchmarks.grpo`, {machine_of(data["machine"])}; {row["turns"]} turns, medians, 95%
+        intervals. The target for the rollouts is {TARGET} times the speed of plain ones:"""
+    )
+    return f"{said}\n\n{rollout_table(data['rows'])}"
+
+
 def paper(data: Data) -> str:
     """The excerpt of `benchmarks.paper`."""
     tables = ("waste", "batch_size")
@@ -294,6 +307,7 @@ def benchmarks_section() -> str:
         ),
         whole_calls(read(WHOLE_CALLS)),
         threads(read(THREADS)),
+        *([rollouts(read(GRPO))] if (RESULTS / f"{GRPO}.json").exists() else []),
         paper(read(PAPER)),
         attention(read(ATTENTION)),
     ]

@@ -14,7 +14,9 @@ from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     grpo.main(["--quick", "--json", str(path)])
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["equal"] and row["road"] == "engine"
-    assert row["rollouts"]["paged"] > 0 and row["training"]["plain"] > row["rollouts"]["plain"]
-    assert "rollouts of 4 x 8 x 6 tokens" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["prompts"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["equal"] and row["road"] == "engine"
+        assert row["rollouts"]["paged"] > 0 and row["training"]["plain"] > row["rollouts"]["plain"]
+    assert "rollouts: 4 steps of 4 x 8 x 6 tokens" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
 from .arguments import Prompt, RequestOptions, check_names
 from .execution.executor import Window
-from .factory import check_prompts, choose_layout, empty_cache, make_loop, reason_against_rows
+from .factory import check_prompts, choose_layout, empty_cache, how_rows_join, make_loop, reason_against_rows
 from .generation import RequestState
 from .loop import StepLoop
 from .results import RequestOutput
@@ -220,7 +220,8 @@ class EngineCore:
             self.loop.scheduler.timeline = self.timeline
             self.layout, self._counters = layout, cache.counters
             self._made_for, self._config_text = made_for, _config_text(model)
-            self._note_route()
+            if not model.config.is_encoder_decoder:  # else the first request tells
+                self._note_route()
         return self.loop
 
     def _take_inputs(self, state: RequestState) -> None:
@@ -235,6 +236,11 @@ class EngineCore:
             keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
         else:
             reason = reason_against_rows(model, cache, prompts)
+            if reason is None:
+                prompts.set_joins(how_rows_join(model, cache, prompts))
+                if prompts.joins is not None and not self.layout.side_by_side:  # as far as requests tell
+                    self.layout = self.layout._replace(side_by_side=True)
+            self._note_route()
         if reason is not None:
             raise ValueError(
                 f"`inputs` of {type(model).__name__} are served by `generate` only: {reason}. Call "

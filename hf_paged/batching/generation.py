@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from ..cache.block_manager import SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import let_in
+from ..model.own_loop import select_rows, tensors_of
 from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
@@ -223,7 +224,12 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
     given = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], given)
     prompts = prompts_of(unexpanded, given, model.config.is_encoder_decoder)
-    if (count := len(prompts.paddings)) != 1:
-        raise ValueError(f"`generate` of {type(model).__name__} makes {count} prompts of one: call it instead")
+    if (count := len(prompts.paddings)) > 1:  # repeated by a `generate` of the model's own
+        given = tensors_of((prompts.input_ids, prompts.model_kwargs))
+        if any(len(x) == count and bool((x != x[:1]).any()) for x in given):
+            raise ValueError(f"`inputs` make {count} prompts: pass those of one")
+        row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+        prompts.input_ids = prompts.input_ids[:1]
+        prompts.model_kwargs = {name: select_rows(name, x, row, count) for name, x in prompts.model_kwargs.items()}
     prompts.paddings = [0]
     return prompts

@@ -31,6 +31,7 @@ from ..batching.factory import (
     check_prompts,
     choose_layout,
     empty_cache,
+    how_rows_join,
     make_loop,
     reason_against_rows,
 )
@@ -234,6 +235,7 @@ class BatchCall:
             why = reason_against_rows(self.call.model, self.cache, prompts)
         if why:
             yield why if why in reason else f"{reason}, and {why}"
+        prompts.set_joins(how_rows_join(self.call.model, self.cache, prompts))
         self.has_inputs, self.layout = True, TOGETHER._replace(unsupported_reason=reason)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -37,7 +38,7 @@ from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in, step_lock
 from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
-from .own_loop import cache_name, first_inputs, next_logits, tensors_of, with_cross
+from .own_loop import cache_name, first_inputs, map_tensors, next_logits, select_rows, tensors_of, with_cross
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
@@ -112,6 +113,19 @@ def reason_against_rows(model: PreTrainedModel, cache: PagedCache, prompts: Any,
     kinds = tuple(sorted((name, str(type(value))) for name, value in prompts.model_kwargs.items() if value is not None))
     kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1
     return _find(rows_check, "together", model, cache, make, prompts, kind=kind)
+
+
+def how_rows_join(
+    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner
+) -> tuple[bool, bool] | None:
+    """What `join_check` finds of these `Prompts`; `None` also for what was not built to join."""
+    layers = [layer for part in (cache, cache.cross) if part is not None for layer in part.layers]
+    is_known = not {type(layer) for layer in layers} - {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
+    given = {name for name, value in prompts.model_kwargs.items() if value is not None}
+    if cache.cross is None or not is_known or given & {"decoder_attention_mask", "decoder_position_ids"}:
+        return None
+    found = _find(join_check, "together", model, cache, make, prompts, kind=(tuple(sorted(given)), prompts.length > 1))
+    return None if isinstance(found, str) else found
 
 
 def _find(
@@ -324,32 +338,12 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
     pairs = zip(tensors_of(others.model_kwargs), tensors_of(prompts.model_kwargs))
     if not all(bool(((x == y) | (x != x)).all()) for x, y in pairs):
         return "its forward writes to its inputs"
-    manager, runner = make(model, cache.empty_twin(memory), TOGETHER._replace(unsupported_reason="rows leave"))
-    rows = []
-    for row, padding in enumerate(prompts.paddings):
-        encoded = NO_BLOCKS if runner.encoder_blocks is None else runner.encoder_blocks.new()
-        if runner.encoder_blocks is not None:
-            runner.encoder_blocks.append(encoded, prompts.num_encoder_tokens)
-        tokens = [0] * (prompts.length - padding) + ids[row, -3:].tolist()
-        request = SimpleNamespace(inputs=(prompts, row), encoded=encoded, tokens=tokens)
-        rows.append(SimpleNamespace(num_computed_tokens=0, blocks=manager.new(), request=request))
-
-    def run(*sequences: Any) -> Tensor:
-        """Each time as if another call had been in between, with what that leaves on modules."""
-        counts = [1 if each.num_computed_tokens else len(each.request.tokens) - 3 for each in sequences]
-        with _forwards(model), use_paged_attention(switchable_configs(model.modules())):
-            for sequence, query_len in zip(sequences, counts):
-                manager.append(sequence.blocks, query_len)
-                sequence.num_computed_tokens += query_len
-                sequence.token_ids = sequence.request.tokens[: sequence.num_computed_tokens]
-            manager.flush_copies()
-            logits: Tensor = runner.run(list(zip(sequences, counts)))
-            return logits
-
+    own = _OwnRows(model, make(model, cache.empty_twin(memory), TOGETHER._replace(unsupported_reason="rows leave")))
+    rows = [own.add(prompts, row, ids[row, -3:].tolist()) for row in range(len(prompts.paddings))]
     try:
-        found = [run(*rows)]
-        fork = SimpleNamespace(**{**vars(rows[b]), "blocks": manager.fork(rows[b].blocks)})
-        found += [run(rows[b], fork), run(rows[a]) if a != b else plain[1][[a]], run(fork)]
+        found = [own.run(*rows)]
+        fork = SimpleNamespace(**{**vars(rows[b]), "blocks": own.manager.fork(rows[b].blocks)})
+        found += [own.run(rows[b], fork), own.run(rows[a]) if a != b else plain[1][[a]], own.run(fork)]
     except ForwardFailedError as error:
         return f"without all rows of its batch, {error}"
     expected = torch.cat([plain[0], plain[1][[b, b, a]], plain[2][[b]]])
@@ -359,6 +353,72 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
         *(getattr(layer, "dtype", None) for layer in twin.layers),
     }
     return _difference(dtypes, cache, expected, torch.cat(found), "logits", how="without all rows of its batch")
+
+
+class _OwnRows:
+    """Rows of `Prompts` on a runner of rectangles, with a memory of its own."""
+
+    def __init__(self, model: PreTrainedModel, made: tuple[BlockManager, Any]) -> None:
+        self.model, (self.manager, self.runner) = model, made
+
+    def add(self, prompts: Any, row: int, new: list[int]) -> SimpleNamespace:
+        """A sequence that goes on with the tokens `new`."""
+        encoders, encoded = self.runner.encoder_blocks, NO_BLOCKS
+        if encoders is not None:
+            encoded = encoders.new()
+            encoders.append(encoded, prompts.num_encoder_tokens)
+        length = prompts.length - prompts.paddings[row]
+        request = SimpleNamespace(inputs=(prompts, row), encoded=encoded, length=length, tokens=[0] * length + new)
+        return SimpleNamespace(num_computed_tokens=0, blocks=self.manager.new(), request=request)
+
+    def run(self, *sequences: Any) -> Tensor:
+        """The prompts, or one more token each. Each time as if another call had been in between, with what that leaves
+        on modules."""
+        counts = [1 if each.num_computed_tokens else each.request.length for each in sequences]
+        with _forwards(self.model), use_paged_attention(switchable_configs(self.model.modules())):
+            for sequence, query_len in zip(sequences, counts):
+                self.manager.append(sequence.blocks, query_len)
+                sequence.num_computed_tokens += query_len
+                sequence.token_ids = sequence.request.tokens[: sequence.num_computed_tokens]
+            self.manager.flush_copies()
+            logits: Tensor = self.runner.run(list(zip(sequences, counts)))
+            return logits
+
+
+def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> tuple[bool, bool] | None:
+    """Compares rows of two prompts side by side with each alone. Returns whether their lengths, and those of their
+    encoders, must be equal, if the rows may join at all. Raises what `self_check` does."""
+    width, row = prompts.num_encoder_tokens, torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+    first, like, shorter = (copy.deepcopy(prompts) for _ in range(3))
+    for each, end in ((first, width), (like, width), (shorter, max(1, width - 3))):
+
+        def shorten(x: Tensor, end: int = end) -> Tensor:
+            return x[:, :end] if x.dim() > 1 and x.shape[1] == width else x
+
+        given = {name: select_rows(name, x, row, len(each.paddings)) for name, x in each.model_kwargs.items()}
+        each.model_kwargs = map_tensors(shorten, given)
+        each.input_ids, each.paddings = each.input_ids[:1], each.paddings[:1]
+    new = _test_tokens(model)[0, :3].tolist()
+
+    def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
+        """Logits of both, one of which is a token longer unless lengths must be equal."""
+        for each in (first, second):
+            each.joins = None
+            each.set_joins(verdict if joins else None)
+        slots = TOGETHER._replace(unsupported_reason="rows join")
+        own = _OwnRows(model, make(model, cache.empty_twin(PagedMemory(_CONFIG)), slots))
+        a, b = own.add(first, 0, new), own.add(second, 0, new[::-1])
+        begun = [own.run(a), *([] if verdict[0] else [own.run(a)]), own.run(b)]
+        return torch.cat([*begun, own.run(a, b), own.run(a, b)])
+
+    dtypes = {model.dtype, autocast_dtype(compute_device(model))}
+    for verdict in itertools.product((False, True), (False, True)):
+        second = like if verdict[1] else shorter
+        with contextlib.suppress(ForwardFailedError):
+            alone, joined = (compute(second, verdict, joins) for joins in (False, True))
+            if first.joins is not None and _difference(dtypes, cache, alone, joined, "logits") is None:
+                return verdict
+    return None
 
 
 def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> PromptsVerdict:

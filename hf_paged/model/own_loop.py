@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
@@ -47,20 +48,44 @@ def next_logits(
     return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """An input of a model with `function` of all its tensors."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: map_tensors(function, held) for name, held in value.items()})
+    if isinstance(value, dict):
+        return {name: map_tensors(function, held) for name, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, held) for held in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
 def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
     """Rows `(n,)` of the input `name` of a batch of `count` rows; what has no such rows is all theirs."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{part: select_rows(name, held, rows, count) for part, held in value.items()})
-    if isinstance(value, dict):
-        return {part: select_rows(name, held, rows, count) for part, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(select_rows(name, held, rows, count) for held in value)
-    if not isinstance(value, Tensor):
-        return value
-    axis = 1 if name.endswith("position_ids") and value.dim() == 3 else 0  # where transformers repeats rows
-    if value.dim() <= axis or value.shape[axis] != count:
-        return value
-    return value.index_select(axis, rows.to(value.device))
+
+    def select(x: Tensor) -> Tensor:
+        axis = 1 if name.endswith("position_ids") and x.dim() == 3 else 0  # where transformers repeats rows
+        return x.index_select(axis, rows.to(x.device)) if x.dim() > axis and x.shape[axis] == count else x
+
+    return map_tensors(select, value)
+
+
+def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
+    """An input of several batches as one batch: the rows of all. What has as many columns as its batch's `widths` says
+    gets `width` of them, aligned on the right behind zeros."""
+    first = values[0]
+    if isinstance(first, ModelOutput):
+        names = [name for name in first if all(name in value for value in values)]
+        return type(first)(**{name: join_rows([value[name] for value in values], widths, width) for name in names})
+    if isinstance(first, (list, tuple)):
+        return type(first)(join_rows(parts, widths, width) for parts in zip(*values))
+    if not isinstance(first, Tensor) or not first.dim():
+        return first
+    return torch.cat([_aligned(x, width) if x.dim() > 1 and x.shape[1] == old else x for x, old in zip(values, widths)])
+
+
+def _aligned(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[1]
+    return x[:, -missing:] if missing < 0 else torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
+from hf_paged.batching.execution.rectangles import Rectangle, RectangleRunner
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
@@ -214,7 +216,8 @@ def alone(name: str, seed: int, options: dict[str, Any], **inputs: torch.Tensor)
     torch.manual_seed(seed)
     start = 1 if name != "WhisperForConditionalGeneration" else 0  # whose own `generate` leaves that out
     rows = build(name).generate(**inputs, **options)[:, start:].tolist()
-    ends = [next((i for i, token in enumerate(row) if token in ENDS), len(row)) for row in rows]
+    last = set(options.get("eos_token_id", ()))
+    ends = [next((i for i, token in enumerate(row) if token in last), len(row)) for row in rows]
     return [row[: end + 1] for row, end in zip(rows, ends)]
 
 
@@ -232,6 +235,56 @@ def test_requests_of_an_encoder_decoder_model(name: str) -> None:
         expected = alone(name, seed, options_of(mode), input_ids=torch.tensor([prompt]))
         assert [each.token_ids for each in results[mode].sequences] == expected, mode
         assert results[mode].prompt_ids == prompt
+
+
+@pytest.fixture
+def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each forward of rectangles had."""
+    found: list[int] = []
+    original = RectangleRunner._forward
+
+    def forward(self: RectangleRunner, rectangle: Rectangle, *args: Any, **kwargs: Any) -> Any:
+        found.append(len(rectangle.blocks))
+        return original(self, rectangle, *args, **kwargs)
+
+    monkeypatch.setattr(RectangleRunner, "_forward", forward)
+    return found
+
+
+@pytest.mark.parametrize(("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)])
+def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: list[int]) -> None:
+    """Behind encoders of different lengths: T5's rows of any length, BART's of one length, which its cache counts."""
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    with PagedEngine(build(name), SMALL) as engine:
+        for i, prompt in enumerate(prompts()[:4]):
+            engine.add_request(prompt, options, request_id=str(i))
+            if i % 2:
+                engine.step()  # two and two begin together
+            if i == 1:
+                rows_of_forwards.clear()
+        results = run_all(engine)
+        assert engine.route is not None and engine.route.road == "engine", engine.route
+        assert_drained(engine)
+    for i, prompt in enumerate(prompts()[:4]):
+        assert [each.token_ids for each in results[str(i)].sequences] == alone(
+            name, 0, options, input_ids=torch.tensor([prompt])
+        )
+    assert max(rows_of_forwards) == (4 if joins_any else 2), rows_of_forwards
+    decodes = rows_of_forwards[2:]  # without the prompts of the latter two
+    assert len(decodes) <= (NEW if joins_any else 2 * NEW), decodes
+
+
+def test_calls_in_threads_share_forwards(rows_of_forwards: list[int]) -> None:
+    model, options = build(T5), {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    texts = [torch.tensor([prompt]) for prompt in prompts()]
+    expected = [model.generate(ids, **options) for ids in texts]
+    model.generate(texts[0], **options, **PAGED)  # with the checks
+    rows_of_forwards.clear()
+    with ThreadPoolExecutor(len(texts)) as pool:
+        found = list(pool.map(lambda ids: model.generate(ids, **options, **PAGED), texts))
+    assert all(map(torch.equal, expected, found))
+    assert max(rows_of_forwards) > 1, "no two calls shared a forward"
+    assert_whole(T5)
 
 
 def test_sound_of_whisper() -> None:

@@ -7,21 +7,23 @@ import functools
 import hashlib
 import inspect
 import marshal
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ... import compat
 from ...attention.masks import LooksAhead, attention_observer
 from ...cache.block_manager import UNCACHED, SequenceBlocks
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
 from ...model.capability import is_stock, stock_cache
-from ...model.own_loop import next_logits
+from ...model.own_loop import next_logits, tensors_of
 from ...model.state import hash_tensors
 from ..request import Request
 
@@ -44,6 +46,13 @@ class PromptsError(Exception):
         self.prompts, self.cause = prompts, cause
 
 
+class Joins(NamedTuple):
+    """Rows go on beside those of other prompts for which all this is equal."""
+
+    equal_lengths: bool  # only beside rows of their own length
+    shapes: Hashable  # of the inputs, as far as these cannot be padded
+
+
 @dataclass(eq=False)
 class Prompts:
     """The prompts of a call as `generate` prepared them for the first forward, each once: what the model's own
@@ -55,6 +64,7 @@ class Prompts:
     `(rows, 0)` where there are only `inputs_embeds`."""
     model_kwargs: dict[str, Any]  # without a cache
     paddings: list[int]  # leading columns of each row that are padding
+    joins: Joins | None = None  # behind the first forward, in rectangles; `None`: they join no others
     position_ids: Tensor | None = None  # that the first forward gets, `(rows or 1, length)` or with axes in front
 
     @property
@@ -70,6 +80,19 @@ class Prompts:
         """Of each row, padding included, whose keys and values the rows attend to."""
         outputs = self.model_kwargs.get("encoder_outputs")
         return 0 if outputs is None else int(outputs[0].shape[1])
+
+    def set_joins(self, verdict: tuple[bool, bool] | None) -> None:
+        """`verdict`: whether their lengths, or those of their encoders, must be equal where rows join."""
+        shapes: list[Hashable] = []
+        for name, value in sorted(self.model_kwargs.items(), key=operator.itemgetter(0)):
+            for x in () if name in compat.PREFILL_INPUTS else tensors_of(value):
+                if not x.dim() or len(x) != len(self.paddings):
+                    return
+                is_padded = x.dim() > 1 and x.shape[1] == self.num_encoder_tokens
+                shapes.append((name, str(x.dtype), *(x.shape[2:] if is_padded else x.shape[1:])))
+        if verdict is not None:
+            equal_lengths, equal_widths = verdict
+            self.joins = Joins(equal_lengths, (*shapes, equal_widths and self.num_encoder_tokens))
 
     def forward(
         self, model: PreTrainedModel, cache: PagedCache, rows: dict[int, SequenceBlocks]

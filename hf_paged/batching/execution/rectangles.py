@@ -21,10 +21,12 @@ from ...cache.states import StateStorage, gather_states, num_state_bytes, state_
 from ...interrupts import held
 from ...model.capability import Layout
 from ...model.forwards import compute_device
-from ...model.own_loop import cache_name, cache_parts, first_inputs, next_logits, select_rows, with_cross
+from ...model.own_loop import cache_name, cache_parts, first_inputs, join_rows, next_logits, select_rows, with_cross
 from ..request import Sequence
 from .executor import Runner, in_order
 from .prompts import Prompts, no_blocks
+
+_MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,9 +44,11 @@ class Rectangle:
     origins: list[int] = dataclasses.field(init=False)  # the row of the first step that each row comes from
     constants: set[str] = dataclasses.field(init=False)  # inputs that are the same in every step
     row_bytes: int = dataclasses.field(default=0, init=False)  # of the states of a row
+    encoder_width: int = dataclasses.field(init=False)  # columns of the encoders' output, padding included
 
     def __post_init__(self) -> None:
         self.origins, self.constants = list(range(len(self.blocks))), set()
+        self.encoder_width = max((table.num_tokens for each in self.encoded for table in each.tables[:1]), default=0)
 
     @property
     def state_layers(self) -> list[Any]:
@@ -62,8 +66,7 @@ class Rectangle:
         own.take(self.blocks, tuple(self.paddings), num_cached)
         for cross in others:
             if isinstance(cross, PagedCache):
-                lengths = [blocks.tables[0].num_tokens for blocks in self.encoded]
-                width = max(lengths)
+                width, lengths = self.encoder_width, [blocks.tables[0].num_tokens for blocks in self.encoded]
                 cross.take(self.encoded, tuple(width - length for length in lengths), width if num_cached else 0)
 
     def select(self, rows: list[int]) -> None:
@@ -97,8 +100,45 @@ class Rectangle:
         return dataclasses.replace(self, cache=cache, inputs=inputs)._like(self)
 
     def _like(self, other: Rectangle) -> Rectangle:
-        self.origins, self.constants, self.row_bytes = other.origins, other.constants, other.row_bytes
+        for name in ("origins", "constants", "row_bytes", "encoder_width"):
+            setattr(self, name, getattr(other, name))
         return self
+
+    @classmethod
+    def join(cls, parts: Items[tuple[Rectangle, list[int]]], cache: Any) -> Rectangle:
+        """Rows of several rectangles side by side, aligned on the right, with what `cache`, an empty one, becomes."""
+        first = parts[0][0]
+        lengths = [holder.lengths[row] for holder, rows in parts for row in rows]
+        width, device = max(lengths), first.token_ids.device
+        paddings = [width - length for length in lengths]
+        blocks, encoded = (
+            [values(holder)[row] for holder, rows in parts for row in rows]
+            for values in (operator.attrgetter("blocks"), operator.attrgetter("encoded"))
+        )
+        selections = [(holder, torch.tensor(rows, device=device), len(holder.blocks)) for holder, rows in parts]
+        ids = [holder.token_ids[index] for holder, index, _ in selections]
+        ids = join_rows(ids, [x.shape[1] for x in ids], width)
+        rectangle = cls(blocks, encoded, lengths, paddings, ids, cache, {})
+        widths = [holder.encoder_width for holder, _ in parts]
+        masks = [holder.inputs.get(_ENCODER_MASK) for holder, _ in parts]
+        if len(set(widths)) > 1 or any(mask is not None for mask in masks):
+            for (holder, _, count), mask in zip(selections, masks):
+                if mask is None:
+                    mask = torch.ones((count, holder.encoder_width), dtype=torch.long, device=device)
+                    holder.inputs[_ENCODER_MASK] = mask
+        for name, value in first.inputs.items():
+            if value is first.cache:
+                rectangle.inputs[name] = cache
+            elif name != _MASK:
+                values = [select_rows(name, holder.inputs[name], index, count) for holder, index, count in selections]
+                rectangle.inputs[name] = join_rows(values, widths, rectangle.encoder_width)
+        if any(paddings):  # with a column for the next token
+            columns = torch.arange(width + 1, device=device)
+            rectangle.inputs[_MASK] = (columns >= torch.tensor(paddings, device=device)[:, None]).long()
+        rectangle.constants = set.intersection(*(holder.constants for holder, _ in parts)) - {_MASK}
+        if isinstance(cache, EncoderDecoderCache):
+            cache.is_updated = dict(first.cache.is_updated)
+        return rectangle
 
     def append(self, sequences: Items[Sequence]) -> None:
         """A token more for each row, of the sequences that they are now."""
@@ -114,7 +154,8 @@ class RectangleRunner(Runner):
     cached tokens run beside those with equally many new ones, since padding between would change their states.
 
     Rows whose layout says so, and all whose request has `inputs`, stay with those that they began with, and with what
-    the model's own loop carries; when rows leave, or fork, the others are selected."""
+    the model's own loop carries; when rows leave, or fork, the others are selected. Those whose `Prompts` say how
+    (`joins`) go on beside others that do."""
 
     has_states = True
 
@@ -157,7 +198,11 @@ class RectangleRunner(Runner):
                     continue
                 key = None
             elif not begins and self._has_cache:  # else a copy of the model's own cache for each row
-                key = self.states.find(_slot(sequence.blocks))[0]
+                joins = None if inputs is None else inputs[0].joins
+                if joins is None:
+                    key = self.states.find(_slot(sequence.blocks))[0]
+                else:
+                    key = joins, joins.equal_lengths and sequence.num_computed_tokens
             together.setdefault((key, begins), []).append(place)
         parts: list[tuple[list[int], bool]] = []
         width = 0  # new tokens of the longest prompt in the last part
@@ -204,11 +249,17 @@ class RectangleRunner(Runner):
         found = [self._find(sequence) for sequence in sequences]
         rectangle, rows = found[0][0], [row for _, row in found]
         if num_new > 1 or not isinstance(rectangle, Rectangle) or any(holder is not rectangle for holder, _ in found):
+            groups = itertools.groupby(found, operator.itemgetter(0))
+            sources = [(holder, [row for _, row in group]) for holder, group in groups]
+            if sequences[0].request.inputs is not None:
+                rectangle = Rectangle.join(sources, self._new_cache())
+                num_cached = rectangle.width
+                rectangle.append(sequences)
+                rectangle.borrow(num_cached)
+                return self._forward(rectangle, begins=False)
             rectangle = self._lay_out(sequences, num_new)
             if self._knows_states:
-                groups = itertools.groupby(found, operator.itemgetter(0))
-                sources = [(holder.state_layers, [row for _, row in group]) for holder, group in groups]
-                gather_states(rectangle.state_layers, sources)
+                gather_states(rectangle.state_layers, [(holder.state_layers, rows) for holder, rows in sources])
             return self._forward(rectangle, begins=False, num_new=num_new)
         others = self.states.holders()[rectangle] - {_slot(sequence.blocks) for sequence in sequences}
         is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))

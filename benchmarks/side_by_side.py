@@ -1,8 +1,10 @@
 """
-16 rows of models that cannot be packed: plain `generate` on the padded batch, `cache_implementation="paged"` and
-`PagedEngine` on the same prompts, in turns.
+16 rows of models that are more than a plain decoder: plain `generate` on the padded batch,
+`cache_implementation="paged"` and `PagedEngine` on the same prompts, in turns, in two processes, one after the other.
 
     python -m benchmarks.side_by_side [--only REGEX] [--quick] [--json PATH]
+
+Two workloads: all rows get 32 new tokens, or row by row 8 to 256 ("stragglers").
 """
 
 from __future__ import annotations
@@ -13,19 +15,25 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 import transformers
+from torch.nn.functional import pad
 from tqdm import tqdm
+from transformers import StoppingCriteriaList
 
 import hf_paged
 from benchmarks.machine import facts
 from benchmarks.paired import interval
+from benchmarks.systems import StopsAt
 
 _SHARED = dict(
     pad_token_id=0, bos_token_id=1, eos_token_id=None, tie_word_embeddings=True, max_position_embeddings=2048
 )
+_MROPE = dict(rope_type="default", rope_theta=10000.0)
 # name: model class, arguments of its config that are no sizes, and the sizes tiny and of about 100 million parameters
 SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "DeepSeek-V3": (
@@ -47,6 +55,60 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         dict(hidden_size=768, intermediate_size=2048, moe_intermediate_size=512, shared_expert_intermediate_size=512)
         | dict(num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=4, head_dim=64, vocab_size=32000)
         | dict(linear_num_value_heads=12, linear_num_key_heads=6, linear_key_head_dim=64, linear_value_head_dim=64),
+    ),
+    "Qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        dict(linear_conv_kernel_dim=4),
+        dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512)
+        | dict(num_key_value_heads=2, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2)
+        | dict(linear_key_head_dim=16, linear_value_head_dim=16),
+        dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=12, vocab_size=32000)
+        | dict(num_key_value_heads=4, head_dim=64, linear_num_value_heads=12, linear_num_key_heads=6)
+        | dict(linear_key_head_dim=64, linear_value_head_dim=64),
+    ),
+    "NemotronH": (
+        "NemotronHForCausalLM",
+        dict(n_groups=1, conv_kernel=4, expand=2, chunk_size=64),
+        dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+        | dict(mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, vocab_size=512)
+        | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]),
+        dict(hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_key_value_heads=4, head_dim=64)
+        | dict(mamba_num_heads=24, mamba_head_dim=64, ssm_state_size=64, vocab_size=32000)
+        | dict(layers_block_type=["linear_attention", "mlp", "linear_attention", "mlp", "full_attention", "mlp"] * 2),
+    ),
+    "Gemma 4": (
+        "Gemma4ForCausalLM",
+        dict(sliding_window=64),
+        dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=16)
+        | dict(num_key_value_heads=2, global_head_dim=32, vocab_size=512, vocab_size_per_layer_input=512)
+        | dict(hidden_size_per_layer_input=16),
+        dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=12, head_dim=64)
+        | dict(num_key_value_heads=4, global_head_dim=128, vocab_size=32000, vocab_size_per_layer_input=32000)
+        | dict(hidden_size_per_layer_input=32),
+    ),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VLForConditionalGeneration",
+        dict(image_token_id=3, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6),
+        dict(
+            text_config=dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+            | dict(num_key_value_heads=2, vocab_size=512, rope_parameters=_MROPE | dict(mrope_section=[2, 3, 3])),
+            vision_config=dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, out_hidden_size=64)
+            | dict(fullatt_block_indexes=[1], window_size=56),
+        ),
+        dict(
+            text_config=dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=12)
+            | dict(num_key_value_heads=4, vocab_size=32000, rope_parameters=_MROPE | dict(mrope_section=[8, 12, 12])),
+            vision_config=dict(depth=4, hidden_size=256, num_heads=4, intermediate_size=1024, out_hidden_size=768)
+            | dict(fullatt_block_indexes=[1, 3], window_size=56),
+        ),
+    ),
+    "Whisper": (
+        "WhisperForConditionalGeneration",
+        dict(decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None),
+        dict(d_model=64, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4)
+        | dict(encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=512, max_source_positions=100),
+        dict(d_model=768, encoder_layers=4, decoder_layers=6, encoder_attention_heads=12, decoder_attention_heads=12)
+        | dict(encoder_ffn_dim=3072, decoder_ffn_dim=3072, vocab_size=32000, max_source_positions=300),
     ),
     "Bamba": (
         "BambaForCausalLM",
@@ -71,7 +133,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         | dict(num_attention_heads=12, num_key_value_heads=4, head_dim=64),
     ),
 }
-ROWS, TURNS = 16, 15
+ROWS, TURNS = 16, 8  # turns of each process
+IMAGE_TOKENS = 4  # of the picture in front of each prompt, where the model takes one
+WORKLOADS = {"32 new": [32] * ROWS, "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)]}
+SYSTEMS = ("plain", "generate", "engine")
 
 
 def build(name: str, is_tiny: bool) -> Any:
@@ -83,63 +148,125 @@ def build(name: str, is_tiny: bool) -> Any:
     return model_class(config_class(**_SHARED, **fixed, **(tiny if is_tiny else large))).eval()
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
-    """Of 16 different lengths up to 64 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [4 * (i + 1) for i in range(ROWS)]
-    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+def prompts(model: Any) -> list[dict[str, torch.Tensor]]:
+    """16 prompts as a processor returns them, a row each: of 16 different lengths up to 64 tokens, behind a picture
+    where the model takes one; or of sound."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    if model.main_input_name == "input_features":
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        return [{"input_features": torch.randn(shape, generator=generator)} for _ in range(ROWS)]
+    vocab, vision = config.get_text_config().vocab_size, getattr(config, "vision_config", None)
+    found = []
+    for row in range(ROWS):
+        ids = torch.randint(8, vocab - 1, (1, 4 * (row + 1)), generator=generator)
+        prompt = {"input_ids": ids}
+        if vision is not None:
+            picture = (
+                [config.vision_start_token_id] + [config.image_token_id] * IMAGE_TOKENS + [config.vision_end_token_id]
+            )
+            ids = prompt["input_ids"] = torch.cat([torch.tensor([picture]), ids], dim=1)
+            pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            prompt["pixel_values"] = torch.randn(4 * IMAGE_TOKENS, pixels, generator=generator)
+            prompt["image_grid_thw"] = torch.tensor([[1, 4, IMAGE_TOKENS]])
+            prompt["mm_token_type_ids"] = (ids == config.image_token_id).long()
+        prompt["attention_mask"] = torch.ones_like(ids)
+        found.append(prompt)
+    return found
 
 
-def run(name: str, is_tiny: bool, turns: int, new_tokens: int) -> dict[str, Any]:
-    """One row of the table."""
+def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The prompts as one call, padded on the left."""
+    width = max(row["input_ids"].shape[1] for row in rows) if "input_ids" in rows[0] else 0
+
+    def wide(name: str, value: torch.Tensor) -> torch.Tensor:
+        is_text = name in ("input_ids", "attention_mask", "mm_token_type_ids")
+        return pad(value, (width - value.shape[1], 0)) if is_text else value
+
+    return {name: torch.cat([wide(name, row[name]) for row in rows]) for name in rows[0]}
+
+
+def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -> dict[str, Any]:
+    """In this process: seconds of each system in each turn, whether its tokens are plain's, and the route."""
     model = build(name, is_tiny)
-    texts = prompts(model.config.get_text_config().vocab_size)
-    width = max(map(len, texts))
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
-    options = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+    rows = prompts(model)
+    inputs = batch(rows)
+    lengths = [max(2, round(scale * length)) for length in WORKLOADS[workload]]
+    width = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1
+    never = model.config.get_text_config().vocab_size - 1  # ends no row, but makes `generate` pad those that are done
+    options: dict[str, Any] = dict(
+        max_new_tokens=max(lengths), do_sample=False, eos_token_id=never, suppress_tokens=[never]
+    )
     engine = hf_paged.PagedEngine(model)
-    expected = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
+
+    def generate(**paged: Any) -> list[list[int]]:
+        criteria = StoppingCriteriaList([StopsAt(width, lengths, model.device)] if len(set(lengths)) > 1 else [])
+        found = model.generate(**inputs, **options, **paged, stopping_criteria=criteria).tolist()
+        return [row[-max(lengths) :][:length] for row, length in zip(found, lengths)]
+
+    def serve() -> list[list[int]]:
+        names = []
+        for row, length in zip(rows, lengths):
+            others = {key: value for key, value in row.items() if key not in ("input_ids", "attention_mask")}
+            ids = row["input_ids"][0].tolist() if "input_ids" in row else None
+            names.append(engine.add_request(ids, options | {"max_new_tokens": length}, inputs=others or None))
+        found = {}
+        while len(found) < len(names):
+            found.update({output.request_id: output.result for output in engine.step() if output.finished})
+        return [found[name].token_ids for name in names]
+
     systems: dict[str, Callable[[], list[list[int]]]] = {
-        "plain": lambda: model.generate(ids, attention_mask=mask, **options)[:, width:].tolist(),
-        "generate": lambda: model.generate(ids, attention_mask=mask, **options, cache_implementation="paged")[
-            :, width:
-        ].tolist(),
-        "engine": lambda: [result.token_ids for result in engine.generate(texts, options)],
+        "plain": generate,
+        "generate": lambda: generate(cache_implementation="paged"),
+        "engine": serve,
     }
+    expected = generate()
+    equal = {"plain": True}
+    for system in SYSTEMS[1:]:
+        equal[system] = systems[system]() == expected  # and warm
+        route = hf_paged.last_route(model)
+        equal[f"{system}_road"] = f"{route.road}: {route.reason}" if route else ""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
-    equal = {system: call() == expected for system, call in systems.items()}  # and warm
     for turn in range(turns):
         for system in list(systems) if turn % 2 else reversed(list(systems)):
             start = time.perf_counter()
             systems[system]()
             seconds[system].append(time.perf_counter() - start)
-    row: dict[str, Any] = {
-        "model": name,
-        "size": "tiny" if is_tiny else "100M",
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "plain_ms": round(1e3 * statistics.median(seconds["plain"]), 1),
-    }
-    for system in ("generate", "engine"):
-        ratios = [ours / plain for ours, plain in zip(seconds[system], seconds["plain"])]
-        found = [round(bound, 3) for bound in interval(ratios) or (min(ratios), max(ratios))]
-        row[system] = {"ratio": round(statistics.median(ratios), 3), "interval": found, "equal": equal[system]}
     engine.free()
-    route = hf_paged.last_route(model)
-    row["route"] = "" if route is None else route.reason
+    hf_paged.check_integrity(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"seconds": seconds, "equal": equal, "parameters": parameters}
+
+
+def run(name: str, is_tiny: bool, workload: str, is_quick: bool) -> dict[str, Any]:
+    """One row of the table."""
+    found = [measure(name, is_tiny, workload, 1, 0.1)] if is_quick else []
+    for _ in range(0 if is_quick else 2):
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            found.append(process.submit(measure, name, is_tiny, workload, TURNS, 1.0).result())
+    seconds = {system: [x for each in found for x in each["seconds"][system]] for system in SYSTEMS}
+    row: dict[str, Any] = {"model": name, "size": "tiny" if is_tiny else "100M", "workload": workload}
+    row |= {"parameters": found[0]["parameters"], "turns": len(seconds["plain"])}
+    row["plain_ms"] = round(1e3 * statistics.median(seconds["plain"]), 1)
+    for system in _OURS:
+        ratios = [ours / plain for ours, plain in zip(seconds[system], seconds["plain"])]
+        bounds = [round(bound, 3) for bound in interval(ratios) or (min(ratios), max(ratios))]
+        equal = all(each["equal"][system] for each in found)
+        row[system] = {"ratio": round(statistics.median(ratios), 3), "interval": bounds, "equal": equal}
+        row[system]["road"] = found[0]["equal"][f"{system}_road"]
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| model | size | plain ms | generate / plain | engine / plain | tokens equal |",
-        "|---|---|--:|--:|--:|---|",
+        "| model | size | workload | plain ms | generate / plain | engine / plain | tokens equal |",
+        "|---|---|---|--:|--:|--:|---|",
     ]
     for row in rows:
         cells = [f"**{row[s]['ratio']}** ({row[s]['interval'][0]} to {row[s]['interval'][1]})" for s in _OURS]
         equal = ", ".join(f"{system} {'yes' if row[system]['equal'] else 'no'}" for system in _OURS)
-        lines.append(f"| {row['model']} | {row['size']} | {row['plain_ms']} | {' | '.join(cells)} | {equal} |")
+        head = f"{row['model']} | {row['size']} | {row['workload']} | {row['plain_ms']}"
+        lines.append(f"| {head} | {' | '.join(cells)} | {equal} |")
     return "\n".join(lines)
 
 
@@ -149,15 +276,15 @@ _OURS = ("generate", "engine")
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="regular expression on the model's name and size")
+    parser.add_argument("--only", default="", help="regular expression on the model's name, size and workload")
     parser.add_argument("--quick", action="store_true", help="tiny models, few tokens and turns")
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
-    cases = [(name, is_tiny) for is_tiny in ((True,) if args.quick else (True, False)) for name in SHAPES]
-    cases = [case for case in cases if re.search(args.only, f"{case[0]} {'tiny' if case[1] else '100M'}")]
+    sizes = (True,) if args.quick else (True, False)
+    cases = [(name, is_tiny, workload) for is_tiny in sizes for workload in WORKLOADS for name in SHAPES]
+    cases = [case for case in cases if re.search(args.only, f"{case[0]} {'tiny' if case[1] else '100M'} {case[2]}")]
     found = facts()
-    turns, new_tokens = (2, 4) if args.quick else (TURNS, 32)
-    rows = [run(name, is_tiny, turns, new_tokens) for name, is_tiny in tqdm(cases)]
+    rows = [run(*case, args.quick) for case in tqdm(cases)]
     print(table(rows))
     if args.json:
         with open(args.json, "w") as file:

@@ -339,6 +339,22 @@ def test_an_engine_recomputes_pictures_and_isolates_those_that_fail() -> None:
         assert engine.stats().used_blocks == 0
 
 
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
+@pytest.mark.parametrize("config", [{"num_blocks": 13, "preemption": "swap"}, {"max_num_batched_tokens": 8}])
+def test_pictures_in_small_budgets(name: str, config: dict[str, Any]) -> None:
+    model, inputs = model_of(name), pictures(name)
+    rows = [of_row(inputs, row, name) for row in range(2)]
+    words = [list(range(5, 5 + count)) for count in (21, 3)]
+    options = {"max_new_tokens": 24, "do_sample": False}
+    calls = [*rows, *({"input_ids": torch.tensor([ids])} for ids in words), *rows]
+    expected = [model.generate(**call, **options)[0, call["input_ids"].shape[1] :].tolist() for call in calls]
+    with hf_paged.PagedEngine(model, {"block_size": 8, "prefix_caching": False, **config}) as engine:
+        results = engine.generate([*rows, *words, *rows], options)
+        assert [r.token_ids for r in results] == expected
+        assert bool(engine.stats().num_swaps) == ("preemption" in config)
+        engine.check_integrity()
+
+
 def test_an_engine_takes_embeddings_and_weights_change() -> None:
     model = models.build("llama")
     ids = torch.randint(5, 100, (1, 9), generator=torch.Generator().manual_seed(0))

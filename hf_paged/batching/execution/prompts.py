@@ -30,8 +30,8 @@ from ..request import Request
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
 # Inputs that say nothing of a prompt, or something of each of its tokens.
 _COMMON = {*CACHE_NAMES, "use_cache", "logits_to_keep", "labels", "tokenizer", "attention_mask", "position_ids"}
-# Special tokens that stand for nothing else; a config names others for images, videos or sound.
-_OF_TEXT = ("bos", "eos", "pad", "sep", "cls", "unk", "mask", "decoder_start", "forced")
+# In the names that configs have for tokens which stand for other content, or mark it.
+_MEDIA = ("image", "video", "audio", "vision", "visual", "speech", "sound", "media", "patch", "frame")
 
 
 Keys = tuple[list[Hashable], int]
@@ -128,13 +128,15 @@ class Prompts:
             request.namespace = request.namespace, self.names
 
     def find_positions(self, model: Any) -> None:
-        """Looks whether a model's own preparation leaves them out: the model then counts columns."""
+        """Takes those of the model's own preparation; where that leaves them out, the model counts columns."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if takes_positions and not is_stock(model, "prepare_inputs_for_generation"):
             inputs = {**self.model_kwargs, "past_key_values": stock_cache(model)}
             first = {"next_sequence_length": self.length, "is_first_iteration": True}
-            if model.prepare_inputs_for_generation(self.input_ids, **first, **inputs).get("position_ids") is None:
-                self.position_ids = torch.arange(self.length, device=self.input_ids.device)[None]
+            found = model.prepare_inputs_for_generation(self.input_ids, **first, **inputs).get("position_ids")
+            self.position_ids = (
+                torch.arange(self.length, device=self.input_ids.device)[None] if found is None else found
+            )
 
     @functools.cached_property
     def axes(self) -> list[list[list[int]] | None]:
@@ -183,7 +185,8 @@ class Prompts:
             found |= types.to(ids.device) != 0
         attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
         for name, value in attributes.items():
-            if name.endswith(("token_id", "token_index")) and isinstance(value, int) and not name.startswith(_OF_TEXT):
+            is_token = name.endswith(("token_id", "token_index")) and isinstance(value, int)
+            if is_token and any(word in name for word in _MEDIA):
                 found |= ids == value
         found &= torch.arange(self.length, device=ids.device) >= torch.tensor(self.paddings, device=ids.device)[:, None]
         is_told = bool(found.any()) or len(self._types) == len(self.names)

@@ -81,9 +81,10 @@ def _paged_attention(
         if output is not None:
             step.counters.latent += expand is not None
             return output if expand is None else expand(output), None
-    if (observe := attention_observer.get()) is not None and isinstance(key, LazyTensor):
+    if (observe := attention_observer.get()) is not None:
         is_causal = kwargs.get("is_causal")
-        observe(mask, bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
+        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        observe((query.shape[0], query.shape[2], key.shape[2]), mask, is_causal)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     implementation = switch.model_attention(getattr(module, "config", None), type(module))
     if isinstance(mask, PagedMask):

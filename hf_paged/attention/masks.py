@@ -18,8 +18,9 @@ from ..step import NotPackable, StepMetadata
 # Told of every mask made in this context: how a call learns which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar("mask_observer", default=None)
 
-# Told of every attention of queries over new keys alone, with its mask and whether it is causal without one.
-attention_observer: ContextVar[Callable[[Tensor | None, bool], None] | None] = ContextVar(
+# Told of attention that a model's own function computes: its rows, queries and keys, its mask, whether it is causal
+# without one.
+attention_observer: ContextVar[Callable[[tuple[int, int, int], Tensor | None, bool], None] | None] = ContextVar(
     "attention_observer", default=None
 )
 
@@ -101,13 +102,16 @@ class PagedMask(LazyTensor):
 
 
 class LooksAhead:
-    """An `attention_observer` of one first forward: which positions saw later ones."""
+    """An `attention_observer` of one first forward, of rows with `length` columns: which positions saw later ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, paddings: list[int], length: int) -> None:
+        self.paddings, self.length = paddings, length
         self.num_calls = 0
         self._masks: list[Tensor | None] = []  # distinct ones that are not plainly causal
 
-    def __call__(self, mask: Tensor | None, is_causal: bool) -> None:
+    def __call__(self, sizes: tuple[int, int, int], mask: Tensor | None, is_causal: bool) -> None:
+        if sizes != (len(self.paddings), self.length, self.length):
+            return  # of a vision tower
         self.num_calls += 1
         if isinstance(mask, PagedMask):
             is_causal = mask.pattern is not None and mask.pattern.causal
@@ -116,9 +120,9 @@ class LooksAhead:
         if not is_causal and not any(mask is known for known in self._masks):
             self._masks.append(mask)
 
-    def positions(self, paddings: list[int], length: int) -> Tensor | None:
+    def positions(self) -> Tensor | None:
         """`(rows, length)` bool: those that saw a later one, and all between; `None` for masks of other sizes."""
-        rows = len(paddings)
+        rows, length, paddings = len(self.paddings), self.length, self.paddings
         found = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
         here = torch.arange(length, device="cpu")
         for mask in self._masks:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_paged.attention.masks import MaskPattern, PagedMask, padding_columns, parse
+from hf_paged.attention.masks import LooksAhead, MaskPattern, PagedMask, padding_columns, parse
 
 PAD = torch.zeros(2, dtype=torch.long)
 
@@ -73,3 +73,28 @@ def test_resolve_keeps_the_skips_of_each_implementation() -> None:
     assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"
     assert free.resolve("eager") is not None
     assert free.dense().shape == (2, 1, 5, 5)
+
+
+def test_positions_that_saw_later_ones() -> None:
+    sizes, causal = (2, 6, 6), torch.ones(6, 6, dtype=torch.bool).tril()
+    arguments = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": masking_utils.causal_mask_function}
+    looks = LooksAhead([0, 2], 6)
+    looks(sizes, None, True)
+    looks(sizes, PagedMask(arguments, "sdpa"), False)
+    looks((2, 9, 9), None, False)  # a vision tower's
+    found = looks.positions()
+    assert looks.num_calls == 2 and found is not None and not found.any()
+    mask = causal.expand(2, 1, 6, 6).clone()
+    mask[0, :, 1, 3] = True  # 1 sees 3: what is between may have changed both
+    mask[1, :, 0, 5] = True  # padding sees what it likes
+    mask[1, :, 4, 5] = True
+    looks(sizes, mask, True)
+    expected = [[0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
+    assert looks.positions().int().tolist() == expected
+    looks(sizes, torch.zeros(2, 1, 6, 6).masked_fill(~causal, torch.finfo(torch.float32).min), True)
+    assert looks.positions().int().tolist() == expected
+    looks(sizes, torch.ones(2, 1, 6, 7, dtype=torch.bool), True)
+    assert looks.positions() is None
+    looks = LooksAhead([0], 3)
+    looks((1, 3, 3), None, False)
+    assert looks.positions().all()

@@ -15,6 +15,7 @@ import hf_paged
 from hf_paged.batching.decoding.prepare import captured_call
 from hf_paged.batching.execution.prompts import Prompts, prompts_of
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.model.capability import PromptsVerdict
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
@@ -217,6 +218,17 @@ def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(name: str, h
     same(model, other_pictures(inputs), options)
     same(model, text(model), options)
     assert any(hits) == (name == GEMMA)  # there the question sees nothing behind
+
+
+def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(hits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, options = model_of(GEMMA), with_question(pictures(GEMMA)), {"max_new_tokens": 60}
+    hf_paged.free(model)
+    monkeypatch.setattr(Prompts, "content", lambda self, config: torch.zeros_like(self.input_ids, dtype=torch.bool))
+    monkeypatch.setattr("hf_paged.generation.call.check_prompts", lambda *args: PromptsVerdict(None, True))
+    for _ in range(2):
+        same(model, inputs, options)
+        same(model, other_pictures(inputs), options)
+    assert hits and not any(hits)
 
 
 def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:

@@ -100,7 +100,7 @@ class Prompts:
         """The model's own, over all rows, of which it stores these, whose tables have room; `cache`, an empty one,
         borrows them. Returns logits `(all rows, vocab_size)` and which positions `(all rows, length)` saw later ones,
         or lie between; `None` if that is not known. Raises [`PromptsError`]."""
-        nothing, looks = no_blocks(cache), LooksAhead()
+        nothing, looks = no_blocks(cache), LooksAhead(self.paddings, self.length)
         paddings = (padding if row in rows else self.length for row, padding in enumerate(self.paddings))
         cache.take([rows.get(row, nothing) for row in range(len(self.paddings))], tuple(paddings), 0)
         token = attention_observer.set(looks)
@@ -115,8 +115,7 @@ class Prompts:
         if any(layer.num_seen != self.length for layer in layers):
             cause = ValueError(f"the model made {layers[0].num_seen} keys and values of {self.length} tokens")
             raise PromptsError(self, cause)
-        is_known = looks.num_calls >= len(layers)
-        return logits, looks.positions(self.paddings, self.length) if is_known else None
+        return logits, looks.positions() if looks.num_calls >= len(layers) else None
 
     def give(self, request: Request, row: int, keys: list[Keys] | None) -> None:
         """Makes a row the prompt of a request; without `keys` the prefix cache neither serves nor keeps it."""

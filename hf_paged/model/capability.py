@@ -326,13 +326,10 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
         ids = prompts.input_ids
         twin = cache.empty_twin(memory)
         inputs = {**others.model_kwargs, cache_name(model): with_cross(twin)}
-        chance = _random_state(model)
         for step in range(3):
             logits, inputs = next_logits(model, ids, inputs, begins=not step)
             plain.append(logits)
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
-        if not torch.equal(chance, _random_state(model)):
-            return _DRAWS
     if twin.cross is not None and twin.cross.get_seq_length() != prompts.num_encoder_tokens:
         return "its decoder does not attend to one token for each of its encoder's output"
     pairs = zip(tensors_of(others.model_kwargs), tensors_of(prompts.model_kwargs))
@@ -428,12 +425,10 @@ def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, p
     with _forwards(model):
         new = _test_tokens(model)[:1, :2].expand(len(ids), -1)  # which `generate` would go on with
         inputs = {**prompts.model_kwargs, "past_key_values": _observed_cache(model, dtypes)}
-        plain, chance = [], _random_state(model)
+        plain = []
         for count in range(3):
             found, inputs = next_logits(model, torch.cat([ids, new[:, :count]], dim=1), inputs, begins=not count)
             plain.append(found)
-        if not torch.equal(chance, _random_state(model)):
-            return PromptsVerdict(_DRAWS)
     with _forwards(model):
         wrap_expansions(model.modules())
         manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
@@ -471,14 +466,6 @@ def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, p
         for sequence in sequences:
             manager.free(sequence.blocks)
     return PromptsVerdict(reason, can_reuse)
-
-
-_DRAWS = "its forward draws random numbers"
-
-
-def _random_state(model: PreTrainedModel) -> Tensor:
-    device = compute_device(model)
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextlib.contextmanager

@@ -200,9 +200,9 @@ class BatchCall:
     paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
     has_inputs: bool = False  # whether its prompts are more than token ids that positions count
     can_reuse: bool = True  # whether prompts may begin with cached prefixes
+    prompts: Prompts | None = None  # with what they are more than these, once that is looked for
 
-    @functools.cached_property
-    def prompts(self) -> Prompts | None:
+    def _find_prompts(self) -> Prompts | None:
         """Each prompt once; `None` where rows were repeated by a method of the model's own."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:
@@ -222,7 +222,8 @@ class BatchCall:
         reason = next(self._reasons_against_joining(), None)
         if reason is None:
             return
-        if (prompts := self.prompts) is None:
+        self.prompts = prompts = self.prompts or self._find_prompts()
+        if prompts is None:
             yield f"{reason}, and the model repeats rows in a way of its own"
             return
         if config.return_dict_in_generate:
@@ -247,7 +248,8 @@ class BatchCall:
         self.layout = choose_layout(self.call.model, self.cache)
         reason = self.layout.unsupported_reason
         if what is not None:
-            if (prompts := self.prompts) is None:
+            self.prompts = prompts = self._find_prompts()
+            if prompts is None:
                 yield what
             elif reason is None:
                 prompts.find_positions(self.call.model)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import inspect
 import marshal
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +65,7 @@ class Prompts:
     paddings: list[int]  # leading columns of each row that are padding
     joins: Joins | None = None  # behind the first forward, in rectangles; `None`: they join no others
     position_ids: Tensor | None = None  # that the first forward gets, `(rows or 1, length)` or with axes in front
+    _axes: list[list[list[int]] | None] | None = field(default=None, init=False)
 
     @property
     def length(self) -> int:
@@ -137,9 +137,14 @@ class Prompts:
                 torch.arange(self.length, device=self.input_ids.device)[None] if found is None else found
             )
 
-    @functools.cached_property
+    @property
     def axes(self) -> list[list[list[int]] | None]:
         """Of each row the positions of its tokens on each axis; `None` where all of them count its tokens."""
+        if self._axes is None:
+            self._axes = self._find_axes()
+        return self._axes
+
+    def _find_axes(self) -> list[list[list[int]] | None]:
         ids = self.position_ids
         if ids is None:
             return [None] * len(self.input_ids)
@@ -168,7 +173,7 @@ class Prompts:
         given = ((name, value) for name, value in self.model_kwargs.items() if name not in _COMMON)
         return tuple(sorted(name for name, value in given if not is_unset(value)))
 
-    @functools.cached_property
+    @property
     def _types(self) -> list[Tensor]:
         """Inputs `(rows, length)` that give every token a type."""
         given = (self.model_kwargs[name] for name in self.names if name.endswith("token_type_ids"))
@@ -180,15 +185,16 @@ class Prompts:
         if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
             return None
         found = torch.zeros_like(ids, dtype=torch.bool)
-        for types in self._types:
-            found |= types.to(ids.device) != 0
+        types = self._types
+        for each in types:
+            found |= each.to(ids.device) != 0
         attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
         for name, value in attributes.items():
             is_token = name.endswith(("token_id", "token_index")) and isinstance(value, int)
             if is_token and any(word in name for word in _MEDIA):
                 found |= ids == value
         found &= torch.arange(self.length, device=ids.device) >= torch.tensor(self.paddings, device=ids.device)[:, None]
-        is_told = bool(found.any()) or len(self._types) == len(self.names)
+        is_told = bool(found.any()) or len(types) == len(self.names)
         return found if is_told else None
 
     def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
@@ -197,16 +203,16 @@ class Prompts:
         content = self.content(config)
         if content is None:
             return None
-        others = {name: self.model_kwargs[name] for name in self.names}
+        types, others = self._types, {name: self.model_kwargs[name] for name in self.names}
         try:
-            digest = _digest({n: x for n, x in others.items() if all(x is not types for types in self._types)})
+            digest = _digest({name: x for name, x in others.items() if all(x is not each for each in types)})
         except TypeError:
             return None
         rows = []
         for row, padding in enumerate(self.paddings):
             ids, stands = self.input_ids[row, padding:].tolist(), content[row, padding:].tolist()
             axes = self.axes[row] or []
-            columns = [*(types[row, padding:].tolist() for types in self._types), *axes]
+            columns = [*(each[row, padding:].tolist() for each in types), *axes]
             keys: list[Hashable] = list(ids)
             for i, (token, is_content) in enumerate(zip(ids, stands)):
                 if is_content or any(axis[i] != i for axis in axes):

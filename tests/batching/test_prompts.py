@@ -409,3 +409,16 @@ def test_inputs_that_an_engine_refuses(prompt: Any, inputs: Any, message: str) -
         with pytest.raises(ValueError, match=message):
             engine.add_request(prompt, {"max_new_tokens": 3}, inputs=inputs)
         assert engine.stats().peak_blocks == 0 and not engine.has_unfinished
+
+
+def test_pictures_that_move_to_other_rows_are_other_content(hits: list[int]) -> None:
+    """The tensors are the same, and so are the token ids of the row in the middle, which gets another picture."""
+    model, inputs = model_of(LLAVA), with_question(pictures(LLAVA))
+    words = torch.randint(5, 100, inputs["input_ids"][:1].shape, generator=torch.Generator().manual_seed(0))
+    picture = inputs["input_ids"][inputs["attention_mask"].all(-1)][:1]
+    mask = torch.ones(3, words.shape[1], dtype=torch.long)
+    options = {"max_new_tokens": 60}
+    for rows in ([picture, picture, words], [words, picture, picture], [words, picture, picture]):
+        hits.clear()
+        same(model, {**inputs, "input_ids": torch.cat(rows), "attention_mask": mask}, options)
+    assert min(hits) > 0

@@ -204,20 +204,26 @@ class Prompts:
         if content is None:
             return None
         types, others = self._types, {name: self.model_kwargs[name] for name in self.names}
+        others = {name: x for name, x in others.items() if all(x is not each for each in types)}
+        # models hand out images and sound in the order of the tokens that stand for them, over all rows
+        kinds = (self.input_ids, *types)
+        placed = [[kind[row, stands].tolist() for kind in kinds] for row, stands in enumerate(content)]
         try:
-            digest = _digest({name: x for name, x in others.items() if all(x is not each for each in types)})
+            digest = _digest([others, placed])
         except TypeError:
             return None
         rows = []
         for row, padding in enumerate(self.paddings):
             ids, stands = self.input_ids[row, padding:].tolist(), content[row, padding:].tolist()
+            num_content = len(ids) - stands[::-1].index(True) if any(stands) else 0
             axes = self.axes[row] or []
             columns = [*(each[row, padding:].tolist() for each in types), *axes]
             keys: list[Hashable] = list(ids)
             for i, (token, is_content) in enumerate(zip(ids, stands)):
+                is_content |= bool(others) and num_content == 0  # what the inputs are to such a row is not known
                 if is_content or any(axis[i] != i for axis in axes):
                     keys[i] = token, tuple(column[i] for column in columns), (digest, row) if is_content else None
-            rows.append((keys, len(ids) - stands[::-1].index(True) if any(stands) else 0))
+            rows.append((keys, num_content))
         return rows
 
 

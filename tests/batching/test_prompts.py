@@ -422,3 +422,16 @@ def test_pictures_that_move_to_other_rows_are_other_content(hits: list[int]) -> 
         hits.clear()
         same(model, {**inputs, "input_ids": torch.cat(rows), "attention_mask": mask}, options)
     assert min(hits) > 0
+
+
+def test_rows_without_a_known_placeholder_are_known_by_all_inputs() -> None:
+    model, inputs = model_of(LLAVA), pictures(LLAVA)
+    ids = inputs["input_ids"].clone()
+    ids[1] = 7
+    for others in (inputs, other_pictures(inputs)):
+        first, other = (
+            Prompts(ids, {"pixel_values": x["pixel_values"], "sound": x["pixel_values"]}, [0, 0]).keys(model.config)
+            for x in (inputs, others)
+        )
+        assert first is not None and other is not None
+        assert (first == other) == (others is inputs) and (first[1][0][0] == other[1][0][0]) == (others is inputs)

@@ -330,7 +330,7 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
             logits, inputs = next_logits(model, ids, inputs, begins=not step)
             plain.append(logits)
             ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
-    if twin.cross is not None and twin.cross.get_seq_length() != prompts.num_encoder_tokens:
+    if twin.cross is not None and twin.cross.get_seq_length() not in (0, prompts.num_encoder_tokens):
         return "its decoder does not attend to one token for each of its encoder's output"
     pairs = zip(tensors_of(others.model_kwargs), tensors_of(prompts.model_kwargs))
     if not all(bool(((x == y) | (x != x)).all()) for x, y in pairs):

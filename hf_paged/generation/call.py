@@ -48,6 +48,7 @@ from ..model.capability import TOGETHER, Layout, is_stock
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
 from ..model.registry import note_route, route_of
+from ..model.rope import find_length_rope
 from ..step import ReadCounters
 
 logger = logging.getLogger(__name__)
@@ -260,6 +261,8 @@ class BatchCall:
         if reason is None:
             if not self.layout.mixed_lengths and any(self.paddings):
                 yield "padding changes what its rows give"
+            if self._shares_factors():
+                yield "the longest row decides the rotary factors of all"
             return
         if not self.layout.side_by_side:
             yield reason
@@ -304,6 +307,15 @@ class BatchCall:
             if bool(((positions != counted) & (counted >= 0)).any()):
                 return "the position ids do not count a row's tokens"
         return None
+
+    def _shares_factors(self) -> bool:
+        """Whether rows of unequal lengths come to have other rotary factors than each would have alone."""
+        rope = find_length_rope(self.call.model, self.call.model.modules()) if any(self.paddings) else None
+        if rope is None:
+            return False
+        max_length = self.inputs.generation_config.max_length + self.num_unseen
+        shortest = self.inputs.input_ids.shape[1] + self.num_unseen - max(self.paddings)
+        return rope.factors(shortest) != rope.factors(max_length)
 
     @property
     def num_unseen(self) -> int:

@@ -157,7 +157,7 @@ def _find(
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     """What a forward computes but for the numbers in it, as far as it can be told in a millisecond. Holds no model."""
     kinds = tuple((type(module), module.training) for _, module in modules)
-    held = [x for _, module in modules for x in vars(module).values() if type(x) in _TOLD]
+    held = [x for _, module in modules for name, x in vars(module).items() if type(x) in _TOLD or name == "forward"]
     held += [hook for _, module in modules for hook in hooks_of(module)]
     attributes = tuple(x if type(x) is bool else code_of(x) for x in held)
     classes = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)

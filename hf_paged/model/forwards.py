@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 _NONE: list[Any] = []
+_SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
+_FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
 # Where hooks come from that move, cast or require a gradient for what they get, and look at no token's place.
 _LIBRARIES = ("accelerate.", "peft.", "torch.nn.utils.", "transformers.", "trl.")
 
@@ -37,16 +39,17 @@ def has_foreign_hook(module: nn.Module) -> bool:
 
 
 def code_of(function: Any, seen: set[int] | None = None) -> Any:
-    """What tells a function, method, wrapper or hook from those that compute something else: its code and that of the
-    functions it calls by closure. Equal for two that were made alike, hashable, and keeps code and classes alive."""
+    """What tells a function, method, callable object, wrapper or hook from those that compute something else: its code,
+    the scalars that it closes over or has as attributes, and the functions that it calls by these. Equal for two that
+    were made alike, hashable, and keeps code and classes alive."""
     kind, seen = type(function), set() if seen is None else seen
-    if kind in (bool, str, torch.dtype):
+    if kind in _SCALARS:
         return function
     if id(function) in seen:  # some close over themselves
         return kind
     seen.add(id(function))
     if kind is types.MethodType:
-        return kind, code_of(function.__func__, seen)
+        return kind, code_of(function.__func__, seen), _told(getattr(function.__self__, "__dict__", {}), seen)
     if kind is types.FunctionType:
         cells = (_content(cell) for cell in function.__closure__ or ())
         return function.__code__, *(code_of(x, seen) for x in (*cells, *(function.__defaults__ or ())))
@@ -55,8 +58,19 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
         return kind, *(code_of(part, seen) for part in parts)
     if kind is torch.autocast:
         return kind, function.device, function.fast_dtype, function._enabled
-    wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
-    return kind if wrapped is None else (kind, code_of(wrapped, seen))
+    if kind is types.BuiltinFunctionType:
+        return kind, function.__qualname__
+    if kind is dict:
+        return kind, _told(function, seen)
+    if isinstance(function, (nn.Module, type)) or not callable(function):
+        return kind
+    return kind, _told(getattr(function, "__dict__", {}), seen)
+
+
+def _told(attributes: dict[Any, Any], seen: set[int]) -> Any:
+    """Of names and what they stand for: scalars and functions."""
+    told = _SCALARS | _FUNCTIONS
+    return tuple((str(name), code_of(x, seen)) for name, x in attributes.items() if type(x) in told)
 
 
 def _content(cell: types.CellType) -> Any:

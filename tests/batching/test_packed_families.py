@@ -125,3 +125,24 @@ def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
     route = last_route(model)
     assert route is not None and route.reason.startswith("packed forwards"), route
     assert memory_stats(model).used_blocks == 0
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
+@pytest.mark.parametrize("name", sorted(LENGTHS))
+def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> None:
+    """Plain `generate` gives all rows the factors of the longest: such calls are the model's own loop's."""
+    model, options = build(name), {**MODES[mode], "pad_token_id": 0}
+    for lengths, num_new, road in (((5, 19), 13, "engine"), ((30, 6), 8, "hf_loop"), ((40, 34), 5, None)):
+        texts, width = prompts(*lengths), max(lengths)
+        inputs = {
+            "input_ids": torch.tensor([[0] * (width - len(text)) + text for text in texts]),
+            "attention_mask": torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts]),
+        }
+        model(torch.tensor([[5]]))  # a module may have grown with a longer sequence
+        expected = model.generate(**inputs, **{**options, "max_new_tokens": num_new})
+        model(torch.tensor([[5]]))
+        found = model.generate(**inputs, **{**options, "max_new_tokens": num_new}, cache_implementation="paged")
+        assert torch.equal(expected, found), (lengths, last_route(model))
+        route = last_route(model)
+        assert route is not None and route.road == (road or ("hf_loop" if name == "dynamic" else "engine")), route
+        assert memory_stats(model).used_blocks == 0

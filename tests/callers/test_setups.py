@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_paged
 from hf_paged import PagedEngine
+from hf_paged.model import capability
 from tests.callers.test_callers import assert_used_pool
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 from tests.regressions.test_autocast import CLOSE
@@ -216,6 +217,74 @@ def test_a_forward_that_depends_on_the_batch() -> None:
     replace_mlp(needs_rows, raising)
     assert_same_tokens(generate(needs_rows), generate(needs_rows, **models.PAGED))
     assert route_of(needs_rows).road == "hf_loop"
+
+
+class MeanLess:
+    """A forward that is no function: less the mean over the batch, if it is switched on."""
+
+    def __init__(self, mlp: Any, is_on: int) -> None:
+        self.own, self.is_on = type(mlp).forward.__get__(mlp), is_on
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.apply(hidden)
+
+    def apply(self, hidden: Tensor) -> Tensor:
+        mean = hidden.mean((0, 1), keepdim=True)
+        return self.own(hidden) - (mean if self.is_on else 0)
+
+
+def of_method(own: Any, module: Any) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        return own(hidden) - (hidden.mean((0, 1), keepdim=True) if self.is_on else 0)
+
+    return types.MethodType(forward, module)
+
+
+def of_number(own: Any, is_on: int) -> Callable[..., Tensor]:
+    return lambda hidden: own(hidden) - (hidden.mean((0, 1), keepdim=True) if is_on else 0)
+
+
+def of_options(own: Any, options: dict[str, int]) -> Callable[..., Tensor]:
+    return lambda hidden: own(hidden) - (hidden.mean((0, 1), keepdim=True) if options["is_on"] else 0)
+
+
+@pytest.mark.parametrize("kind", ["object", "object's method", "number", "dict", "module's method", "first an object"])
+def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
+    """What it closes over or has as an attribute now makes it look at the whole batch."""
+    model = models.build("llama")
+    mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr]
+    own, options = type(mlp).forward.__get__(mlp), {"is_on": 0}
+    found = MeanLess(mlp, 0)
+    mlp.is_on = 0
+
+    def put(is_on: int) -> None:
+        options["is_on"] = found.is_on = mlp.is_on = is_on
+        forwards: dict[str, Any] = {
+            "object": found,
+            "object's method": found.apply,
+            "number": of_number(own, is_on),
+            "dict": of_options(own, options),
+            "module's method": of_method(own, mlp),
+        }
+        mlp.forward = forwards.get(kind, found if is_on else own)
+
+    tokens = []
+    for is_on, road in enumerate(("engine", "hf_loop")):
+        put(is_on)
+        tokens.append(generate(model))
+        assert_same_tokens(tokens[-1], generate(model, **models.PAGED))
+        assert route_of(model).road == road, route_of(model).reason
+    assert not torch.equal(*tokens), "the switch does nothing: the test is void"
+
+
+def test_a_forward_that_only_records_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, check = [], capability.self_check
+    monkeypatch.setattr(capability, "self_check", lambda *args: checks.append(0) or check(*args))
+    model, seen = models.build("llama"), []
+    replace_mlp(model, lambda own, hidden: seen.append(hidden.shape) or own(hidden))  # type: ignore[func-returns-value]
+    for _ in range(3):
+        generate(model, **models.PAGED)
+    assert len(checks) == 1 and seen
 
 
 @pytest.mark.parametrize("replaced", ["layer", "model"])

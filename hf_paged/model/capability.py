@@ -124,7 +124,8 @@ def how_rows_join(
     given = {name for name, value in prompts.model_kwargs.items() if value is not None}
     if cache.cross is None or not is_known or given & {"decoder_attention_mask", "decoder_position_ids"}:
         return None
-    found = _find(join_check, "together", model, cache, make, prompts, kind=(tuple(sorted(given)), prompts.length > 1))
+    kind = tuple(sorted(given)), prompts.length > 1, prompts.num_encoder_tokens > 1
+    found = _find(join_check, "together", model, cache, make, prompts, kind=kind)
     return None if isinstance(found, str) else found
 
 
@@ -409,7 +410,7 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
         return torch.cat([*begun, own.run(a, b), own.run(a, b)])
 
     dtypes = {model.dtype, autocast_dtype(compute_device(model))}
-    for verdict in itertools.product((False, True), (False, True)):
+    for verdict in itertools.product((False, True), (False, True) if width > 1 else (True,)):
         second = like if verdict[1] else shorter
         with contextlib.suppress(ForwardFailedError):
             alone, joined = (compute(second, verdict, joins) for joins in (False, True))

@@ -301,6 +301,21 @@ def test_sound_of_whisper() -> None:
         assert [each.token_ids for each in results[str(row)].sequences] == expected
 
 
+def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
+    """What the check finds on the first request, whose sound is one frame, is not held of sounds of several lengths."""
+    model, generator = copy.deepcopy(build("SpeechT5ForSpeechToText")), torch.Generator().manual_seed(4)
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    sounds = [torch.randn((1, length), generator=generator) for length in (400, 4000, 2000, 1200)]
+    with PagedEngine(model, SMALL) as engine:
+        for i, sound in enumerate(sounds):
+            engine.add_request(None, options, inputs={"input_values": sound}, request_id=str(i))
+        results = run_all(engine)
+        assert_drained(engine)
+    for i, sound in enumerate(sounds):
+        assert results[str(i)].error is None
+        assert model.generate(sound, **options)[0, 1:].tolist() == results[str(i)].token_ids
+
+
 def test_requests_wait_for_blocks_of_their_encoders() -> None:
     with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=19)) as engine:
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):

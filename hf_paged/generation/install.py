@@ -146,9 +146,10 @@ def _prefill(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: 
         return original(model, *args, **kwargs)
     given["input_ids"], given["model_kwargs"] = ids, inputs = first
     outputs = original(*bound.args, **bound.kwargs)
-    for value in inputs.values():  # every layer must know how to reorder its rows; to repeat one is a case of that
-        if isinstance(value, Cache):
-            value.reorder_cache(torch.arange(len(ids), device=ids.device).repeat_interleave(call.repeats))
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]  # a model may have begun one of its own
+    for cache in caches or [value for value in inputs.values() if isinstance(value, Cache)]:
+        # every layer must know how to reorder its rows; to repeat one is a case of that
+        cache.reorder_cache(torch.arange(len(ids), device=ids.device).repeat_interleave(call.repeats))
     for name, value in outputs.items():
         if not isinstance(value, Cache):
             outputs[name] = _repeat(value, len(ids), call.repeats)

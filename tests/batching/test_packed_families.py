@@ -132,7 +132,12 @@ def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
 def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> None:
     """Plain `generate` gives all rows the factors of the longest: such calls are the model's own loop's."""
     model, options = build(name), {**MODES[mode], "pad_token_id": 0}
-    for lengths, num_new, road in (((5, 19), 13, "engine"), ((30, 6), 8, "hf_loop"), ((40, 34), 5, None)):
+    for lengths, num_new, road in (
+        ((5, 19), 13, "engine"),
+        ((30, 6), 8, "hf_loop"),
+        ((40, 6), 5, "hf_loop"),
+        ((40, 34), 5, None),
+    ):
         texts, width = prompts(*lengths), max(lengths)
         inputs = {
             "input_ids": torch.tensor([[0] * (width - len(text)) + text for text in texts]),

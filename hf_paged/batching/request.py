@@ -43,8 +43,11 @@ class Sequence:
     @property
     def keys(self) -> list[Any]:
         """What the prefix index knows its tokens by."""
-        keys = self.request.keys
-        return self.token_ids if keys is None else keys + self.token_ids[len(keys) :]
+        keys, inputs = self.request.keys, self.request.inputs
+        if keys is None or inputs is None:
+            return self.token_ids
+        prompts, row = inputs
+        return keys + prompts.keys_behind(row, self.token_ids[len(keys) :])
 
     @property
     def is_whole(self) -> bool:

@@ -435,3 +435,29 @@ def test_rows_without_a_known_placeholder_are_known_by_all_inputs() -> None:
         )
         assert first is not None and other is not None
         assert (first == other) == (others is inputs) and (first[1][0][0] == other[1][0][0]) == (others is inputs)
+
+
+def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
+    model = models.get("llama")
+    ids = torch.randint(5, 100, (1, 20), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(20)[None] * 3 + 1
+    found = model.generate(ids, position_ids=positions, max_new_tokens=120, do_sample=False, **models.PAGED)[:, :100]
+    mask, options = torch.ones_like(found), {"max_new_tokens": 60}
+    for first, expected in ((positions[0, -1] + 1, 96), (20, 16)):  # those with which it went on, and others
+        behind = torch.arange(first, first + 80)[None]
+        hits.clear()
+        given = {"input_ids": found, "attention_mask": mask, "position_ids": torch.cat([positions, behind], 1)}
+        assert same(model, given, options).road == "engine" and hits == [expected]
+
+
+def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -> None:
+    model, inputs = model_of(QWEN), of_row(with_question(pictures(QWEN)), 0, QWEN)
+    length = inputs["input_ids"].shape[1]
+    answer = model.generate(**inputs, max_new_tokens=100, do_sample=False, **models.PAGED)[:, length:]
+    more = {name: torch.cat([x, torch.zeros_like(answer)], 1) for name, x in inputs.items() if x.shape == (1, length)}
+    more |= {"input_ids": torch.cat([inputs["input_ids"], answer], 1)}
+    if "attention_mask" in more:
+        more["attention_mask"] = torch.ones_like(more["input_ids"])
+    hits.clear()
+    same(model, {**inputs, **more}, {"max_new_tokens": 60})
+    assert hits[0] > length + 80

@@ -226,6 +226,18 @@ class Prompts:
             rows.append((keys, num_content))
         return rows
 
+    def keys_behind(self, row: int, token_ids: list[int]) -> list[Hashable]:
+        """What the prefix cache knows tokens by that follow a row's prompt: as if they were more of its text."""
+        axes = self.axes[row]
+        if axes is None:
+            return list(token_ids)
+        first, types = len(axes[0]), (0,) * len(self._types)
+        columns = zip(*(self.positions(row, first, first + len(token_ids)) or ()))
+        return [
+            (token, (*types, *places), None) if any(place != i for place in places) else token
+            for i, (token, places) in enumerate(zip(token_ids, columns), first)
+        ]
+
 
 def no_blocks(cache: PagedCache) -> SequenceBlocks:
     """Of a row that is not stored."""

@@ -316,6 +316,21 @@ def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
         assert model.generate(sound, **options)[0, 1:].tolist() == results[str(i)].token_ids
 
 
+def test_timestamps_are_for_generate_alone() -> None:
+    """Whisper's own `generate` decodes again from where the last timestamp says that text was cut off."""
+    model = copy.deepcopy(build("WhisperForConditionalGeneration"))
+    config = model.generation_config
+    config.no_timestamps_token_id, config.max_initial_timestamp_index, config.is_multilingual = 90, 5, False
+    config.eos_token_id = model.config.eos_token_id = 45
+    features, options = inputs_of("WhisperForConditionalGeneration")["input_features"][:1], {"max_new_tokens": 10}
+    expected = model.generate(features, return_timestamps=True, **options)
+    assert expected.shape[1] > 10, "more than one decoding loop was meant to run"
+    assert torch.equal(model.generate(features, return_timestamps=True, **options, **PAGED), expected)
+    config.return_timestamps = True
+    with PagedEngine(model, SMALL) as engine, pytest.raises(ValueError, match=r"return_timestamps.*generate"):
+        engine.add_request(None, options, inputs={"input_features": features})
+
+
 def test_requests_wait_for_blocks_of_their_encoders() -> None:
     with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=19)) as engine:
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):

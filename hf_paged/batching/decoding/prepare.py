@@ -160,6 +160,10 @@ def _captured_request(
         )
     config = call.arguments["generation_config"]
     _check_mode(config)
+    if getattr(config, "return_timestamps", False):
+        raise ValueError(
+            "`return_timestamps` is served by `generate` only: the tokens decide how many decoding loops a sound takes"
+        )
     for name in (*_REPORTS, *_OUTPUTS):
         setattr(config, name, False)
     return call

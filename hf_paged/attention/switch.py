@@ -26,9 +26,18 @@ NAME = "hf_paged"
 
 
 class _Switched(str):
-    """Our name in a config that a call has switched. Copies and pickles made meanwhile get the config's own name."""
+    """Our name in a config that a call has switched, which code that compares names takes for the config's own. Copies
+    and pickles made meanwhile get that."""
 
     named: str
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or self.named == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return str, (self.named,)
@@ -174,15 +183,13 @@ def calls_interface(modules: Iterable[nn.Module]) -> bool:
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """The configs that cached attention layers, of all a model's `modules`, read their implementation from, and whose
-    other readers behave the same under our name as under the one they have."""
+    """The configs that cached attention layers, of all a model's `modules`, read their implementation from."""
     switchable = []
     for config, classes in _readers(modules):
         named = compat.attention_of(config)  # one look: a call of another thread may end before the next
         if named == NAME and not isinstance(named, _Switched):
             continue  # loaded with ours: nothing to switch
-        named = model_attention(config)
-        if any(map(_calls_interface, classes)) and not any(_branches(cls, named) for cls in classes):
+        if any(map(_calls_interface, classes)):
             switchable.append(config)
     return switchable
 
@@ -211,22 +218,6 @@ def _calls_interface(cls: type) -> bool:
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     updates = any(isinstance(node, ast.Attribute) and node.attr == "update" for node in ast.walk(tree))
     return "ALL_ATTENTION_FUNCTIONS" in names and updates
-
-
-@functools.cache
-def _branches(cls: type, named: str) -> bool:
-    """Whether code of the class compares the implementation's name in a way that ours would answer differently."""
-    for node in ast.walk(_tree(cls) or ast.Module([], [])):
-        match node:
-            case ast.Compare(left=ast.Attribute(attr="_attn_implementation"), ops=[operator], comparators=[right]):
-                try:
-                    known = ast.literal_eval(right)
-                except ValueError:  # compared with something we cannot read: not safe
-                    return True
-                known = known if isinstance(operator, (ast.In, ast.NotIn)) else (known,)
-                if (named in known) != (NAME in known):
-                    return True
-    return False
 
 
 # What an eager attention function may use of its module and call, for our kernels to compute the same.

@@ -140,14 +140,19 @@ def test_a_shallow_copy_made_during_a_call_gets_its_own_attention_back() -> None
     assert type(compat.attention_of(copied)) is str and copied._attn_implementation == "sdpa"
 
 
-def test_a_class_that_branches_on_the_name_is_left_alone() -> None:
-    model = build("gpt2")
-    model.config._attn_implementation_internal = "eager"
-    with use_paged_attention(switchable_configs(model.modules())):  # GPT2Attention compares with "eager"
-        assert model.config._attn_implementation == "eager"
-    model.config._attn_implementation_internal = "sdpa"
+@pytest.mark.parametrize("named", ["eager", "sdpa"])
+def test_code_that_compares_names_sees_the_configs_own(named: str) -> None:
+    model = build("gpt2").eval()
+    model.set_attn_implementation(named)  # GPT2Attention compares with "eager"
+    ids = torch.randint(3, 64, (2, 7))
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
     with use_paged_attention(switchable_configs(model.modules())):
-        assert model.config._attn_implementation == NAME
+        switched = model.config._attn_implementation
+        assert switched == NAME and switched == named and {NAME: 1}[switched] == 1
+        assert switched != ("sdpa" if named == "eager" else "eager") and switched in (named,)
+    assert type(model.config._attn_implementation) is str and model.config._attn_implementation == named
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"), expected)
+    assert hf_paged.last_route(model).in_place
 
 
 def test_a_mask_that_shows_dropped_padding_is_refused() -> None:

@@ -331,6 +331,23 @@ def test_timestamps_are_for_generate_alone() -> None:
         engine.add_request(None, options, inputs={"input_features": features})
 
 
+@pytest.mark.parametrize("name", [T5, "BartForCausalLM"])
+def test_inputs_that_have_a_graph(name: str) -> None:
+    """Embeddings and encoders' outputs that a caller computed without `no_grad`."""
+    model, found = build(name), inputs_of(name)
+    ids, mask = found["input_ids"], found["attention_mask"]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    given: list[dict[str, Any]] = [{"inputs_embeds": model.get_input_embeddings()(ids)}]
+    if model.config.is_encoder_decoder:
+        given.append({"encoder_outputs": model.get_encoder()(input_ids=ids, attention_mask=mask)})
+    for inputs in given:
+        expected = model.generate(**inputs, attention_mask=mask, **options)
+        assert torch.equal(model.generate(**inputs, attention_mask=mask, **options, **PAGED), expected)
+        route = last_route(model)
+        assert route is not None and route.road == "engine", route
+    assert given[0]["inputs_embeds"].requires_grad
+
+
 def test_requests_wait_for_blocks_of_their_encoders() -> None:
     with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=19)) as engine:
         for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):

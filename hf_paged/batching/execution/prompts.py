@@ -22,7 +22,7 @@ from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
 from ...model.capability import is_stock, stock_cache
-from ...model.own_loop import next_logits, tensors_of
+from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ...model.state import hash_tensors
 from ..request import Request
 
@@ -250,6 +250,7 @@ def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str
     model with an encoder. What else than padding on the left an attention mask hides is its own."""
     ids, given = unexpanded
     given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in CACHE_NAMES}
+    given = {name: map_tensors(Tensor.detach, value) for name, value in given.items()}  # without a caller's graph
     mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
     prompts = Prompts(ids, given, [0] * len(ids), position_ids=given.get("position_ids"))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):

@@ -12,7 +12,6 @@ from torch import nn
 
 _NONE: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-_FUNCTIONS = {types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial}
 # Where hooks come from that move, cast or require a gradient for what they get, and look at no token's place.
 _LIBRARIES = ("accelerate.", "peft.", "torch.nn.utils.", "transformers.", "trl.")
 
@@ -68,9 +67,9 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
 
 
 def _told(attributes: dict[Any, Any], seen: set[int]) -> Any:
-    """Of names and what they stand for: scalars and functions."""
-    told = _SCALARS | _FUNCTIONS
-    return tuple((str(name), code_of(x, seen)) for name, x in attributes.items() if type(x) in told)
+    """Of names and what they stand for: scalars and what can be called."""
+    told = ((name, x) for name, x in attributes.items() if type(x) in _SCALARS or callable(x))
+    return tuple((str(name), code_of(x, seen)) for name, x in told)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -248,7 +248,20 @@ def of_options(own: Any, options: dict[str, int]) -> Callable[..., Tensor]:
     return lambda hidden: own(hidden) - (hidden.mean((0, 1), keepdim=True) if options["is_on"] else 0)
 
 
-@pytest.mark.parametrize("kind", ["object", "object's method", "number", "dict", "module's method", "first an object"])
+class Around:
+    """A forward that is no function, around another."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.wrapped(hidden)
+        return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["object", "object's object", "object's method", "number", "dict", "module's method", "first an object"]
+)
 def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
     """What it closes over or has as an attribute now makes it look at the whole batch."""
     model = models.build("llama")
@@ -261,6 +274,7 @@ def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
         options["is_on"] = found.is_on = mlp.is_on = is_on
         forwards: dict[str, Any] = {
             "object": found,
+            "object's object": Around(found),
             "object's method": found.apply,
             "number": of_number(own, is_on),
             "dict": of_options(own, options),

@@ -148,10 +148,10 @@ def build(name: str, is_tiny: bool) -> Any:
     return model_class(config_class(**_SHARED, **fixed, **(tiny if is_tiny else large))).eval()
 
 
-def prompts(model: Any) -> list[dict[str, torch.Tensor]]:
+def prompts(model: Any, turn: int = 0) -> list[dict[str, torch.Tensor]]:
     """16 prompts as a processor returns them, a row each: of 16 different lengths up to 64 tokens, behind a picture
-    where the model takes one; or of sound."""
-    config, generator = model.config, torch.Generator().manual_seed(0)
+    where the model takes one; or of sound. Others in each turn, so that no prefix cache has them."""
+    config, generator = model.config, torch.Generator().manual_seed(turn)
     if model.main_input_name == "input_features":
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
         return [{"input_features": torch.randn(shape, generator=generator)} for _ in range(ROWS)]
@@ -189,7 +189,7 @@ def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -
     """In this process: seconds of each system in each turn, whether its tokens are plain's, and the route."""
     model = build(name, is_tiny)
     rows = prompts(model)
-    inputs = batch(rows)
+    inputs = batch(rows)  # these two are others in each turn
     lengths = [max(2, round(scale * length)) for length in WORKLOADS[workload]]
     width = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1
     never = model.config.get_text_config().vocab_size - 1  # ends no row, but makes `generate` pad those that are done
@@ -227,6 +227,8 @@ def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -
         equal[f"{system}_road"] = f"{route.road}: {route.reason}" if route else ""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     for turn in range(turns):
+        rows = prompts(model, turn + 1)
+        inputs = batch(rows)
         for system in list(systems) if turn % 2 else reversed(list(systems)):
             start = time.perf_counter()
             systems[system]()

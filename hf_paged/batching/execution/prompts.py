@@ -250,13 +250,18 @@ def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str
     model with an encoder. What else than padding on the left an attention mask hides is its own."""
     ids, given = unexpanded
     given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in CACHE_NAMES}
-    given = {name: map_tensors(Tensor.detach, value) for name, value in given.items()}  # without a caller's graph
+    given = {name: map_tensors(_without_graph, value) for name, value in given.items()}
     mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
     prompts = Prompts(ids, given, [0] * len(ids), position_ids=given.get("position_ids"))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
         paddings = (mask.cumsum(-1) == 0).sum(-1)
         prompts.paddings = torch.where(paddings == prompts.length, 0, paddings).tolist()
     return prompts
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    """The same numbers, which can be copied, and which keep nothing of what computed them."""
+    return x.detach() if x.requires_grad else x
 
 
 def unshared(value: Any) -> Any:

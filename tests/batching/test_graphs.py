@@ -426,9 +426,9 @@ def test_a_forward_that_cannot_be_recorded(
             assert torch.equal(generate(model, inputs, **options, cache_config={"prefix_caching": False}), expected)
             assert torch.equal(torch.get_rng_state(), state)
     assert not graphs.graphs
-    assert [record.getMessage().split("its forward ")[1].split()[0] for record in caplog.records] == [
-        "draws" if forward is _draws else "waits"
-    ]
+    # one that draws is not the engine's
+    told = [record.getMessage().split("its forward ")[1].split()[0] for record in caplog.records]
+    assert told == ([] if forward is _draws else ["waits"])
     assert hf_paged.last_route(model).num_captured_steps == 0  # type: ignore[union-attr]
     hf_paged.check_integrity(model)
 

@@ -167,7 +167,7 @@ def test_seq2seq_trainer_runs_a_decoder_on_the_engine(tmp_path: Path) -> None:
     assert hf_paged.last_route(model).road == "engine"
 
 
-def test_labels_that_a_model_itself_prepares_stay_off_the_engine() -> None:
+def test_labels_that_a_model_itself_prepares_are_its_prompts() -> None:
     class Own(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
             prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
@@ -177,10 +177,10 @@ def test_labels_that_a_model_itself_prepares_stay_off_the_engine() -> None:
 
     model, inputs = models.build("llama"), models.prompt("llama")
     model.__class__ = Own
-    inputs["labels"] = inputs["input_ids"].flip(0)
-    expected = model.generate(**inputs, max_new_tokens=6)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=6, **models.PAGED), expected)
-    assert "model inputs other than token ids: labels" in hf_paged.last_route(model).reason
+    for labels in (inputs["input_ids"].flip(0), inputs["input_ids"].flip(0).clamp(max=9), inputs["input_ids"]):
+        inputs["labels"] = labels  # others behind the same token ids
+        expected = model.generate(**inputs, max_new_tokens=100)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=100, **models.PAGED), expected)
 
 
 def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:

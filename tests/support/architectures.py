@@ -400,19 +400,22 @@ def overview(results: list[Result]) -> str:
 
 
 def class_lists(results: list[Result]) -> str:
-    """The classes by what the call does with them."""
+    """The classes by what the call does with them, and why some are not on the engine."""
+    served = [result for result in results if result.modes]
+    others = [result for result in served if result.road != "engine"]
     groups = {
-        "on the engine": [r for r in results if r.modes and r.road == "engine"],
-        "transformers' own loop, blocks read in place": [
-            r for r in results if r.modes and r.in_place and r.road != "engine"
-        ],
-        "keys and values gathered, or none in blocks": [
-            r for r in results if r.modes and not r.in_place and r.road != "engine"
-        ],
-        "not built tiny, or not served by plain `generate`": [r for r in results if not r.modes],
+        "on the engine": [result for result in served if result.road == "engine"],
+        "not built tiny, or not served by plain `generate`": [result for result in results if not result.modes],
     }
     lists = [f"**{title}**: {', '.join(result.name for result in group)}." for title, group in groups.items() if group]
-    return "\n\n".join(lists)
+    reasons = [f"- {result.name}: {_reason(result)}" for result in others]
+    return "\n\n".join([*lists, f"**not on the engine**, {len(others)} classes:", "\n".join(reasons)])
+
+
+def _reason(result: Result) -> str:
+    """Why a class is not on the engine."""
+    reason = result.reason.removeprefix("paged cache under the model's own decoding loop; not on the engine: ")
+    return reason or "its `generate` is its own"
 
 
 def _media(result: Result) -> list[str]:

@@ -28,7 +28,7 @@ from ..request import Request
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
 # Inputs that say nothing of a prompt, or something of each of its tokens.
-_COMMON = {*CACHE_NAMES, "use_cache", "logits_to_keep", "labels", "tokenizer", "attention_mask", "position_ids"}
+_COMMON = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 # In the names that configs have for tokens which stand for other content, or mark it.
 _MEDIA = ("image", "video", "audio", "vision", "visual", "speech", "sound", "media", "patch", "frame")
 

@@ -253,7 +253,7 @@ def test_a_request_is_generate_on_its_prompt(do_sample: bool) -> None:
     )
     torch.manual_seed(5)
     plain = model.generate(prompt, generation_config=config)
-    decoding = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
+    decoding, _ = request_decoding(model, prompt[0].tolist(), config, RequestOptions(seed=5))
     assert isinstance(decoding, BeamDecoding) and decoding.num_rows == 4 and decoding.max_length == 11 + NEW
     assert torch.equal(drive(decoding, model).result(), plain)
 
@@ -266,7 +266,8 @@ def test_a_failing_beam_request_fails_alone() -> None:
             raise KeyError("on purpose")
 
     config = GenerationConfig(num_beams=3, max_new_tokens=4)
-    decodings = [request_decoding(model, [5, 6], config, RequestOptions(logits_processor=p)) for p in ([], [Fail()])]
+    options = (RequestOptions(logits_processor=processors) for processors in ([], [Fail()]))
+    decodings = [request_decoding(model, [5, 6], config, each)[0] for each in options]
     first, second = sample_step([(decoding, torch.randn(3, 128)) for decoding in decodings])
     assert not isinstance(first, Exception) and first.parents is not None and isinstance(second, KeyError)
 

@@ -326,7 +326,7 @@ def request(prompt: list[int], model_name: str = "llama", **options: Any) -> Any
     ours = {field.name: options.pop(field.name) for field in fields(RequestOptions) if field.name in options}
     tokenizer = options.pop("tokenizer", None)
     config = GenerationConfig(**{"max_new_tokens": NEW, **options})
-    return request_decoding(models.get(model_name), prompt, config, RequestOptions(**ours), tokenizer)
+    return request_decoding(models.get(model_name), prompt, config, RequestOptions(**ours), tokenizer)[0]
 
 
 @pytest.mark.parametrize("name", ROW_WISE)
@@ -349,7 +349,7 @@ def test_a_request_takes_the_models_defaults() -> None:
     prompt = models.token_ids(1, 11)
     torch.manual_seed(5)
     plain = model.generate(prompt)
-    decoding = request_decoding(model, prompt[0].tolist(), None, RequestOptions(seed=5))
+    decoding, _ = request_decoding(model, prompt[0].tolist(), None, RequestOptions(seed=5))
     assert decoding.num_rows == 2 and torch.equal(drive(decoding, model).result(), plain)
 
 

@@ -203,7 +203,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)}, "blocks of a wider dtype"),
         ({**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)}, "values of 520 dimensions: at most 512"),
         ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
-        ({**PROMPT, "options": {"bias": torch.zeros(1)}}, "a bias for more queries"),
+        ({**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}}, "a bias that differs among more queries"),
     ],
     ids=["dtype", "dim", "strides", "heads", "gradient", "block", "rows", "wider", "values", "scale", "bias"],
 )

@@ -68,7 +68,7 @@ class BlockManager:
 
     @property
     def num_total(self) -> int:
-        return self.num_free + sum(group.pool.num_used for group in self.groups)
+        return self.num_free + sum(group.pool.num_used for group in self.groups if group.spec.is_counted)
 
     def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
         """`GroupSpec.num_spanned` of each group, beside what `blocks` has of the tokens in front."""
@@ -172,7 +172,7 @@ class BlockManager:
             table.drop_before(group.spec.first_visible(table.num_tokens))
 
     def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
-        total = sum(needs)
+        total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
         if total and total > self.num_free:
             return None
         taken: list[list[int]] = []

@@ -25,8 +25,13 @@ class GroupSpec:
     def storage_dtype(self, dtype: Any) -> Any:
         return dtype
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether its blocks are memory, which `num_blocks` bounds."""
+        return True
+
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """The most blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
+        """The most counted blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
         `num_held` that hold what is in front; `first` is where a block begins."""
         span = -(-end // block_size) - first // block_size
         if self.window is not None:  # the oldest token seen may be the last of its block
@@ -62,8 +67,12 @@ class StateSpec(GroupSpec):
     def block_size(self, num_tokens: int) -> int:
         return UNBOUNDED
 
+    @property
+    def is_counted(self) -> bool:
+        return not self.is_empty
+
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        return max(0, super().num_spanned(first, end, chunk, num_held, block_size) - num_held)
+        return 0 if self.is_empty else max(0, super().num_spanned(first, end, chunk, num_held, block_size) - num_held)
 
     @property
     def prefix_window(self) -> int | None:

@@ -192,7 +192,8 @@ class PagedMemory:
 
     @property
     def num_used(self) -> int:
-        return sum(group.pool.num_used for group in self.groups.values())
+        """Counted blocks that a table holds, over all groups."""
+        return sum(group.pool.num_used for group in self.groups.values() if group.spec.is_counted)
 
     @property
     def num_cached(self) -> int:
@@ -213,7 +214,7 @@ class PagedMemory:
     def make_place(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, so that `num_blocks` holds with `needed` more used ones."""
         total, used = self.config.num_blocks, self.num_used
-        if total is None:
+        if total is None or not first.spec.is_counted:
             return
         if needed > total - used:
             raise _over_budget(needed, self.config.block_size, total - used, total, "`num_blocks`")

@@ -84,8 +84,9 @@ class BlockSwapper:
         self.flush_copies = flush_copies
 
     def num_blocks(self, request: Any) -> int:
-        """Blocks that `swap_in` takes, over all groups."""
-        return sum(len(rows) for rows in self._rows(_swapped(request)))
+        """Counted blocks that `swap_in` takes, over all groups."""
+        rows = zip(self.groups, self._rows(_swapped(request)))
+        return sum(len(ids) for group, ids in rows if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
         """Bytes of the distinct blocks of sequences that are not finished, over all layers."""

@@ -27,11 +27,11 @@ BLOCK_SIZE = 8
 ENDS = list(range(30, 42))
 POISON = models.BOS  # which no check computes
 
-# how often a model is drawn, and the layer groups that a row takes blocks of, with one for its slot in rectangles
+# how often a model is drawn, and the layer groups that a row takes blocks of, with one for the slot of its states
 MODELS = {
     "llama": (6, 1),
     "gemma3": (3, 2),
-    "diff_llama": (2, 2),
+    "diff_llama": (2, 1),
     "DeepseekV3ForCausalLM": (2, 1),
     "Qwen3NextForCausalLM": (2, 2),
     "BambaForCausalLM": (2, 2),

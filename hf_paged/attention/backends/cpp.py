@@ -5,16 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.cpp.attention import DTYPES, MAX_QUERIES, Attention
+from ...kernels.cpp.attention import DTYPES, Attention
 from . import gather
 from .reference import AttentionCall
+
+# Queries of a row up to which reading the blocks in place beats gathering them once: where `gather` calls PyTorch's
+# SDPA, in float32 and in half precision, for which it also rounds as that does; and where it computes each operation.
+MAX_QUERIES, MAX_HALF_QUERIES, MAX_EXPLICIT_QUERIES = 64, 16, 512
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """What keeps `attend` from taking a call, in words; `None` if nothing does."""
     query_len, bias = call.step.query_len, call.bias
-    if query_len is not None and query_len > MAX_QUERIES:
-        return f"{query_len} queries a row: gathering once is faster for more than {MAX_QUERIES}"
+    if query_len is not None and query_len > _max_queries(call):
+        return f"{query_len} queries a row: gathering once is faster for more than {_max_queries(call)}"
     if call.needs_grad:
         return "a gradient is wanted: the C++ kernel computes none"
     if not _takes_bias(bias):
@@ -30,9 +34,16 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def attend(call: AttentionCall) -> Tensor:
     """`reference.attend`; float32 arithmetic for every dtype. Rows of many queries go to `gather`."""
     if call.step.query_len is None:
-        parts = [(part, (part.step.query_len or 0) > MAX_QUERIES) for part in call.by_groups()]
+        longest = _max_queries(call)
+        parts = [(part, (part.step.query_len or 0) > longest) for part in call.by_groups()]
         return torch.cat([gather.attend(part) if is_long else attend(part) for part, is_long in parts])
     return _kernel(call)(call.query, call.step, call.sinks, call.bias)
+
+
+def _max_queries(call: AttentionCall) -> int:
+    if not call.is_plain:
+        return MAX_EXPLICIT_QUERIES
+    return MAX_QUERIES if call.query.dtype is torch.float32 else MAX_HALF_QUERIES
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:

@@ -10,8 +10,6 @@ from torch import Tensor
 from ...step import StepMetadata
 from .build import kernel
 
-MAX_QUERIES = 16  # of a row, up to which reading the blocks in place beats gathering them once
-
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # struct AttentionCall, in three parts: this call, the step, the layer

@@ -122,6 +122,7 @@ struct Kernel {
         }
         std::fill(acc, acc + M * padded, 0.f);
         const int64_t steps = (M + kMaxRows - 1) / kMaxRows, step = steps ? (M + steps - 1) / steps : 1;
+        const bool dots = M <= kDotRows && c.key_dim % kLanes == 0;
         const int32_t* table = c.tables + s.row * c.table_stride;
         const T *keys[kTile], *values[kTile];
         const float* widened[kTile];
@@ -137,7 +138,11 @@ struct Kernel {
             }
             prefetch<T>(s, table, start + kTile);
             for (int t = n; t < whole; ++t) keys[t] = keys[n - 1];  // their scores are masked below
-            for (int t = 0; t < whole; t += kSub) {
+            for (int t = 0; dots && t < whole; t += kLanes)
+                with_rows((int)M, [&](auto rows) {
+                    if constexpr (rows() <= kDotRows) dot_rows<rows()>(q, (int)c.key_dim, keys + t, scores + t);
+                });
+            for (int t = 0; !dots && t < whole; t += kSub) {
                 transpose_keys(keys + t, (int)c.key_dim, kt);
                 transpose_keys(keys + t + kLanes, (int)c.key_dim, kt + kLanes);
                 for (int64_t m = 0; m < M; m += step)

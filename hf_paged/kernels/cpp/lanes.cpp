@@ -1,9 +1,18 @@
-// Included by kernels.cpp: 16 lanes of float32 on the vector extensions of GCC and Clang, at any CPU's own width.
+// Included by kernels.cpp: float32 lanes on the vector extensions of GCC and Clang, as many as a register holds. Wider
+// vectors than that compile, too, but their shuffles and comparisons go lane by lane.
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 
 namespace {
 
-constexpr int kLanes = 16, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
-constexpr int kMaxRows = 8;                                // rows of M kept in registers
+constexpr int kLanes = LANES, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
+constexpr int kMaxRows = LANES == 16 ? 8 : 4;                 // rows of M kept in registers
+constexpr int kDotRows = 3;  // rows of M up to which dot products beat a transpose of the keys
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
@@ -24,16 +33,41 @@ inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
 #endif
 
+// Lanes `i ^ distance`, for powers of two; rows i and i + half interleaved, lower and upper half.
+#if LANES == 16
+inline vf swap8(vf x) { return SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline vf swap4(vf x) { return SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
+inline vf swap2(vf x) { return SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
+inline vf swap1(vf x) { return SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
+inline vu low_halves(vu a, vu b) { return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
+inline vu high_halves(vu a, vu b) { return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); }
+#elif LANES == 8
+inline vf swap4(vf x) { return SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
+inline vf swap2(vf x) { return SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5); }
+inline vf swap1(vf x) { return SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6); }
+inline vu low_halves(vu a, vu b) { return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+inline vu high_halves(vu a, vu b) { return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+#else
+inline vf swap2(vf x) { return SHUFFLE(x, x, 2, 3, 0, 1); }
+inline vf swap1(vf x) { return SHUFFLE(x, x, 1, 0, 3, 2); }
+inline vu low_halves(vu a, vu b) { return SHUFFLE(a, b, 0, 4, 1, 5); }
+inline vu high_halves(vu a, vu b) { return SHUFFLE(a, b, 2, 6, 3, 7); }
+#endif
+
 template <class F> inline float reduce(vf x, F f) {
-    x = f(x, SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    x = f(x, SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    x = f(x, SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    return f(x, SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+#if LANES == 16
+    x = f(x, swap8(x));
+#endif
+#if LANES >= 8
+    x = f(x, swap4(x));
+#endif
+    x = f(x, swap2(x));
+    return f(x, swap1(x))[0];
 }
 inline vf larger(vf a, vf b) { return select(a > b, a, b); }
 inline vf plus(vf a, vf b) { return a + b; }
 
-// 16 bits in each 32-bit lane to float32. Float16: the exponent is rebiased by a product, inf and NaN put back.
+// 16 bits in each lane to float32. Float16: the exponent is rebiased by a product, inf and NaN put back.
 inline vf widen(BFloat16*, vu h) { return (vf)(h << 16); }
 inline vf widen(Float16*, vu h) {
     vf f = (vf)((h & 0x7fffu) << 13) * 0x1p112f;
@@ -92,19 +126,19 @@ inline vf tanh16(vf x) {
     return 1.f - 2.f / (exp16(y + y) + 1.f);
 }
 
-// Interleaving rows i and i + 8 rotates the bits of (row, lane) by one; four times transposes.
+// Interleaving rows i and i + kLanes / 2 rotates the bits of (row, lane) by one; as often as there are bits transposes.
 inline void transpose(vu* r) {
-    for (int stage = 0; stage < 4; ++stage) {
-        vu t[16];
-        for (int i = 0; i < 8; ++i) {
-            t[2 * i] = SHUFFLE(r[i], r[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            t[2 * i + 1] = SHUFFLE(r[i], r[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    for (int stage = 1; stage < kLanes; stage *= 2) {
+        vu t[kLanes];
+        for (int i = 0; i < kLanes / 2; ++i) {
+            t[2 * i] = low_halves(r[i], r[i + kLanes / 2]);
+            t[2 * i + 1] = high_halves(r[i], r[i + kLanes / 2]);
         }
-        for (int i = 0; i < 16; ++i) r[i] = t[i];
+        for (int i = 0; i < kLanes; ++i) r[i] = t[i];
     }
 }
 
-// Word w of 16 tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type.
+// Word w of kLanes tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type.
 inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }
 template <class T> inline void put_word(float* kt, int w, vu word, const T*) {
     store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
@@ -119,14 +153,34 @@ template <class T> void transpose_keys(const T* const* tokens, int dim, float* k
     }
     for (int w = 0; w < words; w += kLanes) {
         w = std::min(w, words - kLanes);  // the last step may overlap the one before
-        vu r[16];
-        for (int t = 0; t < 16; ++t) r[t] = load<vu>((const char*)tokens[t] + 4 * (int64_t)w);
+        vu r[kLanes];
+        for (int t = 0; t < kLanes; ++t) r[t] = load<vu>((const char*)tokens[t] + 4 * (int64_t)w);
         transpose(r);
-        for (int i = 0; i < 16; ++i) put_word(kt, w + i, r[i], (const T*)nullptr);
+        for (int i = 0; i < kLanes; ++i) put_word(kt, w + i, r[i], (const T*)nullptr);
     }
 }
 
-// scores[M][32] = a[M][k] @ kt[k][32]
+// scores[M][kLanes] = a[M][k] @ tokens[kLanes][k], k a multiple of kLanes: the products of a token are summed across
+// lanes for all tokens at once.
+template <int M, class T> void dot_rows(const float* a, int k, const T* const* tokens, float* out) {
+    vf s[M][kLanes];
+    for (int t = 0; t < kLanes; ++t) {
+        vf sum[M] = {};
+        for (int d = 0; d < k; d += kLanes) {
+            vf b = load_floats(tokens[t] + d);
+            for (int m = 0; m < M; ++m) sum[m] += load<vf>(a + (int64_t)m * k + d) * b;
+        }
+        for (int m = 0; m < M; ++m) s[m][t] = sum[m];
+    }
+    for (int m = 0; m < M; ++m) {
+        transpose((vu*)s[m]);
+        for (int width = kLanes / 2; width; width /= 2)
+            for (int i = 0; i < width; ++i) s[m][i] += s[m][i + width];
+        store_vf(out + m * kTile, s[m][0]);
+    }
+}
+
+// scores[M][kSub] = a[M][k] @ kt[k][kSub]
 template <int M> void score_rows(const float* a, int k, const float* kt, float* out) {
     vf s[M][2] = {};
     for (int d = 0; d < k; ++d) {
@@ -141,7 +195,7 @@ template <int M> void score_rows(const float* a, int k, const float* kt, float* 
         for (int v = 0; v < 2; ++v) store_vf(out + m * kTile + v * kLanes, s[m][v]);
 }
 
-// acc[M][N * 16] = acc * alpha[M] + weights[M][n] @ values[n][N * 16]
+// acc[M][N * kLanes] = acc * alpha[M] + weights[M][n] @ values[n][N * kLanes]
 template <class T, int N, int M>
 void value_rows(const float* weights, int n, const T* const* tokens, int column, const float* alpha, float* acc,
                 int dim) {
@@ -160,7 +214,7 @@ void value_rows(const float* weights, int n, const T* const* tokens, int column,
         for (int v = 0; v < N; ++v) store_vf(acc + (int64_t)m * dim + v * kLanes, s[m][v]);
 }
 
-// Calls f(std::integral_constant<int, m>) for a run-time m of 1..8.
+// Calls f(std::integral_constant<int, m>) for a run-time m of 1..kMaxRows.
 template <int M = 1, class F> inline void with_rows(int m, F f) {
     if (m == M) return f(std::integral_constant<int, M>{});
     if constexpr (M < kMaxRows) with_rows<M + 1>(m, f);

@@ -31,7 +31,7 @@ class GroupSpec:
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """The most counted blocks taken at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
+        """The most counted blocks at a time for tokens `[first, end)`, appended at most `chunk` at a time, beside the
         `num_held` that hold what is in front; `first` is where a block begins."""
         span = -(-end // block_size) - first // block_size
         if self.window is not None:  # the oldest token seen may be the last of its block

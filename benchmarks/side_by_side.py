@@ -4,7 +4,7 @@
 
     python -m benchmarks.side_by_side [--only REGEX] [--quick] [--json PATH]
 
-Two workloads: all rows get 32 new tokens, or row by row 8 to 256 ("stragglers").
+Two workloads: all rows get 16 new tokens, or row by row 8 to 256 ("stragglers").
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 }
 ROWS, TURNS = 16, 8  # turns of each process
 IMAGE_TOKENS = 4  # of the picture in front of each prompt, where the model takes one
-WORKLOADS = {"32 new": [32] * ROWS, "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)]}
+WORKLOADS = {"16 new": [16] * ROWS, "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)]}
 SYSTEMS = ("plain", "generate", "engine")
 
 

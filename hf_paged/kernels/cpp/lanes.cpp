@@ -1,6 +1,7 @@
 // Included by kernels.cpp: float32 lanes on the vector extensions of GCC and Clang, as many as a register holds. Wider
 // vectors than that compile, too, but their shuffles and comparisons go lane by lane.
-#if defined(__AVX512F__)
+#if defined(LANES)  // by who builds: 4, 8 or 16
+#elif defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8

@@ -15,7 +15,8 @@ _RUN = """
 import sys, pytest
 from hf_paged.kernels.cpp import build
 build._FLAGS += (f"-DLANES={sys.argv[1]}",)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "tests/attention/test_backends.py"]))
+chosen = ["-m", "not slow and not gpu", "tests/attention/test_backends.py"]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *chosen]))
 """
 
 

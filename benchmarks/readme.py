@@ -21,13 +21,14 @@ from benchmarks.grpo import TARGET
 from benchmarks.grpo import table as rollout_table
 from benchmarks.paper.rows import TOLD
 from benchmarks.report import RESULTS
+from benchmarks.side_by_side import table as side_by_side_table
 from benchmarks.threads import table as thread_table
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "paper-cpu"
 ARCHITECTURES = "architectures"
-THREADS, GRPO = "threads-cpu-llama-100m", "grpo-cpu-llama-24m"
+THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
@@ -49,10 +50,10 @@ def flow(text: str) -> str:
 
 def machine_of(facts: Data) -> str:
     """One line about where and on what a run was made."""
-    bf16 = f" ({facts['bf16']})" if facts.get("bf16") else ""
+    isa = f" ({facts['isa']}, bfloat16: {facts['bf16']})" if facts.get("bf16") else ""
     return flow(
         f"""{facts["date"]} UTC, revision {facts["revision"]} (work tree: {facts.get("tree", "not recorded")});
-        {facts["cpu"]}{bf16}, {facts["cores"]} cores, {facts["threads"]} threads, {facts["ram_gib"]} GiB, load
+        {facts["cpu"]}{isa}, {facts["cores"]} cores, {facts["threads"]} threads, {facts["ram_gib"]} GiB, load
         {facts["load_1min"]} at the start; Python {facts["python"]}, torch {facts["torch"]}, transformers
         {facts["transformers"]}"""
     )
@@ -253,6 +254,21 @@ def rollouts(data: Data) -> str:
     return f"{said}\n\n{rollout_table(data['rows'])}"
 
 
+def side_by_side(data: Data) -> str:
+    """The tables of `benchmarks.side_by_side`, one for each run."""
+    parts = [
+        flow(
+            """**More than plain decoders**: 16 prompts of different lengths, behind pictures or of sound where the
+            model takes them, `python -m benchmarks.side_by_side`: medians of turns in two processes and 95% intervals of our
+            time over that of plain `generate` on the padded batch. A target is met where the interval reaches it."""
+        )
+    ]
+    for run in data["runs"]:
+        turns = " or ".join(map(str, sorted({row["turns"] for row in run["rows"]})))
+        parts += [f"{machine_of(run['machine'])}; {turns} turns:", side_by_side_table(run["rows"])]
+    return "\n\n".join(parts)
+
+
 def paper(data: Data) -> str:
     """The excerpt of `benchmarks.paper`."""
     tables = ("waste", "batch_size")
@@ -308,6 +324,7 @@ def benchmarks_section() -> str:
         whole_calls(read(WHOLE_CALLS)),
         threads(read(THREADS)),
         *([rollouts(read(GRPO))] if (RESULTS / f"{GRPO}.json").exists() else []),
+        side_by_side(read(SIDE_BY_SIDE)),
         paper(read(PAPER)),
         attention(read(ATTENTION)),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks import side_by_side
 def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     side_by_side.main(["--quick", "--only", "Bloom|Bamba tiny 8|Qwen2.5|Whisper tiny 1", "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads(path.read_text())["runs"][0]["rows"]
     found = [(row["model"], row["workload"]) for row in rows]
     even, stragglers = side_by_side.WORKLOADS
     assert sorted(found) == sorted(
@@ -25,6 +26,16 @@ def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capture
         assert row["size"] == "tiny" and row["generate"]["road"].startswith("engine")
         assert row["generate"]["equal"] and row["engine"]["equal"]
     assert "| Bloom | tiny |" in capsys.readouterr().out
+
+
+def test_rows_take_the_place_of_older_ones() -> None:
+    def row(model: str, ratio: float) -> dict[str, Any]:
+        return {"model": model, "size": "tiny", "workload": "16 new", "ratio": ratio}
+
+    runs = side_by_side.added([], {"machine": 1, "rows": [row("a", 1.0), row("b", 1.0)]})
+    runs = side_by_side.added(runs, {"machine": 2, "rows": [row("b", 2.0)]})
+    assert runs == [{"machine": 1, "rows": [row("a", 1.0)]}, {"machine": 2, "rows": [row("b", 2.0)]}]
+    assert side_by_side.added(runs, {"machine": 3, "rows": [row("a", 3.0)]})[0]["machine"] == 2
 
 
 def test_every_shape_of_100m_is_about_that_large() -> None:

@@ -259,8 +259,9 @@ def side_by_side(data: Data) -> str:
     parts = [
         flow(
             """**More than plain decoders**: 16 prompts of different lengths, behind pictures or of sound where the
-            model takes them, `python -m benchmarks.side_by_side`: medians of turns in two processes and 95% intervals of our
-            time over that of plain `generate` on the padded batch. A target is met where the interval reaches it."""
+            model takes them, `python -m benchmarks.side_by_side`: medians of turns in two processes and 95% intervals
+            of our time over that of plain `generate` on the padded batch. A target is met where the interval reaches
+            it."""
         )
     ]
     for run in data["runs"]:

@@ -20,7 +20,7 @@ from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache import storage
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.attention import Store
+from hf_paged.kernels.cpp.attention import Attention, Store
 from hf_paged.step import StepMetadata
 from tests.support.attention import attend, rectangle
 from tests.support.checks import in_threads
@@ -418,3 +418,20 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match="HF_PAGED_ATTENTION='fast' names no backend: use one of reference, gather, cpp"
     ):
         _selected(call)
+
+
+@pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+def test_a_kernel_that_a_compiler_broke_is_not_used(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    run = Attention.__call__
+
+    def broken(self: Attention, query: Tensor, *others: object) -> Tensor:
+        out = run(self, query, *others)  # type: ignore[arg-type]
+        return out + 1e-2 * (query.shape[1] == num_rows)
+
+    monkeypatch.setattr(Attention, "__call__", broken)
+    monkeypatch.setattr(backends.cpp, "_agrees", functools.cache(backends.cpp._agrees.__wrapped__))
+    assert _selected(build(Case())) is gather and "other numbers than PyTorch" in caplog.text

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...cache.memory import autocast_dtype
-from ...kernels import cpp as kernels_cpp
 from ...kernels import forced, uses_triton
 from ...step import NotCapturable, StepMetadata
 from . import cpp, gather, reference, triton
@@ -35,7 +34,7 @@ def select(call: AttentionCall) -> ModuleType:
     backend = BACKENDS[name]
     reason = backend.unsupported_reason(call) if backend in (cpp, triton) else None
     if backend is gather and call.query.is_cpu:
-        reason = "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be built, of which the log says why"
+        reason = "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be used, of which the log says why"
     if reason is None:
         return backend
     if backend is triton:
@@ -49,7 +48,7 @@ def _preferred(step: StepMetadata) -> str:
     """The backend that is asked first, by name: the same for all layers, as it reads the environment."""
     if uses_triton(step.block_tables):
         return "triton"
-    return forced() or ("cpp" if step.block_tables.is_cpu and kernels_cpp.is_available() else "gather")
+    return forced() or ("cpp" if step.block_tables.is_cpu and cpp.is_available() else "gather")
 
 
 def attend(call: AttentionCall) -> Tensor:

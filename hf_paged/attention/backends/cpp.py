@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
+from ...cache.storage import KVBlocks
+from ...kernels import cpp as kernels_cpp
 from ...kernels.cpp.attention import DTYPES, Attention
-from . import gather
+from ...step import StepMetadata
+from . import gather, reference
 from .reference import AttentionCall
+
+logger = logging.getLogger(__name__)
 
 # Queries of a row up to which reading the blocks in place beats gathering them once: where `gather` calls PyTorch's
 # SDPA, in float32 and in half precision, for which it also rounds as that does; and where it computes each operation.
 MAX_QUERIES, MAX_HALF_QUERIES, MAX_EXPLICIT_QUERIES = 64, 16, 512
+
+
+def is_available() -> bool:
+    """Whether the kernel was built and computes what PyTorch does."""
+    return kernels_cpp.is_available() and _agrees()
+
+
+@functools.cache
+def _agrees() -> bool:
+    """Whether what the user's compiler made for this CPU, which no test of ours has seen, computes what PyTorch does on
+    each number of rows that the kernel has code for. Checked once per process."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(shape, generator=generator, device="cpu")
+        for shape in ((18, 9, 64), (10, 1, 16, 64), (10, 1, 16, 64))
+    )
+    tables = torch.arange(10, dtype=torch.int32, device="cpu").view(2, 5)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        blocks = KVBlocks((), keys.to(dtype), values.to(dtype))
+        for heads, query_len in (*((heads, 1) for heads in range(1, 10)), (1, 9)):
+            step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
+            queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
+            call = AttentionCall(queries, blocks, step, scale=0.125)
+            if not torch.allclose(_kernel(call)(queries, step), reference.attend(call), rtol=tolerance, atol=tolerance):
+                logger.warning(
+                    "hf_paged runs without its C++ attention kernel, on the portable path, which is slower: built by "
+                    "this compiler for this CPU, it computes other numbers than PyTorch. Set CXX to another compiler"
+                )
+                return False
+    return True
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:

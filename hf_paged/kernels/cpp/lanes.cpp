@@ -164,20 +164,20 @@ template <class T> void transpose_keys(const T* const* tokens, int dim, float* k
 // scores[M][kLanes] = a[M][k] @ tokens[kLanes][k], k a multiple of kLanes: the products of a token are summed across
 // lanes for all tokens at once.
 template <int M, class T> void dot_rows(const float* a, int k, const T* const* tokens, float* out) {
-    vf s[M][kLanes];
+    vu s[M][kLanes];
     for (int t = 0; t < kLanes; ++t) {
         vf sum[M] = {};
         for (int d = 0; d < k; d += kLanes) {
             vf b = load_floats(tokens[t] + d);
             for (int m = 0; m < M; ++m) sum[m] += load<vf>(a + (int64_t)m * k + d) * b;
         }
-        for (int m = 0; m < M; ++m) s[m][t] = sum[m];
+        for (int m = 0; m < M; ++m) s[m][t] = (vu)sum[m];
     }
     for (int m = 0; m < M; ++m) {
-        transpose((vu*)s[m]);
+        transpose(s[m]);
         for (int width = kLanes / 2; width; width /= 2)
-            for (int i = 0; i < width; ++i) s[m][i] += s[m][i + width];
-        store_vf(out + m * kTile, s[m][0]);
+            for (int i = 0; i < width; ++i) s[m][i] = (vu)((vf)s[m][i] + (vf)s[m][i + width]);
+        store_vf(out + m * kTile, (vf)s[m][0]);
     }
 }
 

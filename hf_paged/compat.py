@@ -31,6 +31,9 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
     return call
 
 
+# Runs vision towers before the first forward, which without it does so itself, as in older versions; `None` there.
+_encodes = "_prepare_multimodal_encoder_kwargs_for_generation"
+ENCODE_MEDIA = _encodes if hasattr(GenerationMixin, _encodes) else None
 PREPARE_CACHE = _name(GenerationMixin, "_prepare_cache_for_generation")
 EXPAND_INPUTS = _name(GenerationMixin, "_expand_inputs_for_generation")
 PREFILL = _name(GenerationMixin, "_prefill")

@@ -232,7 +232,8 @@ class EngineCore:
         cache, is_packed = empty_cache(model, self.memory), self.layout.unsupported_reason is None
         if is_packed:
             prompts.find_positions(model)
-            reason, can_reuse = check_prompts(model, cache, prompts)
+            reason, can_reuse, can_merge = check_prompts(model, cache, prompts)
+            prompts.set_merges(can_merge)
             keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
         else:
             reason = reason_against_rows(model, cache, prompts)

@@ -230,8 +230,16 @@ def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: A
             return original(model, *args, **kwargs)
 
 
+def _encode_media(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    capture = capturing.get()
+    if capture is None or capture.model is not model:
+        return original(model, *args, **kwargs)
+    return inspect.signature(original).bind(model, *args, **kwargs).arguments["model_kwargs"]
+
+
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "generate": _generate,
+    **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
     compat.PREPARE_CACHE: _prepare_cache,
     compat.PREFILL: _prefill,

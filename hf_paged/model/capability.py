@@ -38,7 +38,16 @@ from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in, step_lock
 from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
-from .own_loop import cache_name, first_inputs, map_tensors, next_logits, select_rows, tensors_of, with_cross
+from .own_loop import (
+    cache_name,
+    first_inputs,
+    map_tensors,
+    next_logits,
+    pad_token_id,
+    select_rows,
+    tensors_of,
+    with_cross,
+)
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
@@ -75,6 +84,7 @@ class PromptsVerdict(NamedTuple):
 
     unsupported_reason: str | None = None
     can_reuse: bool = False  # whether other prompts may begin with what is cached of one
+    can_merge: bool = False  # whether one forward computes those of several calls
 
 
 TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
@@ -390,7 +400,8 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
     first, like, shorter = (copy.deepcopy(prompts) for _ in range(3))
     for each, end in ((first, width), (like, width), (shorter, max(1, width - 3))):
 
-        def shorten(x: Tensor, end: int = end) -> Tensor:
+        def shorten(x: Tensor, end: int = end, sign: int = 1 if each is first else -1) -> Tensor:
+            x = sign * x if x.is_floating_point() else x  # rows that took one another's place must not go unseen
             return x[:, :end] if x.dim() > 1 and x.shape[1] == width else x
 
         given = {name: select_rows(name, x, row, len(each.paddings)) for name, x in each.model_kwargs.items()}
@@ -399,14 +410,14 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
     new = _test_tokens(model)[0, :3].tolist()
 
     def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
-        """Logits of both, one of which is a token longer unless lengths must be equal."""
+        """Logits of both, which begin together; then one is a token longer unless lengths must be equal."""
         for each in (first, second):
             each.joins = None
             each.set_joins(verdict if joins else None)
         slots = TOGETHER._replace(unsupported_reason="rows join")
         own = _OwnRows(model, make(model, cache.empty_twin(PagedMemory(_CONFIG)), slots))
         a, b = own.add(first, 0, new), own.add(second, 0, new[::-1])
-        begun = [own.run(a), *([] if verdict[0] else [own.run(a)]), own.run(b)]
+        begun = [own.run(a, b), *([] if verdict[0] else [own.run(a)])]
         return torch.cat([*begun, own.run(a, b), own.run(a, b)])
 
     dtypes = {model.dtype, autocast_dtype(compute_device(model))}
@@ -422,51 +433,96 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
 def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> PromptsVerdict:
     """Compares prompts that the model's own forward computes, and packed decode steps behind them, with plain forwards;
     then the end of each prompt, computed packed behind what stands for other content. Raises what `self_check` does."""
-    ids, dtypes = prompts.input_ids, set[torch.dtype | None]()
-    with _forwards(model):
-        new = _test_tokens(model)[:1, :2].expand(len(ids), -1)  # which `generate` would go on with
-        inputs = {**prompts.model_kwargs, "past_key_values": _observed_cache(model, dtypes)}
-        plain = []
-        for count in range(3):
-            found, inputs = next_logits(model, torch.cat([ids, new[:, :count]], dim=1), inputs, begins=not count)
-            plain.append(found)
+    dtypes = set[torch.dtype | None]()
+    new = _test_tokens(model)[0, :2]  # which `generate` would go on with
+    plain = _prompt_logits(model, prompts, new, dtypes)
     with _forwards(model):
         wrap_expansions(model.modules())
         manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
         if runner.rope is not None:
             return PromptsVerdict("its rotary embedding depends on the longest position of a prompt")
         ends = [prompts.length - padding for padding in prompts.paddings]
-        tokens = [ids[row, padding:].tolist() or [0] * ends[row] for row, padding in enumerate(prompts.paddings)]
-        sequences = [_sequence(manager, end, (prompts, row)) for row, end in enumerate(ends)]
-
-        def compute(ends: list[int]) -> Tensor:
-            """Logits of a step that computes each row up to there."""
-            counts = [end - sequence.num_computed_tokens for end, sequence in zip(ends, sequences)]
-            for row, (sequence, count) in enumerate(zip(sequences, counts)):
-                manager.append(sequence.blocks, count, skips=not sequence.num_computed_tokens)
-                sequence.num_computed_tokens += count
-                sequence.token_ids = [*tokens[row], *new[row].tolist()][: sequence.num_computed_tokens]
-            return runner.run(list(zip(sequences, counts)))
-
+        rows = _PromptRows(manager, runner, prompts, new)
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
-            packed = torch.stack([compute([end + count for end in ends]) for count in range(3)])
-            reason = _difference(dtypes, cache, torch.cat(plain), packed.flatten(0, 1), "logits behind a prompt")
+            packed = torch.stack([rows.compute([end + count for end in ends]) for count in range(3)])
+            reason = _difference(dtypes, cache, plain.flatten(0, 1), packed.flatten(0, 1), "logits behind a prompt")
             keys, can_reuse = prompts.keys(model.config), False
             if reason is None and keys is not None:
                 firsts = [max(1, num_content) for _, num_content in keys]
                 can_reuse = all(first < end for first, end in zip(firsts, ends)) and all(
                     table.first_token <= group.spec.first_visible(first)
-                    for sequence, first in zip(sequences, firsts)
+                    for sequence, first in zip(rows.sequences, firsts)
                     for group, table in zip(manager.groups, sequence.blocks.tables)
                 )
             if can_reuse:
-                for sequence, first in zip(sequences, firsts):
+                for sequence, first in zip(rows.sequences, firsts):
                     manager.truncate(sequence.blocks, first)
                     sequence.num_computed_tokens = first
-                can_reuse = _difference(dtypes, cache, plain[0], compute(ends), "logits") is None
-        for sequence in sequences:
-            manager.free(sequence.blocks)
-    return PromptsVerdict(reason, can_reuse)
+                can_reuse = _difference(dtypes, cache, plain[0], rows.compute(ends), "logits") is None
+        rows.free()
+    return PromptsVerdict(reason, can_reuse, reason is None and merge_check(model, cache, make, prompts))
+
+
+def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> bool:
+    """Compares one forward of prompts and of longer ones, about other images, and a packed decode step behind it, with
+    plain forwards of each."""
+    new, dtypes = _test_tokens(model)[0, :2], set[torch.dtype | None]()
+    parts = copy.copy(prompts), prompts.longer(int(new[0]))
+    for part in parts:
+        part.set_merges(True)
+    if parts[0].merges is None or parts[0].merges != parts[1].merges:
+        return False
+    with contextlib.suppress(ForwardFailedError):
+        plain = torch.cat([_prompt_logits(model, part, new[1:], dtypes) for part in parts], dim=1)
+        with _forwards(model):
+            together = parts[0].merged(parts[1:], pad_token_id(model))
+            together.find_positions(model)
+            runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
+            rows = _PromptRows(*runner, together, new[1:])
+            ends = [together.length - padding for padding in together.paddings]
+            with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
+                packed = torch.stack([rows.compute([end + count for end in ends]) for count in range(2)])
+            rows.free()
+        return _difference(dtypes, cache, plain.flatten(0, 1), packed.flatten(0, 1), "logits") is None
+    return False
+
+
+def _prompt_logits(model: PreTrainedModel, prompts: Any, new: Tensor, dtypes: set[torch.dtype | None]) -> Tensor:
+    """`(1 + n, rows, vocab_size)`: after all prompts, and after each of the tokens `new` `(n,)`, as by `generate`."""
+    logits = []
+    with _forwards(model):
+        inputs = {**prompts.model_kwargs, "past_key_values": _observed_cache(model, dtypes)}
+        for count in range(len(new) + 1):
+            ids = torch.cat([prompts.input_ids, new[:count].expand(len(prompts.input_ids), -1)], dim=1)
+            found, inputs = next_logits(model, ids, inputs, begins=not count)
+            logits.append(found)
+    return torch.stack(logits)
+
+
+class _PromptRows:
+    """Rows of `Prompts`, which go on with the tokens `new`, on a runner of packed steps."""
+
+    def __init__(self, manager: BlockManager, runner: Any, prompts: Any, new: Tensor) -> None:
+        self._manager, self._runner, self.sequences = manager, runner, list[Any]()
+        for row, padding in enumerate(prompts.paddings):
+            end = prompts.length - padding
+            sequence = _sequence(manager, end, (prompts, row))
+            sequence.request.tokens = [*(prompts.input_ids[row, padding:].tolist() or [0] * end), *new.tolist()]
+            self.sequences.append(sequence)
+
+    def compute(self, ends: list[int]) -> Tensor:
+        """Logits of a step that computes each row up to there."""
+        counts = [end - sequence.num_computed_tokens for end, sequence in zip(ends, self.sequences)]
+        for sequence, count in zip(self.sequences, counts):
+            self._manager.append(sequence.blocks, count, skips=not sequence.num_computed_tokens)
+            sequence.num_computed_tokens += count
+            sequence.token_ids = sequence.request.tokens[: sequence.num_computed_tokens]
+        logits: Tensor = self._runner.run(list(zip(self.sequences, counts)))
+        return logits
+
+    def free(self) -> None:
+        for sequence in self.sequences:
+            self._manager.free(sequence.blocks)
 
 
 @contextlib.contextmanager

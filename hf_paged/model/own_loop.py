@@ -25,6 +25,12 @@ def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
     return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
 
 
+def pad_token_id(model: Any) -> int:
+    """Of the columns in front of shorter rows; any id without a meaning of its own: the mask hides it."""
+    pad = getattr(model.generation_config, "pad_token_id", None)
+    return pad if isinstance(pad, int) and pad >= 0 else 0
+
+
 def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
     """What `generate` prepares the first forward from, over `ids` with an attention mask, both `(rows, length)`."""
     inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}

@@ -66,9 +66,9 @@ capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
-    """What `model.generate(**arguments)` prepares, encoders' outputs included; no decoding loop runs, and no memory of
-    ours is taken. Raises what `generate` raises, and `ValueError` if it is more than one loop. For use under the
-    model's `step_lock`."""
+    """What `model.generate(**arguments)` prepares: with encoders' outputs, but images as they are, which the first
+    forward encodes. No decoding loop runs, and no memory of ours is taken. Raises what `generate` raises, and
+    `ValueError` if it is more than one loop. For use under the model's `step_lock`."""
     options: dict[str, Any] = {"cache_implementation": "dynamic"}
     if arguments.get("generation_config") is not None:  # with which transformers takes no options
         config = arguments["generation_config"] = copy.deepcopy(arguments["generation_config"])

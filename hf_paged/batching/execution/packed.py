@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from array import array
+from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -17,6 +19,7 @@ from ...attention.switch import calls_interface
 from ...cache.block_manager import UNCACHED
 from ...cache.paged_cache import PagedCache
 from ...model.forwards import compute_device
+from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...step import StepMetadata
@@ -24,7 +27,12 @@ from ..request import Sequence
 from .executor import Runner, in_order
 from .graphs import decode_graphs
 from .inputs import GroupTokens, PackedTokens, TableRows
-from .prompts import Prompts
+from .prompts import Prompts, PromptsError
+
+logger = logging.getLogger(__name__)
+
+Wholes = list[tuple[Prompts, dict[int, int]]]
+"""Prompts that are computed as wholes, with the place in the batch of each of their rows that is computed."""
 
 
 class PackedRunner(Runner):
@@ -66,13 +74,45 @@ class PackedRunner(Runner):
                 wholes.setdefault((prompts, turn), {})[row] = place
             else:
                 packed.setdefault(0 if prompts is None else prompts.num_axes(row), []).append(place)
-        parts = [self._run_whole(prompts, rows, items) for (prompts, _), rows in wholes.items()]
+        parts = []
+        for together in self._divide([(prompts, rows) for (prompts, _), rows in wholes.items()]):
+            parts += self._run_wholes(together, items)
         if len(packed) == 2 and 0 in packed:  # positions that count tokens do so on any number of axes
             packed = {max(packed): sorted(packed[0] + packed[max(packed)])}
         for places in packed.values():
             logits = self._run_packed([items[place] for place in places], adapter)
             parts.append(([place for place in places if _is_answered(items[place][0])], logits))
         return in_order(parts)
+
+    def _divide(self, wholes: Wholes) -> list[Wholes]:
+        """What is computed in one forward each, within the tokens of a step."""
+        found: list[Wholes] = []
+        last: dict[Hashable, Wholes] = {}
+        for prompts, rows in sorted(wholes, key=lambda whole: -whole[0].length):
+            others = last.get(prompts.merges)
+            num_rows = sum(len(other.paddings) for other, _ in others or ()) + len(prompts.paddings)
+            max_tokens = self.cache.memory.config.max_num_batched_tokens
+            if prompts.merges is None or others is None or num_rows * others[0][0].length > max_tokens:
+                found.append([])
+                others = last[prompts.merges] = found[-1]
+            others.append((prompts, rows))
+        return found
+
+    def _run_wholes(self, wholes: Wholes, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], Tensor]]:
+        """Places with logits, of one forward; of one for each if that fails, so that errors stay with their prompts."""
+        if len(wholes) > 1:
+            all_rows: dict[int, int] = {}
+            num_rows = 0
+            for prompts, rows in wholes:
+                all_rows |= {num_rows + row: place for row, place in rows.items()}
+                num_rows += len(prompts.paddings)
+            try:
+                (first, _), *others = wholes
+                together = first.merged([prompts for prompts, _ in others], pad_token_id(self.model))
+                return [self._run_whole(together, all_rows, items)]
+            except PromptsError as error:
+                logger.debug("prompts of several requests fail in one forward: %s", error)
+        return [self._run_whole(prompts, rows, items) for prompts, rows in wholes]
 
     def _run_whole(
         self, prompts: Prompts, rows: dict[int, int], items: Items[tuple[Sequence, int]]

@@ -7,12 +7,13 @@ import hashlib
 import inspect
 import marshal
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ... import compat
@@ -63,7 +64,8 @@ class Prompts:
     `(rows, 0)` where there are only `inputs_embeds`."""
     model_kwargs: dict[str, Any]  # without a cache
     paddings: list[int]  # leading columns of each row that are padding
-    joins: Joins | None = None  # behind the first forward, in rectangles; `None`: they join no others
+    joins: Joins | None = None  # in rectangles; `None`: they join no others
+    merges: Hashable | None = None  # one forward computes all for which this is equal; `None`: no others
     position_ids: Tensor | None = None  # that the first forward gets, `(rows or 1, length)` or with axes in front
     _axes: list[list[list[int]] | None] | None = field(default=None, init=False)
 
@@ -84,8 +86,13 @@ class Prompts:
     def set_joins(self, verdict: tuple[bool, bool] | None) -> None:
         """`verdict`: whether their lengths, or those of their encoders, must be equal where rows join."""
         shapes: list[Hashable] = []
+        flags: list[Any] = []
+        has_media = False
         for name, value in sorted(self.model_kwargs.items(), key=operator.itemgetter(0)):
-            for x in () if name in compat.PREFILL_INPUTS else tensors_of(value):
+            tensors = list(tensors_of(value))
+            has_media |= bool(tensors) and name in compat.PREFILL_INPUTS
+            flags += [] if tensors else [(name, value)]
+            for x in () if name in compat.PREFILL_INPUTS else tensors:
                 if not x.dim() or len(x) != len(self.paddings):
                     return
                 is_padded = x.dim() > 1 and x.shape[1] == self.num_encoder_tokens
@@ -93,6 +100,65 @@ class Prompts:
         if verdict is not None:
             equal_lengths, equal_widths = verdict
             self.joins = Joins(equal_lengths, (*shapes, equal_widths and self.num_encoder_tokens))
+            if not has_media and not any(self.paddings) and all(_is_flag(value) for _, value in flags):
+                self.merges = (self.joins, self.length, *flags)
+
+    def set_merges(self, can_merge: bool) -> None:
+        """`can_merge`: whether prompts like these, merged with others, get what they get alone."""
+        kind: list[Hashable] | None = [] if can_merge and self.input_ids.shape[1] == self.length else None
+        for name, value in sorted(self.model_kwargs.items(), key=operator.itemgetter(0)):
+            if kind is None:
+                break
+            if name == "attention_mask" and (value is None or value.dtype is torch.long):
+                value = self._mask
+            if isinstance(value, Tensor) and _is_per_token(name):
+                has_all = value.dim() > 1 and value.shape[-2:] == (len(self.paddings), self.length)
+                kind = [*kind, (name, value.dtype, value.dim())] if has_all else None
+            elif isinstance(value, Tensor):
+                kind = [*kind, (name, value.dtype, value.shape[1:])] if value.dim() else None
+            else:
+                kind = [*kind, (name, value)] if _is_flag(value) else None
+        self.merges = None if kind is None else tuple(kind)
+
+    @property
+    def _mask(self) -> Tensor:
+        """`(rows, length)` int64, ones where the prompts have none."""
+        given: Tensor | None = self.model_kwargs.get("attention_mask")
+        return self.input_ids.new_ones(len(self.paddings), self.length) if given is None else given
+
+    def longer(self, token_id: int) -> Prompts:
+        """The prompts with one more token each, about other images: what a check merges with these."""
+        given = {
+            name: -x if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in self.model_kwargs.items()
+        }
+        for name in filter(_is_per_token, given):
+            if isinstance(x := given[name], Tensor):
+                last = x[..., -1:]
+                more = last + 1 if name.endswith("position_ids") else last if name == "attention_mask" else last * 0
+                given[name] = torch.cat([x, more], dim=-1)
+        ids = torch.cat([self.input_ids, torch.full_like(self.input_ids[:, :1], token_id)], dim=1)
+        return Prompts(ids, given, self.paddings, position_ids=given.get("position_ids"))
+
+    def merged(self, others: Sequence[Prompts], pad_token_id: int) -> Prompts:
+        """With others of equal `merges`, as those of one call: all rows one after the other, padded on the left."""
+        parts = (self, *others)
+        width = max(part.length for part in parts)
+
+        def join(name: str, values: list[Tensor], padding: int = 0) -> Tensor:
+            is_wide = name == "input_ids" or _is_per_token(name)
+            if is_wide:
+                values = [functional.pad(x, (width - x.shape[-1], 0), value=padding) for x in values]
+            return torch.cat(values, dim=-2 if is_wide else 0)
+
+        given = {
+            name: join(name, [part.model_kwargs[name] for part in parts]) if isinstance(value, Tensor) else value
+            for name, value in self.model_kwargs.items()
+            if name != "attention_mask"
+        }
+        given["attention_mask"] = join("attention_mask", [part._mask for part in parts])
+        ids = join("input_ids", [part.input_ids for part in parts], pad_token_id)
+        paddings = [width - part.length + padding for part in parts for padding in part.paddings]
+        return Prompts(ids, given, paddings, position_ids=given.get("position_ids"))
 
     def forward(
         self, model: PreTrainedModel, cache: PagedCache, rows: dict[int, SequenceBlocks]
@@ -237,6 +303,15 @@ class Prompts:
             (token, (*types, *places), None) if any(place != i for place in places) else token
             for i, (token, places) in enumerate(zip(token_ids, columns), first)
         ]
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_per_token(name: str) -> bool:
+    """Whether an input is `(rows, length)`, or has axes in front of these."""
+    return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
 def no_blocks(cache: PagedCache) -> SequenceBlocks:

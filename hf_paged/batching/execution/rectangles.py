@@ -21,7 +21,16 @@ from ...cache.states import StateStorage, gather_states, num_state_bytes, state_
 from ...interrupts import held
 from ...model.capability import Layout
 from ...model.forwards import compute_device
-from ...model.own_loop import cache_name, cache_parts, first_inputs, join_rows, next_logits, select_rows, with_cross
+from ...model.own_loop import (
+    cache_name,
+    cache_parts,
+    first_inputs,
+    join_rows,
+    next_logits,
+    pad_token_id,
+    select_rows,
+    with_cross,
+)
 from ..request import Sequence
 from .executor import Runner, in_order
 from .prompts import Prompts, no_blocks
@@ -130,7 +139,9 @@ class Rectangle:
             if value is first.cache:
                 rectangle.inputs[name] = cache
             elif name != _MASK:
-                values = [select_rows(name, holder.inputs[name], index, count) for holder, index, count in selections]
+                values = [
+                    select_rows(name, holder.inputs.get(name), index, count) for holder, index, count in selections
+                ]
                 rectangle.inputs[name] = join_rows(values, widths, rectangle.encoder_width)
         if any(paddings):  # with a column for the next token
             columns = torch.arange(width + 1, device=device)
@@ -191,7 +202,7 @@ class RectangleRunner(Runner):
             begins, inputs = count == sequence.num_computed_tokens, sequence.request.inputs
             key: Any = place
             if inputs is not None and begins:
-                key = inputs[0]
+                key = inputs[0] if inputs[0].merges is None else inputs[0].merges
             elif inputs is None and self.layout.side_by_side:
                 if begins or count > 1:
                     prompts.append((begins, count, place))
@@ -218,10 +229,18 @@ class RectangleRunner(Runner):
 
     def _begin(self, sequences: list[Sequence]) -> Tensor:
         """`(rows, vocab)`: after the last token of each row's prompt."""
-        if (inputs := sequences[0].request.inputs) is None:
+        calls: dict[Prompts, dict[int, Sequence]] = {}
+        for sequence in sequences:
+            if sequence.request.inputs is not None:
+                prompts, row = sequence.request.inputs
+                calls.setdefault(prompts, {})[row] = sequence
+        if not calls:
             return self._forward(self._lay_out(sequences), begins=True)
-        rows = [sequence.request.inputs[1] for sequence in sequences if sequence.request.inputs is not None]
-        rectangle = self._lay_out_prompts(inputs[0], dict(zip(rows, sequences)))
+        parts = [(self._lay_out_prompts(prompts, own), list(own)) for prompts, own in calls.items()]
+        (rectangle, rows), *others = parts
+        if others:
+            rectangle, rows = Rectangle.join(parts, self._new_cache()), list(range(len(sequences)))
+            rectangle.borrow(0)
         logits = self._forward(rectangle, begins=True, rows=rows)
         return logits if rows == list(range(len(logits))) else logits[rows]
 
@@ -291,8 +310,7 @@ class RectangleRunner(Runner):
         """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""
         model, device = self.model, compute_device(self.model)
         lengths = [sequence.num_computed_tokens for sequence in sequences]
-        pad = getattr(model.generation_config, "pad_token_id", None)
-        pad = pad if isinstance(pad, int) and pad >= 0 else 0  # any id: the mask hides it
+        pad = pad_token_id(model)
         width, paddings = max(lengths), [max(lengths) - count for count in lengths]
         ids = torch.tensor(
             [[pad] * padding + each.token_ids[: width - padding] for each, padding in zip(sequences, paddings)],

@@ -49,6 +49,8 @@ class EngineCore:
         self.paused_by: list[int] = []  # threads that asked that no step be taken
         self.resumed = threading.Condition(self.lock.lock)
         self._made_for: tuple[Any, ...] = ()  # what the loop depends on
+        self._verdicts: dict[Hashable, Any] = {}  # on prompts with inputs, while a request is unfinished
+        self._empty: Any = None  # the cache of these prompts' checks
         self._config_text = ""  # of the model's config then
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
         self._shares_prefills = False
@@ -208,7 +210,8 @@ class EngineCore:
         model = self.model
         if self.loop is not None and self.requests:
             return self.loop
-        empty = empty_cache(model, self.memory)
+        empty = self._empty = empty_cache(model, PagedMemory(self.config))  # which keeps no blocks
+        self._verdicts = {}
         layout = choose_layout(model, empty)
         device = compute_device(model)
         made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
@@ -229,16 +232,16 @@ class EngineCore:
         if state.request.inputs is None:
             return
         prompts, model, keys = state.request.inputs[0], self.model, None
-        cache, is_packed = empty_cache(model, self.memory), self.layout.unsupported_reason is None
+        cache, is_packed = self._empty, self.layout.unsupported_reason is None
         if is_packed:
             prompts.find_positions(model)
-            reason, can_reuse, can_merge = check_prompts(model, cache, prompts)
+            reason, can_reuse, can_merge = check_prompts(model, cache, prompts, known=self._verdicts)
             prompts.set_merges(can_merge)
             keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
         else:
-            reason = reason_against_rows(model, cache, prompts)
+            reason = reason_against_rows(model, cache, prompts, known=self._verdicts)
             if reason is None:
-                prompts.set_joins(how_rows_join(model, cache, prompts))
+                prompts.set_joins(how_rows_join(model, cache, prompts, known=self._verdicts))
                 if prompts.joins is not None and not self.layout.side_by_side:  # as far as requests tell
                     self.layout = self.layout._replace(side_by_side=True)
             self._note_route()

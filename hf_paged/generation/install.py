@@ -85,6 +85,8 @@ def _option(name: str, model: Any, config: GenerationConfig | None, kwargs: dict
 
 
 def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if (capture := capturing.get()) is not None and capture.model is model:
+        return None  # no loop will use it
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
     call = current.get()

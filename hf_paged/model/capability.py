@@ -88,6 +88,8 @@ class PromptsVerdict(NamedTuple):
 
 
 TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
+Known = dict[Hashable, Any]
+"""Verdicts on calls by their kind, of a caller for whom the model stays as it is meanwhile: looking takes 3 ms."""
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]  # `execution.executor.Runner`
 
 
@@ -110,23 +112,27 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
     return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=packed)
 
 
-def check_prompts(model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner) -> PromptsVerdict:
+def check_prompts(
+    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
+) -> PromptsVerdict:
     """Of prompts (`execution.prompts.Prompts`) of a model whose layout is packed, by these prompts, which stand for all
     with inputs of the same names."""
     kind = prompts.names, tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))
-    found = _find(prompts_check, "packed", model, cache, make, prompts, kind=kind)
+    found = _find(prompts_check, "packed", model, cache, make, prompts, kind=kind, known=known)
     return found if isinstance(found, PromptsVerdict) else PromptsVerdict(found)
 
 
-def reason_against_rows(model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner) -> str | None:
+def reason_against_rows(
+    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
+) -> str | None:
     """Why rows that begin as these `Prompts` cannot leave one another, or fork, as in `TOGETHER`."""
     kinds = tuple(sorted((name, str(type(value))) for name, value in prompts.model_kwargs.items() if value is not None))
     kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1
-    return _find(rows_check, "together", model, cache, make, prompts, kind=kind)
+    return _find(rows_check, "together", model, cache, make, prompts, kind=kind, known=known)
 
 
 def how_rows_join(
-    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner
+    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> tuple[bool, bool] | None:
     """What `join_check` finds of these `Prompts`; `None` also for what was not built to join."""
     layers = [layer for part in (cache, cache.cross) if part is not None for layer in part.layers]
@@ -135,15 +141,33 @@ def how_rows_join(
     if cache.cross is None or not is_known or given & {"decoder_attention_mask", "decoder_position_ids"}:
         return None
     kind = tuple(sorted(given)), prompts.length > 1, prompts.num_encoder_tokens > 1
-    found = _find(join_check, "together", model, cache, make, prompts, kind=kind)
+    found = _find(join_check, "together", model, cache, make, prompts, kind=kind, known=known)
     return None if isinstance(found, str) else found
 
 
 def _find(
-    check: Callable[..., Any], layout: str, model: PreTrainedModel, cache: PagedCache, *others: Any, kind: Any = None
+    check: Callable[..., Any],
+    layout: str,
+    model: PreTrainedModel,
+    cache: PagedCache,
+    *others: Any,
+    kind: Any = None,
+    known: Known | None = None,
 ) -> Any:
-    """The first of `_reasons`; else what `check` finds by several short forwards, once for a model as it is now, and
-    for calls of a `kind`."""
+    """What is `known`; the first of `_reasons`; else what `check` finds by several short forwards, once for a model as
+    it is now, and for calls of a `kind`."""
+    known = {} if known is None else known
+    if (check, kind) in known:
+        return known[check, kind]
+    found = _look(check, layout, model, cache, *others, kind=kind)
+    if not isinstance(found, str):  # which may be a reason that passes
+        known[check, kind] = found
+    return found
+
+
+def _look(
+    check: Callable[..., Any], layout: str, model: PreTrainedModel, cache: PagedCache, *others: Any, kind: Any
+) -> Any:
     modules = list(model.named_modules())
     if reason := next(_reasons(model, cache, modules, layout), None):
         return reason

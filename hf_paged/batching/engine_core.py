@@ -22,7 +22,15 @@ from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
 from .arguments import Prompt, RequestOptions, check_names
 from .execution.executor import Window
-from .factory import check_prompts, choose_layout, empty_cache, how_rows_join, make_loop, reason_against_rows
+from .factory import (
+    check_prompts,
+    choose_layout,
+    empty_cache,
+    how_prompts_merge,
+    how_rows_join,
+    make_loop,
+    reason_against_rows,
+)
 from .generation import RequestState
 from .loop import StepLoop
 from .results import RequestOutput
@@ -235,8 +243,9 @@ class EngineCore:
         cache, is_packed = self._empty, self.layout.unsupported_reason is None
         if is_packed:
             prompts.find_positions(model)
-            reason, can_reuse, can_merge = check_prompts(model, cache, prompts, known=self._verdicts)
-            prompts.set_merges(can_merge)
+            reason, can_reuse = check_prompts(model, cache, prompts, known=self._verdicts)
+            if reason is None:
+                prompts.merges = how_prompts_merge(model, cache, prompts, known=self._verdicts)
             keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
         else:
             reason = reason_against_rows(model, cache, prompts, known=self._verdicts)

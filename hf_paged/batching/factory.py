@@ -74,5 +74,6 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
 
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
 how_rows_join = functools.partial(capability.how_rows_join, make=make_runner)
+how_prompts_merge = functools.partial(capability.how_prompts_merge, make=make_runner)
 choose_layout = functools.partial(capability.choose_layout, make=make_runner)
 check_prompts = functools.partial(capability.check_prompts, make=make_runner)

@@ -254,8 +254,7 @@ class BatchCall:
                 yield what
             elif reason is None:
                 prompts.find_positions(self.call.model)
-                reason, self.can_reuse, can_merge = check_prompts(self.call.model, self.cache, prompts)
-                prompts.set_merges(can_merge)
+                reason, self.can_reuse = check_prompts(self.call.model, self.cache, prompts)
             self.has_inputs = True
             if reason is not None:
                 yield f"{what}, and {reason}"

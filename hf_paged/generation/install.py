@@ -234,7 +234,7 @@ def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: A
 
 def _encode_media(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     capture = capturing.get()
-    if capture is None or capture.model is not model:
+    if capture is None or capture.model is not model or model.config.is_encoder_decoder:
         return original(model, *args, **kwargs)
     return inspect.signature(original).bind(model, *args, **kwargs).arguments["model_kwargs"]
 

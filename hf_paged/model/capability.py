@@ -84,7 +84,6 @@ class PromptsVerdict(NamedTuple):
 
     unsupported_reason: str | None = None
     can_reuse: bool = False  # whether other prompts may begin with what is cached of one
-    can_merge: bool = False  # whether one forward computes those of several calls
 
 
 TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
@@ -120,6 +119,18 @@ def check_prompts(
     kind = prompts.names, tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))
     found = _find(prompts_check, "packed", model, cache, make, prompts, kind=kind, known=known)
     return found if isinstance(found, PromptsVerdict) else PromptsVerdict(found)
+
+
+def how_prompts_merge(
+    model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
+) -> Hashable | None:
+    """Such prompts of several requests, for which this is equal, may begin in one forward; `None`: these alone."""
+    likeness = prompts.likeness()
+    if likeness is None:
+        return None
+    kind = prompts.names, tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))
+    can_merge = _find(merge_check, "packed", model, cache, make, prompts, kind=kind, known=known) is True
+    return likeness if can_merge else None
 
 
 def reason_against_rows(
@@ -484,18 +495,14 @@ def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, p
                     sequence.num_computed_tokens = first
                 can_reuse = _difference(dtypes, cache, plain[0], rows.compute(ends), "logits") is None
         rows.free()
-    return PromptsVerdict(reason, can_reuse, reason is None and merge_check(model, cache, make, prompts))
+    return PromptsVerdict(reason, can_reuse)
 
 
 def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> bool:
     """Compares one forward of prompts and of longer ones, about other images, and a packed decode step behind it, with
     plain forwards of each."""
     new, dtypes = _test_tokens(model)[0, :2], set[torch.dtype | None]()
-    parts = copy.copy(prompts), prompts.longer(int(new[0]))
-    for part in parts:
-        part.set_merges(True)
-    if parts[0].merges is None or parts[0].merges != parts[1].merges:
-        return False
+    parts = prompts, prompts.longer(int(new[0]))
     with contextlib.suppress(ForwardFailedError):
         plain = torch.cat([_prompt_logits(model, part, new[1:], dtypes) for part in parts], dim=1)
         with _forwards(model):

@@ -103,22 +103,28 @@ class Prompts:
             if not has_media and not any(self.paddings) and all(_is_flag(value) for _, value in flags):
                 self.merges = (self.joins, self.length, *flags)
 
-    def set_merges(self, can_merge: bool) -> None:
-        """`can_merge`: whether prompts like these, merged with others, get what they get alone."""
-        kind: list[Hashable] | None = [] if can_merge and self.input_ids.shape[1] == self.length else None
-        for name, value in sorted(self.model_kwargs.items(), key=operator.itemgetter(0)):
-            if kind is None:
-                break
-            if name == "attention_mask" and (value is None or value.dtype is torch.long):
-                value = self._mask
-            if isinstance(value, Tensor) and _is_per_token(name):
-                has_all = value.dim() > 1 and value.shape[-2:] == (len(self.paddings), self.length)
-                kind = [*kind, (name, value.dtype, value.dim())] if has_all else None
-            elif isinstance(value, Tensor):
-                kind = [*kind, (name, value.dtype, value.shape[1:])] if value.dim() else None
+    def likeness(self) -> Hashable | None:
+        """Prompts for which this is equal differ in token ids, in length and in floats: in what `merge_check` varies.
+        `None` for those that are to stay alone."""
+        kind: list[Hashable] = []
+        if self.input_ids.shape[1] != self.length:
+            return None
+        for name, value in sorted({**self.model_kwargs, "attention_mask": self._mask}.items()):
+            if not isinstance(value, Tensor):
+                if not _is_flag(value):
+                    return None
+                kind.append((name, value))
+            elif _is_per_token(name):
+                if value.dim() < 2 or value.shape[-2:] != (len(self.paddings), self.length):
+                    return None
+                kind.append((name, value.dtype, value.dim()))
             else:
-                kind = [*kind, (name, value)] if _is_flag(value) else None
-        self.merges = None if kind is None else tuple(kind)
+                is_mask = "mask" in name  # of parts of an image, in which some models mix rows up
+                if not value.dim() or (is_mask and not bool(value.all())):
+                    return None
+                numbers = None if value.is_floating_point() else tuple(value.flatten().tolist())
+                kind.append((name, value.dtype, value.shape, numbers))
+        return tuple(kind)
 
     @property
     def _mask(self) -> Tensor:

@@ -125,7 +125,7 @@ def how_prompts_merge(
     model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> Hashable | None:
     """Such prompts of several requests, for which this is equal, may begin in one forward; `None`: these alone."""
-    likeness = prompts.likeness()
+    likeness = prompts.likeness(model.config)
     if likeness is None:
         return None
     kind = prompts.names, tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))

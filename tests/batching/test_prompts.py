@@ -461,3 +461,85 @@ def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -
     hits.clear()
     same(model, {**inputs, **more}, {"max_new_tokens": 60})
     assert hits[0] > length + 80
+
+
+def answers(model: Any, calls: list[dict[str, Any]], options: dict[str, Any]) -> list[list[int]]:
+    """Plain `generate` of each call alone."""
+    return [model.generate(**call, **options)[0, call["input_ids"].shape[1] :].tolist() for call in calls]
+
+
+def of_lengths(name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Prompts with a picture each, all of one size, and as much text behind as `lengths` say."""
+    torch.manual_seed(4)
+    row, calls = of_row(pictures(name), 0, name), []
+    for number, length in enumerate(lengths):
+        call = {**row, "pixel_values": torch.randn_like(row["pixel_values"])}
+        for key, x in row.items():
+            if x.shape == row["input_ids"].shape:
+                more = torch.full((1, length), 20 + number) if key == "input_ids" else x[:, :1].expand(-1, length)
+                call[key] = torch.cat([x, more], dim=1)
+        calls.append(call)
+    return calls
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
+def test_prompts_of_several_requests_begin_in_one_forward(name: str, forwards: list[int]) -> None:
+    model, calls = model_of(name), of_lengths(name, (3, 9, 1, 6))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = answers(model, calls, options)
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        engine.generate(calls[:1], options)  # with the checks
+        forwards.clear()
+        assert [r.token_ids for r in engine.generate(calls[1:], options)] == expected[1:] and forwards == [3]
+        again = engine.generate(calls, options)
+        assert [r.token_ids for r in again] == expected and any(r.num_prefix_hit_tokens for r in again[1:])
+        engine.check_integrity()
+    small = {"block_size": 8, "prefix_caching": False, "max_num_batched_tokens": 2 * calls[1]["input_ids"].shape[1]}
+    with hf_paged.PagedEngine(model, small) as engine:
+        forwards.clear()
+        assert [r.token_ids for r in engine.generate(calls, options)] == expected
+        assert max(forwards) == 2, forwards
+
+
+def test_prompts_that_differ_in_more_than_floats_begin_alone(forwards: list[int]) -> None:
+    """A grid of another shape has other positions; tokens too many in one would make up for too few in another."""
+    model, options = model_of(QWEN), {"max_new_tokens": 8, "do_sample": False}
+    first, second = of_lengths(QWEN, (3, 5))
+    grid = first["image_grid_thw"].tolist()[0]
+    turned = {**second, "image_grid_thw": torch.tensor([[grid[0], grid[1] * grid[2] // 2, 2]])}
+    assert grid[2] != 2
+    token = 159
+    many = torch.where(first["input_ids"] == 20, token, first["input_ids"])
+    few = second["input_ids"].clone()
+    few[0, (few[0] == token).nonzero()[:3, 0]] = 7
+    wrong = [{**first, "input_ids": many}, {**second, "input_ids": few}]
+    expected = answers(model, [first, turned], options)
+    with hf_paged.PagedEngine(model, {"block_size": 8, "prefix_caching": False}) as engine:
+        engine.generate([first], options)
+        forwards.clear()
+        assert [r.token_ids for r in engine.generate([first, turned], options)] == expected and forwards == [1, 1]
+        results = engine.generate([*wrong, first], options)
+        assert [type(r.error) for r in results] == [ValueError, ValueError, type(None)]
+        assert results[2].token_ids == expected[0]
+        engine.check_integrity()
+
+
+def test_a_prompt_that_fails_beside_others_fails_alone(monkeypatch: pytest.MonkeyPatch, forwards: list[int]) -> None:
+    model, calls = model_of(QWEN), of_lengths(QWEN, (3, 9, 6))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = answers(model, calls, options)
+    visual, bad = model.model.get_image_features, calls[1]["pixel_values"][0, 0]
+
+    def refuse(pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if bool((pixel_values == bad).any()):
+            raise RuntimeError("a picture that cannot be read")
+        return visual(pixel_values, *args, **kwargs)
+
+    monkeypatch.setattr(model.model, "get_image_features", refuse)
+    with hf_paged.PagedEngine(model, {"block_size": 8, "prefix_caching": False}) as engine:
+        results = engine.generate(calls, options)
+        assert "cannot be read" in str(results[1].error)
+        assert [r.token_ids for r in results[::2]] == expected[::2]
+        assert forwards[-3:] == [3, 1, 2], forwards  # all, the one that fails, the others in the next step
+        engine.check_integrity()
+        assert engine.stats().used_blocks == 0

@@ -287,14 +287,16 @@ def test_calls_in_threads_share_forwards(rows_of_forwards: list[int]) -> None:
     assert_whole(T5)
 
 
-def test_sound_of_whisper() -> None:
+def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
     name = "WhisperForConditionalGeneration"
     features = inputs_of(name)["input_features"]
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": ENDS}
     with PagedEngine(build(name), SMALL) as engine:
         for row in range(len(features)):
             engine.add_request(None, options, inputs={"input_features": features[row : row + 1]}, request_id=str(row))
+        rows_of_forwards.clear()
         results = run_all(engine)
+        assert rows_of_forwards[0] == len(features) > 1
         assert_drained(engine)
     for row in range(len(features)):
         expected = alone(name, 0, options, input_features=features[row : row + 1])

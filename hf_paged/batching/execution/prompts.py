@@ -103,12 +103,16 @@ class Prompts:
             if not has_media and not any(self.paddings) and all(_is_flag(value) for _, value in flags):
                 self.merges = (self.joins, self.length, *flags)
 
-    def likeness(self) -> Hashable | None:
-        """Prompts for which this is equal differ in token ids, in length and in floats: in what `merge_check` varies.
-        `None` for those that are to stay alone."""
-        kind: list[Hashable] = []
-        if self.input_ids.shape[1] != self.length:
+    def likeness(self, config: PreTrainedConfig) -> Hashable | None:
+        """Prompts for which this is equal differ in text, in length and in floats: in what `merge_check` varies. `None`
+        for those that are to stay alone."""
+        content = self.content(config)
+        if content is None:
             return None
+        # of tokens that stand for other content: too many in one prompt must not make up for too few in another
+        kind: list[Hashable] = [
+            tuple(sorted(ids[is_content].tolist())) for ids, is_content in zip(self.input_ids, content)
+        ]
         for name, value in sorted({**self.model_kwargs, "attention_mask": self._mask}.items()):
             if not isinstance(value, Tensor):
                 if not _is_flag(value):

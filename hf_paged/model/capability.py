@@ -507,7 +507,10 @@ def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pro
         plain = torch.cat([_prompt_logits(model, part, new[1:], dtypes) for part in parts], dim=1)
         with _forwards(model):
             together = parts[0].merged(parts[1:], pad_token_id(model))
-            together.find_positions(model)
+            for each in (*parts, together):
+                each.find_positions(model)
+            if together.axes != [axes for part in parts for axes in part.axes]:
+                return False  # padding counts among its positions
             runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
             rows = _PromptRows(*runner, together, new[1:])
             ends = [together.length - padding for padding in together.paddings]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,25 @@ def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
     return found
 
 
+def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
+    """Three prompts of each medium, a row each: the last has a picture, film or sound of the size that the first has.
+    Nothing for classes whose calls are made as a whole."""
+    name, found = type(model).__name__, {}
+    for medium in MEDIA_TYPES if name not in CALLS and not hasattr(model, "thinker") else ():
+        build = ROWS.get((name, medium)) or _general_row(model, medium)
+        if medium == "audio" and getattr(model.config, "audio_config", model.config) is None:
+            continue
+        if build is not None:
+            first, second = (build(model.config, row) for row in range(2))
+            is_float = {key: isinstance(x, torch.Tensor) and x.is_floating_point() for key, x in first.items()}
+            third = {key: -x if is_float[key] else x for key, x in first.items()}
+            found[medium] = [
+                _prompts(model, medium, [media], [around])
+                for media, around in zip((first, second, third), (*TEXT_AROUND, TEXT_AROUND[1]))
+            ]
+    return found
+
+
 def _general_row(model: PreTrainedModel, medium: str) -> Callable[[PretrainedConfig, int], Tensors] | None:
     method = _features_method(model, medium)
     if method is None:
@@ -106,8 +125,10 @@ def _features_method(model: PreTrainedModel, medium: str) -> Callable[..., Any] 
     return None
 
 
-def _prompts(model: PreTrainedModel, medium: str, media: list[Tensors]) -> Tensors:
-    """Both rows: text around the placeholders, padded on the left, with masks, types and the media of both."""
+def _prompts(
+    model: PreTrainedModel, medium: str, media: list[Tensors], around: Sequence[tuple[int, int]] = TEXT_AROUND
+) -> Tensors:
+    """All rows: text around the placeholders, padded on the left, with masks, types and the media of all."""
     config, kind = model.config, model.config.model_type
     name = "image" if medium == "video" and kind.startswith(IMAGES_AS_FRAMES) else medium
     (placeholder,) = _tokens(config, (f"{name}_token_id", f"{name}_token_index"))
@@ -117,21 +138,27 @@ def _prompts(model: PreTrainedModel, medium: str, media: list[Tensors]) -> Tenso
         if medium == "video" and kind.startswith(FRAME_BY_FRAME):
             frames = int(tensors["video_grid_thw"][0, 0]) if "video_grid_thw" in tensors else 2
         counts.append([_count_embeddings(model, medium, tensors) // frames] * frames)
-    inputs = prompts(config, medium, placeholder, counts)
+    inputs = prompts(config, medium, placeholder, counts, around)
     types = (inputs["input_ids"] == placeholder) * MEDIA_TYPES[medium]
     takes = inspect.signature(model.forward).parameters
     if "mm_token_type_ids" in takes:
         inputs["mm_token_type_ids"] = types
     if "token_type_ids" in takes:
         inputs["token_type_ids"] = types * (kind != "paligemma")  # there it marks what is to be learned
-    return {**inputs, **join(media)}
+    return {**inputs, **(join(media) if len(media) > 1 else media[0])}
 
 
-def prompts(config: PretrainedConfig, medium: str, placeholder: int, counts: list[list[int]]) -> Tensors:
-    """Two rows, each with its groups of placeholders; a time stamp stands between two groups."""
+def prompts(
+    config: PretrainedConfig,
+    medium: str,
+    placeholder: int,
+    counts: list[list[int]],
+    around: Sequence[tuple[int, int]] = TEXT_AROUND,
+) -> Tensors:
+    """Rows, each with its groups of placeholders; a time stamp stands between two groups."""
     start, end = (_tokens(config, names[medium]) for names in (STARTS, ENDS))
     rows = []
-    for groups, (before, behind) in zip(counts, TEXT_AROUND, strict=True):
+    for groups, (before, behind) in zip(counts, around, strict=True):
         stamped = [token for count in groups for token in (*_words(1), *[placeholder] * count)]
         rows.append([*_words(before), *start, *stamped[1:], *end, *_words(behind)])
     return pad(rows)

@@ -33,7 +33,7 @@ from transformers.models.auto import modeling_auto
 from benchmarks import machine
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
-from tests.support.architecture_media import NOT_GIVEN
+from tests.support.architecture_media import NOT_GIVEN, media_rows
 
 FAMILIES = {  # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -64,6 +64,7 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 OTHER_INPUTS = ("text", "video", "audio")  # modes too: greedy with these, where the modes above had another medium
+REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))  # three of an engine, greedy
 
 
 @dataclasses.dataclass
@@ -138,6 +139,8 @@ def _check(result: Result) -> None:
         result.modes[mode] = _check_mode(model, inputs, mode, result)
     for medium, other in others:
         result.modes[medium] = _check_mode(model, other, medium, result)
+    for medium, rows in media_rows(model).items():
+        result.modes[f"{medium} requests"] = _check_requests(model, rows)
     statuses = {mode.status for mode in result.modes.values()}
     result.status = next((s for s in ("error", "different") if s in statuses), "equal")
     result.detail = "; ".join(f"{name}: {m.detail}" for name, m in result.modes.items() if m.detail)
@@ -179,6 +182,31 @@ def _check_mode(model: PreTrainedModel, inputs: dict[str, Any], mode: str, resul
     if problem := _left_behind(model, before):
         return ModeResult("error", problem, route["road"])
     return ModeResult("equal", "", route["road"])
+
+
+def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeResult:
+    """Rows as requests of an engine that is given all before its first step, against each alone."""
+    import hf_paged
+
+    rows = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows]
+    try:
+        outputs = [_generate(model, row, "greedy", paged=False) for row in rows]
+        expected = [_tokens(output)[0, -MODES["greedy"]["max_new_tokens"] :].tolist() for output in outputs]
+    except Exception as error:
+        return ModeResult("not served", describe(error))
+    try:
+        with hf_paged.PagedEngine(model, {"block_size": BLOCK_SIZE}) as engine:
+            results = engine.generate(rows, MODES["greedy"])
+            route = engine.route
+            road = "" if route is None else route.road
+            for error in [result.error for result in results if result.error is not None]:
+                raise error
+            found = [result.token_ids for result in results]
+            engine.check_integrity()
+    except Exception as error:
+        is_refused = isinstance(error, ValueError) and "`generate`" in str(error) or "model.generate(" in str(error)
+        return ModeResult("refused" if is_refused else "error", describe(error))
+    return ModeResult("equal" if found == expected else "different", "", road)
 
 
 def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: bool) -> Any:
@@ -342,12 +370,14 @@ def _serve_checks(pipe: Connection) -> None:
 
 def table(results: list[Result]) -> str:
     """The results in Markdown, one row per architecture."""
-    header = ["architecture", "family", "medium", "status", *MODES, "road", *OTHER_INPUTS]
+    header = ["architecture", "family", "medium", "status", *MODES, "road", *OTHER_INPUTS, *REQUESTS]
     header += ["in place", "latent", "s", "detail"]
     lines = [" | ".join(header), " | ".join("---" for _ in header)]
     for result in results:
         modes = [result.modes[mode].status if mode in result.modes else "" for mode in MODES]
-        others = [_status_and_road(result.modes[mode]) if mode in result.modes else "" for mode in OTHER_INPUTS]
+        others = [
+            _status_and_road(result.modes[mode]) if mode in result.modes else "" for mode in (*OTHER_INPUTS, *REQUESTS)
+        ]
         flags = ["" if flag is None else "yes" if flag else "no" for flag in (result.in_place, result.latent)]
         detail = "; ".join(filter(None, (result.detail, result.reason))).replace("|", "/")
         cells = [result.name, result.family, result.medium, result.status, *modes, result.road, *others, *flags]
@@ -373,7 +403,7 @@ def summary(results: list[Result]) -> str:
         f"read in place: {sum(bool(result.in_place) for result in served)}, "
         f"of them latent: {sum(bool(result.latent) for result in served)}",
     ]
-    for mode in (*MODES, *OTHER_INPUTS):
+    for mode in (*MODES, *OTHER_INPUTS, *REQUESTS):
         counts = collections.Counter(result.modes[mode].status for result in served if mode in result.modes)
         lines.append(f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common()))
     return "\n".join(f"- {line}" for line in lines)
@@ -420,7 +450,8 @@ def _reason(result: Result) -> str:
 
 def _media(result: Result) -> list[str]:
     """What the class was given beside text; empty where plain `generate` does not serve it."""
-    return [medium for medium in (result.medium, *result.modes) if result.modes and medium not in (*MODES, "text")]
+    others = (*MODES, *REQUESTS, "text")
+    return [medium for medium in (result.medium, *result.modes) if result.modes and medium not in others]
 
 
 def section(data: dict[str, Any]) -> str:
@@ -433,6 +464,9 @@ def section(data: dict[str, Any]) -> str:
     given = [f"{result.name} ({', '.join(_media(result))})" for result in results if _media(result)]
     different = [f"{result.name} ({result.status})" for result in results if result.status in ("different", "error")]
     others = ["", f"Not equal: {', '.join(different)}."] if different else []
+    modes = (mode for result in results for name, mode in result.modes.items() if name in REQUESTS)
+    counts = collections.Counter(mode.status for mode in modes)
+    requests = ", ".join(f"{status} {count}" for status, count in counts.most_common())
     lines = [
         f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']}, `{data['command']}`",
         "(greedy with left padding and its logits, 3 beams, sampling with `num_return_sequences`):",
@@ -442,6 +476,7 @@ def section(data: dict[str, Any]) -> str:
         "",
         "Where a class takes images, video or sound, the two prompts have different ones, with text before and behind,",
         "and the columns count its first medium; each other one, and text alone, is checked with a greedy call.",
+        f"As three requests of a `PagedEngine`: {requests}.",
         "",
         "<details><summary>The classes</summary>",
         "",

@@ -204,7 +204,7 @@ def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeR
             found = [result.token_ids for result in results]
             engine.check_integrity()
     except Exception as error:
-        is_refused = isinstance(error, ValueError) and "`generate`" in str(error) or "model.generate(" in str(error)
+        is_refused = isinstance(error, ValueError) and ("`generate`" in str(error) or "model.generate(" in str(error))
         return ModeResult("refused" if is_refused else "error", describe(error))
     return ModeResult("equal" if found == expected else "different", "", road)
 

@@ -86,7 +86,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 one text, with its images or sound.
             inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
                 prompt, as `{"pixel_values": ..., "image_grid_thw": ...}` of images or `{"input_features": ...}` of
-                sound. Vision towers and encoders run at once, in the preparation that is `generate`'s own.
+                sound. Encoders of encoder-decoder models run here, in the preparation that is `generate`'s own; vision
+                towers with the prompt. Prompts that differ in text, length and floats alone begin in one forward.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`.
                 `max_time` counts from the step that first runs the request.
             request_id (`str`, *optional*): A name; one is made up otherwise.

@@ -32,8 +32,24 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
 
 
 # Runs vision towers before the first forward, which without it does so itself, as in older versions; `None` there.
+MEDIA = "mm_encoder_outputs"  # among the inputs: what they made
 _encodes = "_prepare_multimodal_encoder_kwargs_for_generation"
 ENCODE_MEDIA = _encodes if hasattr(GenerationMixin, _encodes) else None
+
+
+def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a decoder-only model's first forward, with images as its vision tower encodes them, if `generate`
+    does that before."""
+    inputs = dict(inputs)
+    if ENCODE_MEDIA is None or not model._supports_mm_encoder_outputs():
+        return inputs
+    modalities = getattr(model, "input_modalities", ())
+    if not any(name in modalities for name in ("image", "video")):
+        return inputs
+    inputs[MEDIA] = dict(inputs.get(MEDIA) or {})
+    return dict(getattr(model, ENCODE_MEDIA)(inputs))
+
+
 PREPARE_CACHE = _name(GenerationMixin, "_prepare_cache_for_generation")
 EXPAND_INPUTS = _name(GenerationMixin, "_expand_inputs_for_generation")
 PREFILL = _name(GenerationMixin, "_prefill")

@@ -248,6 +248,8 @@ class EngineCore:
                 prompts.merges = how_prompts_merge(model, cache, prompts, known=self._verdicts)
             keys = prompts.keys(model.config) if can_reuse and self.config.prefix_caching else None
         else:
+            if not model.config.is_encoder_decoder:
+                state.encode_media(model)
             reason = reason_against_rows(model, cache, prompts, known=self._verdicts)
             if reason is None:
                 prompts.set_joins(how_rows_join(model, cache, prompts, known=self._verdicts))

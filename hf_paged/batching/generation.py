@@ -14,14 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
+from .. import compat
 from ..cache.block_manager import SequenceBlocks
 from ..config import check_cache_salt
-from ..interrupts import let_in
+from ..interrupts import let_in, step_lock
 from ..model.own_loop import select_rows, tensors_of
 from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
-from .execution.adapters import check_adapter
+from .execution.adapters import check_adapter, use_adapter
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
@@ -146,9 +147,19 @@ class RequestState(Generation):
     def prepare_again(self, model: PreTrainedModel) -> None:
         """The weights are others: so is what an encoder gives."""
         if self._prepare is not None and self.request.inputs is not None:
-            call = self._prepare()[1]
+            call, prompts = self._prepare()[1], self.request.inputs[0]
             assert call is not None
-            self.request.inputs[0].model_kwargs = _prompts_of(model, call).model_kwargs
+            encodes = compat.MEDIA in prompts.model_kwargs
+            prompts.model_kwargs = _prompts_of(model, call).model_kwargs
+            if encodes:
+                self.encode_media(model)
+
+    def encode_media(self, model: PreTrainedModel) -> None:
+        """Before the first forward, as `generate` does: in one that others share, images that fail would fail all."""
+        assert self.request.inputs is not None
+        prompts = self.request.inputs[0]
+        with step_lock(model), let_in(), use_adapter(model, self.request.adapter), torch.no_grad():
+            prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def output(self) -> tuple[dict[int, int], str | None]:
         """New tokens of the last step, and text, if it has not failed. Sets `error` if the tokenizer raises."""

@@ -48,6 +48,7 @@ from .own_loop import (
     tensors_of,
     with_cross,
 )
+from .state import NOTES
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
@@ -88,7 +89,7 @@ class PromptsVerdict(NamedTuple):
 
 TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
 Known = dict[Hashable, Any]
-"""Verdicts on calls by their kind, of a caller for whom the model stays as it is meanwhile: looking takes 3 ms."""
+"""Verdicts on calls by their kind, of a caller for whom weights and configs stay as they are: a look takes 3 ms."""
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]  # `execution.executor.Runner`
 
 
@@ -116,7 +117,8 @@ def check_prompts(
 ) -> PromptsVerdict:
     """Of prompts (`execution.prompts.Prompts`) of a model whose layout is packed, by these prompts, which stand for all
     with inputs of the same names."""
-    kind = prompts.names, tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))
+    axes = tuple(sorted({prompts.num_axes(row) for row in range(len(prompts.paddings))}))
+    kind = prompts.names, axes, prompts.hides_tokens
     found = _find(prompts_check, "packed", model, cache, make, prompts, kind=kind, known=known)
     return found if isinstance(found, PromptsVerdict) else PromptsVerdict(found)
 
@@ -138,7 +140,7 @@ def reason_against_rows(
 ) -> str | None:
     """Why rows that begin as these `Prompts` cannot leave one another, or fork, as in `TOGETHER`."""
     kinds = tuple(sorted((name, str(type(value))) for name, value in prompts.model_kwargs.items() if value is not None))
-    kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1
+    kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1, prompts.hides_tokens
     return _find(rows_check, "together", model, cache, make, prompts, kind=kind, known=known)
 
 
@@ -167,13 +169,26 @@ def _find(
 ) -> Any:
     """What is `known`; the first of `_reasons`; else what `check` finds by several short forwards, once for a model as
     it is now, and for calls of a `kind`."""
-    known = {} if known is None else known
-    if (check, kind) in known:
-        return known[check, kind]
-    found = _look(check, layout, model, cache, *others, kind=kind)
-    if not isinstance(found, str):  # which may be a reason that passes
-        known[check, kind] = found
+    if known is None:
+        return _look(check, layout, model, cache, *others, kind=kind)
+    glance = _glance(model)
+    before, found = known.get((check, kind), (None, None))
+    if before != glance:
+        found = _look(check, layout, model, cache, *others, kind=kind)
+        if not isinstance(found, str):  # which may be a reason that passes
+            known[check, kind] = glance, found
     return found
+
+
+def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What changes where modules, their modes, hooks or forwards do, in a third of a millisecond."""
+    are_global = bool(torch_module._global_forward_hooks), bool(torch_module._global_forward_pre_hooks)
+    held = ((type(module), module.training, vars(module)) for module in model.modules())
+    names = "_forward_hooks", "_forward_pre_hooks"  # whose keys are never used again
+    return are_global, [
+        (kind.forward, is_training, own.get("forward"), own.get("_hf_hook"), *(tuple(own[name]) for name in names))
+        for kind, is_training, own in held
+    ]
 
 
 def _look(
@@ -503,7 +518,7 @@ def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pro
     plain forwards of each."""
     new, dtypes = _test_tokens(model)[0, :2], set[torch.dtype | None]()
     parts = prompts, prompts.longer(int(new[0]))
-    with contextlib.suppress(ForwardFailedError):
+    try:
         plain = torch.cat([_prompt_logits(model, part, new[1:], dtypes) for part in parts], dim=1)
         with _forwards(model):
             together = parts[0].merged(parts[1:], pad_token_id(model))
@@ -518,7 +533,10 @@ def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pro
                 packed = torch.stack([rows.compute([end + count for end in ends]) for count in range(2)])
             rows.free()
         return _difference(dtypes, cache, plain.flatten(0, 1), packed.flatten(0, 1), "logits") is None
-    return False
+    except Exception as error:  # each alone may have memory enough
+        if not (isinstance(error, ForwardFailedError) or is_out_of_memory(error)):
+            raise
+        return False
 
 
 def _prompt_logits(model: PreTrainedModel, prompts: Any, new: Tensor, dtypes: set[torch.dtype | None]) -> Tensor:
@@ -580,9 +598,10 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
             raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
         finally:
             for now, known in before:
+                kept = {name: x for name, x in now.items() if name in NOTES}
                 for name in now.keys() - known.keys():
                     del now[name]
-                now.update(known)
+                now.update({**known, **kept})
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:

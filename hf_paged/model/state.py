@@ -34,10 +34,11 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
 _MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
-# Not part of what the forward computes: what torch keeps in every module (parameters, buffers, modules and forward
-# hooks are visited by themselves), and notes that transformers leaves on a model the first time it does something.
-_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", "_is_hf_initialized", "_output_capturing_hooks_installed"}
-_IGNORED |= {"warnings_issued"}
+# Notes that transformers leaves on a model the first time it does something.
+NOTES = frozenset({"_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued"})
+# Not part of what the forward computes: these, and what torch keeps in every module (parameters, buffers, modules and
+# forward hooks are visited by themselves).
+_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", *NOTES}
 # Classes of these modules hold what no forward computes: loading, saving, generation.
 _PLUMBING = (
     *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),

@@ -543,3 +543,92 @@ def test_a_prompt_that_fails_beside_others_fails_alone(monkeypatch: pytest.Monke
         assert forwards[-3:] == [3, 1, 2], forwards  # all, the one that fails, the others in the next step
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("name", [LLAVA, "LlavaNextForConditionalGeneration"])
+def test_a_model_that_has_never_seen_a_picture(name: str) -> None:
+    """transformers puts hooks on a vision tower in its first forward, which may be one of a check."""
+    torch.manual_seed(0)
+    fresh, call = tiny_model(getattr(transformers, name)), of_row(pictures(name), 1, name)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with hf_paged.PagedEngine(fresh, {"block_size": 8}) as engine:
+        (result,) = engine.generate([call], options)
+    assert [result.token_ids] == answers(fresh, [call], options)
+
+
+def test_black_pictures_begin_alone() -> None:
+    """SmolVLM drops them, so that one picture too many in another prompt would make up for them."""
+    name, options = "SmolVLMForConditionalGeneration", {"max_new_tokens": 6, "do_sample": False}
+    model, row = model_of(name), of_row(pictures(name), 0, name)
+    del row["pixel_attention_mask"]
+    places = (row["input_ids"][0] == model.config.image_token_id).nonzero()[:, 0]
+    keep = torch.ones(row["input_ids"].shape[1], dtype=torch.bool)
+    keep[places[len(places) // 2 :]] = False  # the tokens of one of two pictures
+    row = {key: x[:, keep] if x.shape == row["input_ids"].shape else x for key, x in row.items()}
+    torch.manual_seed(2)
+    calls = [{**row, "pixel_values": torch.randn_like(row["pixel_values"])} for _ in range(4)]
+    for call in (calls[0], calls[3]):
+        call["pixel_values"][:, 1] = 0
+    calls[2]["pixel_values"].zero_()
+    with pytest.raises(ValueError):
+        model.generate(**calls[1], **options)
+    expected = answers(model, [calls[0], *calls[2:]], options)
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        results = engine.generate(calls, options)
+        assert isinstance(results[1].error, ValueError)
+        assert [r.token_ids for r in (results[0], *results[2:])] == expected
+        assert [r.token_ids for r in engine.generate([calls[0], calls[3]], options)] == [expected[0], expected[2]]
+
+
+def test_hooks_and_modes_that_change_while_requests_run_are_seen() -> None:
+    model, (first, second) = model_of(LLAVA), of_lengths(LLAVA, (3, 5))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        engine.add_request(first, options)
+        handle = model.model.language_model.layers[0].register_forward_hook(lambda *_: None)
+        try:
+            with pytest.raises(ValueError, match="forward hooks"):
+                engine.add_request(second, options)
+        finally:
+            handle.remove()
+        engine.add_request(second, options)
+
+
+def test_two_pictures_that_do_not_fit_into_memory_at_once(monkeypatch: pytest.MonkeyPatch, forwards: list[int]) -> None:
+    model, calls = model_of(QWEN), of_lengths(QWEN, (3, 9, 6))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = answers(model, calls, options)
+    visual = model.model.get_image_features
+
+    def encode(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(image_grid_thw) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return visual(pixel_values, image_grid_thw, *args, **kwargs)
+
+    monkeypatch.setattr(model.model, "get_image_features", encode)
+    with hf_paged.PagedEngine(model, {"block_size": 8, "prefix_caching": False}) as engine:
+        assert [r.token_ids for r in engine.generate(calls, options)] == expected
+        assert forwards[-3:] == [1, 1, 1]
+
+
+def test_a_hole_in_the_mask_is_looked_at_by_itself() -> None:
+    model, (first, second) = model_of(LLAVA), of_lengths(LLAVA, (3, 5))
+    length, mask = first["input_ids"].shape[1], torch.ones_like(second["input_ids"])
+    mask[0, -3] = 0
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        ids = [call["input_ids"] for call in (first, second)]
+        engine.add_request(
+            ids[0], inputs={"pixel_values": first["pixel_values"], "position_ids": torch.arange(length)[None]}
+        )
+        with pytest.raises(ValueError, match="served by `generate` only"):
+            engine.add_request(ids[1], inputs={"pixel_values": second["pixel_values"], "attention_mask": mask})
+
+
+def test_a_picture_that_fails_beside_others_in_rectangles() -> None:
+    name, options = "Lfm2VlForConditionalGeneration", {"max_new_tokens": 6, "do_sample": False}
+    model, row = model_of(name), of_row(pictures(name), 0, name)
+    bad = {**row, "pixel_values": row["pixel_values"][:, :1]}
+    expected = answers(model, [row], options)
+    with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
+        results = engine.generate([row, bad, row], options)
+        assert [r.token_ids for r in results[::2]] == expected * 2 and results[1].error is not None

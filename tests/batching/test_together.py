@@ -394,3 +394,19 @@ def test_encoder_decoders_that_an_engine_cannot_serve(name: str, why: str) -> No
         inputs = next(iter(make_inputs(build(name)).values()))
         with PagedEngine(build(name), SMALL) as engine:
             engine.add_request(None, {"max_new_tokens": 3}, inputs={key: value[:1] for key, value in inputs.items()})
+
+
+def test_a_prompt_that_fails_beside_others_fails_alone(rows_of_forwards: list[int]) -> None:
+    model, options = build(T5), {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    begins = [[0, 7], [0, 100_000], [0, 9]]  # of the decoder; the second has no embedding
+    with PagedEngine(model, SMALL) as engine:
+        for i, (prompt, ids) in enumerate(zip(prompts(), begins)):
+            engine.add_request(prompt, options, inputs={"decoder_input_ids": torch.tensor([ids])}, request_id=str(i))
+        rows_of_forwards.clear()
+        results = run_all(engine)
+        assert rows_of_forwards[0] == 3 and isinstance(results["1"].error, IndexError)
+        assert_drained(engine)
+    for i in (0, 2):
+        ids = {"input_ids": torch.tensor([prompts()[i]]), "decoder_input_ids": torch.tensor([begins[i]])}
+        expected = model.generate(**ids, **options)
+        assert results[str(i)].token_ids == expected[0, -NEW:].tolist()

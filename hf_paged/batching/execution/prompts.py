@@ -123,12 +123,21 @@ class Prompts:
                     return None
                 kind.append((name, value.dtype, value.dim()))
             else:
-                is_mask = "mask" in name  # of parts of an image, in which some models mix rows up
-                if not value.dim() or (is_mask and not bool(value.all())):
+                # some models mix rows up where parts of an image are masked, and drop images that are zero
+                is_partial = "mask" in name and not bool(value.all())
+                if not value.dim() or is_partial or _has_zero_parts(value):
                     return None
                 numbers = None if value.is_floating_point() else tuple(value.flatten().tolist())
                 kind.append((name, value.dtype, value.shape, numbers))
         return tuple(kind)
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether the attention mask hides more than padding."""
+        mask = self._mask
+        if not isinstance(mask, Tensor) or mask.shape != (len(self.paddings), self.length):
+            return False
+        return mask.bool().sum(-1).tolist() != [self.length - padding for padding in self.paddings]
 
     @property
     def _mask(self) -> Tensor:
@@ -313,6 +322,12 @@ class Prompts:
             (token, (*types, *places), None) if any(place != i for place in places) else token
             for i, (token, places) in enumerate(zip(token_ids, columns), first)
         ]
+
+
+def _has_zero_parts(media: Tensor) -> bool:
+    """Whether an image or a patch, which the first axes count, is nothing but zeros."""
+    sizes = 1 if media.dim() == 1 else media.shape[max(1, media.dim() - 3) :].numel()
+    return media.is_floating_point() and bool((media.reshape(-1, sizes) == 0).all(-1).any())
 
 
 def _is_flag(value: Any) -> bool:

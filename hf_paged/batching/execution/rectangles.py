@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import logging
 import operator
 from collections.abc import Sequence as Items
 from typing import Any
@@ -33,7 +34,9 @@ from ...model.own_loop import (
 )
 from ..request import Sequence
 from .executor import Runner, in_order
-from .prompts import Prompts, no_blocks
+from .prompts import Prompts, PromptsError, no_blocks
+
+logger = logging.getLogger(__name__)
 
 _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
@@ -236,12 +239,29 @@ class RectangleRunner(Runner):
                 calls.setdefault(prompts, {})[row] = sequence
         if not calls:
             return self._forward(self._lay_out(sequences), begins=True)
-        parts = [(self._lay_out_prompts(prompts, own), list(own)) for prompts, own in calls.items()]
-        (rectangle, rows), *others = parts
-        if others:
-            rectangle, rows = Rectangle.join(parts, self._new_cache()), list(range(len(sequences)))
+        begun = [sequence for own in calls.values() for sequence in own.values()]
+        logits = self._begin_together(calls) if len(calls) > 1 else None
+        if logits is None:
+            logits = torch.cat([self._begin_alone(prompts, own) for prompts, own in calls.items()])
+        return logits if begun == sequences else logits[[begun.index(sequence) for sequence in sequences]]
+
+    def _begin_together(self, calls: dict[Prompts, dict[int, Sequence]]) -> Tensor | None:
+        """`None` if the forward fails: each call is to begin alone, so that what is wrong stays with its prompts."""
+        try:
+            parts = [(self._lay_out_prompts(prompts, own), list(own)) for prompts, own in calls.items()]
+            rectangle = Rectangle.join(parts, self._new_cache())
             rectangle.borrow(0)
-        logits = self._forward(rectangle, begins=True, rows=rows)
+            return self._forward(rectangle, begins=True)
+        except Exception as error:
+            logger.debug("prompts of several requests fail in one forward: %s", error)
+            return None
+
+    def _begin_alone(self, prompts: Prompts, own: dict[int, Sequence]) -> Tensor:
+        rows = list(own)
+        try:
+            logits = self._forward(self._lay_out_prompts(prompts, own), begins=True, rows=rows)
+        except Exception as error:
+            raise PromptsError(prompts, error) from error
         return logits if rows == list(range(len(logits))) else logits[rows]
 
     def _forward(self, rectangle: Rectangle, begins: bool, num_new: int = 1, rows: list[int] | None = None) -> Tensor:

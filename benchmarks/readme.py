@@ -324,7 +324,7 @@ def benchmarks_section() -> str:
         ),
         whole_calls(read(WHOLE_CALLS)),
         threads(read(THREADS)),
-        *([rollouts(read(GRPO))] if (RESULTS / f"{GRPO}.json").exists() else []),
+        rollouts(read(GRPO)),
         side_by_side(read(SIDE_BY_SIDE)),
         paper(read(PAPER)),
         attention(read(ATTENTION)),

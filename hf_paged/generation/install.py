@@ -260,6 +260,22 @@ def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> C
     return wrapper
 
 
+def _method(name: str) -> Callable[..., Any]:
+    """What `GenerationMixin` has under a name, as a function that takes the model first: transformers 5.17 has a static
+    one."""
+    found: Callable[..., Any] = getattr(GenerationMixin, name)
+    if not isinstance(inspect.getattr_static(GenerationMixin, name), staticmethod):
+        return found
+
+    def method(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return found(*args, **kwargs)
+
+    own = inspect.signature(found)
+    first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    return method
+
+
 def install() -> None:
     """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import."""
     with _lock:
@@ -268,8 +284,8 @@ def install() -> None:
         interface.register()
         compat.allow_cache_implementation(NAME, True)
         for name, replacement in _REPLACEMENTS.items():
-            original = getattr(GenerationMixin, name)
-            _installed[name] = (original, _wrapper(original, replacement))
+            original = inspect.getattr_static(GenerationMixin, name)
+            _installed[name] = (original, _wrapper(_method(name), replacement))
             setattr(GenerationMixin, name, _installed[name][1])
 
 

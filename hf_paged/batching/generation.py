@@ -242,5 +242,6 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
         row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
         prompts.input_ids = prompts.input_ids[:1]
         prompts.model_kwargs = {name: select_rows(name, x, row, count) for name, x in prompts.model_kwargs.items()}
+        prompts.position_ids = prompts.model_kwargs.get("position_ids")
     prompts.paddings = [0]
     return prompts

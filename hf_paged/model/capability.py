@@ -257,6 +257,8 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
     for name in (compat.UPDATE_INPUTS, compat.PREFILL, compat.LOOP_CONDITION):
         if not is_stock(model, name) and (joins or name != compat.UPDATE_INPUTS):
             yield f"it has a `{name}` of its own"
+    if any(hasattr(module, "_setup_cache") for _, module in modules):  # which forwards of a check would change, too
+        yield "it keeps states in its modules, outside of any cache"
     if "prepare_inputs_for_generation" in vars(model):
         yield "its `prepare_inputs_for_generation` was replaced"
     is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME

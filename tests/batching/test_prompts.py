@@ -570,12 +570,14 @@ def test_black_pictures_begin_alone() -> None:
     for call in (calls[0], calls[3]):
         call["pixel_values"][:, 1] = 0
     calls[2]["pixel_values"].zero_()
-    with pytest.raises(ValueError):
-        model.generate(**calls[1], **options)
     expected = answers(model, [calls[0], *calls[2:]], options)
+    try:
+        (with_both,) = answers(model, calls[1:2], options)
+    except ValueError:  # in newer versions of transformers
+        with_both = []
     with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
         results = engine.generate(calls, options)
-        assert isinstance(results[1].error, ValueError)
+        assert results[1].token_ids == with_both if with_both else isinstance(results[1].error, ValueError)
         assert [r.token_ids for r in (results[0], *results[2:])] == expected
         assert [r.token_ids for r in engine.generate([calls[0], calls[3]], options)] == [expected[0], expected[2]]
 

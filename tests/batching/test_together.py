@@ -183,7 +183,7 @@ def test_an_interrupted_forward_never_happened(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("RecurrentGemmaForCausalLM", "without all rows of its batch"),  # states in its modules
+        ("RecurrentGemmaForCausalLM", "states in its modules"),
         ("SwitchTransformersForConditionalGeneration", "its experts have a capacity for the whole batch"),
         ("MoonshineStreamingForConditionalGeneration", "its forward writes to its inputs"),
     ],

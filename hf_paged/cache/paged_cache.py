@@ -191,6 +191,8 @@ class PagedCache(DynamicCache):
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """What makes 0, 1, 2, ... the positions of the queries under a mask."""
+        if self._positions is None:  # a model may have put a `get_seq_length` of its own on the cache
+            return super().get_query_offset(layer_idx)
         shows_rows = any(group.packed is not None and group.packed.key_len for group in self.groups.values())
         return self.get_seq_length(layer_idx) if shows_rows else super().get_seq_length(layer_idx)
 

@@ -243,6 +243,11 @@ class Prompts:
         """0 where positions count tokens."""
         return len(self.axes[row] or ())
 
+    @property
+    def axis_counts(self) -> tuple[int, ...]:
+        """Each number of axes that a row has."""
+        return tuple(sorted({self.num_axes(row) for row in range(len(self.paddings))}))
+
     def positions(self, row: int, first: int, end: int) -> list[list[int]] | None:
         """Positions of the tokens `[first, end)` of a row on each axis, which go on counting behind the prompt; `None`
         where they count tokens."""

@@ -246,7 +246,7 @@ class RectangleRunner(Runner):
         return logits if begun == sequences else logits[[begun.index(sequence) for sequence in sequences]]
 
     def _begin_together(self, calls: dict[Prompts, dict[int, Sequence]]) -> Tensor | None:
-        """`None` if the forward fails: each call is to begin alone, so that what is wrong stays with its prompts."""
+        """As `_begin`; `None` if the forward fails: then each call is to begin alone, so that errors stay with it."""
         try:
             parts = [(self._lay_out_prompts(prompts, own), list(own)) for prompts, own in calls.items()]
             rectangle = Rectangle.join(parts, self._new_cache())
@@ -257,6 +257,7 @@ class RectangleRunner(Runner):
             return None
 
     def _begin_alone(self, prompts: Prompts, own: dict[int, Sequence]) -> Tensor:
+        """As `_begin`, for rows of one call. Raises [`PromptsError`]."""
         rows = list(own)
         try:
             logits = self._forward(self._lay_out_prompts(prompts, own), begins=True, rows=rows)

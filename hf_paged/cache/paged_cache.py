@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,20 @@ from .rows import CacheRows, LayerGroup
 
 # Attributes of a layer that another cache's has its own of.
 _OF_ONE_CACHE = {"group", "index", "num_operations", "packed_handles"}
+
+
+class _WeaklyBound:
+    """A method that a model puts on a cache (RecurrentGemma); it does not keep the cache, and its blocks, alive."""
+
+    def __init__(self, function: Callable[..., Any], cache: PagedCache) -> None:
+        self._function, self._cache = function, weakref.ref(cache)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._cache(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WeaklyBound:
+        cache: PagedCache = copy.deepcopy(self._cache(), memo)  # type: ignore[assignment]
+        return _WeaklyBound(self._function, cache)
 
 
 class PagedCache(DynamicCache):
@@ -91,6 +106,11 @@ class PagedCache(DynamicCache):
         twin = PagedCache.from_empty(stock, memory, kind or self.kind, borrows)
         twin.cross = None if self.cross is None else self.cross.empty_twin(memory, borrows)
         return twin
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(value, "__self__", None) is self:
+            value = _WeaklyBound(value.__func__, self)
+        super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
         """An empty cache gets what `other`, with layers like these, holds beside blocks. Both have the same tensors, to

@@ -132,8 +132,8 @@ class Call:
                 self._switch()
 
     def note_inputs(self, input_ids: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
-        """What `generate` prepared, before it repeats rows."""
-        if isinstance(input_ids, torch.Tensor):
+        """What `generate` prepared, before it repeats rows. A method that calls `super()` is noted, not the other."""
+        if isinstance(input_ids, torch.Tensor) and self.unexpanded is None:
             self.unexpanded = input_ids, {name: unshared(value) for name, value in model_kwargs.items()}
 
     def _switch(self) -> None:

@@ -52,6 +52,7 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
         if isinstance(kwargs.get("streamer"), (list, tuple)):
             kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
     prepared.set(None)
+    _wrap_overrides(type(model))
     with held(), Call(model).running(), let_in():
         return original(model, *args, **kwargs)
 
@@ -204,8 +205,8 @@ def _repeat(value: Any, rows: int, repeats: int) -> Any:
 def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     call = current.get()
     if call is not None and call.model is model:
-        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-        call.note_inputs(given.get("input_ids"), given.get("model_kwargs", {}))
+        inputs = {name: value for name, value in kwargs.items() if name not in ("expand_size", "is_encoder_decoder")}
+        call.note_inputs(inputs.pop("input_ids", None), inputs)
     return original(model, *args, **kwargs)
 
 
@@ -249,7 +250,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,
 }
-_installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_installed: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""Of each method replaced, by the class that has it: the original, and what stands there now."""
 
 
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,11 +262,10 @@ def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> C
     return wrapper
 
 
-def _method(name: str) -> Callable[..., Any]:
-    """What `GenerationMixin` has under a name, as a function that takes the model first: transformers 5.17 has a static
-    one."""
-    found: Callable[..., Any] = getattr(GenerationMixin, name)
-    if not isinstance(inspect.getattr_static(GenerationMixin, name), staticmethod):
+def _method(owner: type, name: str) -> Callable[..., Any]:
+    """What a class has under a name, as a function that takes the model first: transformers 5.17 has a static one."""
+    found: Callable[..., Any] = getattr(owner, name)
+    if not isinstance(inspect.getattr_static(owner, name), staticmethod):
         return found
 
     def method(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -276,6 +277,23 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _replace(owner: type, name: str) -> None:
+    """For use within `_lock`."""
+    wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
+    _installed[owner, name] = (inspect.getattr_static(owner, name), wrapper)
+    setattr(owner, name, wrapper)
+
+
+def _wrap_overrides(model_class: type) -> None:
+    """Classes that repeat their inputs by a method of their own (Qwen2-VL on transformers 5.17) tell the call, too."""
+    name = compat.EXPAND_INPUTS
+    owner = next(each for each in model_class.__mro__ if name in vars(each))
+    if (owner, name) not in _installed:
+        with _lock:
+            if _installed and (owner, name) not in _installed:
+                _replace(owner, name)
+
+
 def install() -> None:
     """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import."""
     with _lock:
@@ -283,22 +301,20 @@ def install() -> None:
             return
         interface.register()
         compat.allow_cache_implementation(NAME, True)
-        for name, replacement in _REPLACEMENTS.items():
-            original = inspect.getattr_static(GenerationMixin, name)
-            _installed[name] = (original, _wrapper(_method(name), replacement))
-            setattr(GenerationMixin, name, _installed[name][1])
+        for name in _REPLACEMENTS:
+            _replace(GenerationMixin, name)
 
 
 def uninstall() -> None:
     """Undoes `install`. Raises `RuntimeError`, having changed nothing, if another library wrapped a method since."""
     with _lock:
-        for name, (_, wrapper) in _installed.items():
-            if getattr(GenerationMixin, name) is not wrapper:
-                message = f"`GenerationMixin.{name}` was replaced after hf_paged was installed: undo that first"
+        for (owner, name), (_, wrapper) in _installed.items():
+            if getattr(owner, name) is not wrapper:
+                message = f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo that first"
                 raise RuntimeError(message)
         while _installed:
-            name, (original, _) = _installed.popitem()
-            setattr(GenerationMixin, name, original)
+            (owner, name), (original, _) = _installed.popitem()
+            setattr(owner, name, original)
         compat.allow_cache_implementation(NAME, False)
         compat.forget_attention(NAME)
         unwrap_expansions()

@@ -204,3 +204,26 @@ def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
     ids = torch.randint(3, 64, (1, 5))
     model.generate(ids, cache_implementation="paged", max_new_tokens=2)
     assert hf_paged.last_route(model).in_place
+
+
+def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was() -> None:
+    class Own(type(build("llama"))):
+        def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
+            if expand_size == 1:
+                return kwargs.pop("input_ids"), kwargs
+            return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+
+    model, own = build("llama").eval(), Own._expand_inputs_for_generation
+    model.__class__ = Own
+    ids = torch.randint(3, 64, (2, 5))
+    for options in (dict(), dict(do_sample=True, num_return_sequences=2), dict(num_beams=3)):
+        expected, got = (
+            (torch.manual_seed(0), model.generate(ids, max_new_tokens=4, **options, **more))[1]
+            for more in ({}, {"cache_implementation": "paged"})
+        )
+        assert got.tolist() == expected.tolist() and hf_paged.last_route(model).road == "engine"
+    hf_paged.uninstall()
+    try:
+        assert Own._expand_inputs_for_generation is own
+    finally:
+        hf_paged.install()

@@ -487,3 +487,22 @@ def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step() -> N
         old = weakref.ref(storage.layers[0].keys)
         storage.grow(storage.layers[0].keys.shape[0] + 1)
         assert old() is None
+
+
+def test_a_method_that_a_model_binds_to_a_cache_does_not_keep_it(config: PreTrainedConfig, model: Any) -> None:
+    def length(self: PagedCache, layer_idx: int = 0) -> int:
+        return 1000 + DynamicCache.get_seq_length(self, layer_idx)
+
+    cache = PagedCache(config, {"block_size": 8})
+    model(tokens(1, 5), past_key_values=cache)
+    cache.get_seq_length = length.__get__(cache)  # as RecurrentGemma of transformers 5.17 does
+    copied = copy.deepcopy(cache)
+    model(tokens(1, 3), past_key_values=copied, position_ids=torch.arange(5, 8)[None])
+    assert (cache.get_seq_length(), copied.get_seq_length()) == (1005, 1008)
+    memory, gone = cache.memory, weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache, copied
+        assert gone() is None and memory.stats().used_blocks == 0
+    finally:
+        gc.enable()

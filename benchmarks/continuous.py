@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from benchmarks.systems import Answer, NotAvailable, System, attention
 from benchmarks.workloads import Batch, Workload
 
 PATIENCE = 600.0  # seconds after which a manager that gives nothing back has failed
+# tokens of a page: older transformers call it a block
+PAGE_SIZE = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class GenerateBatch(System):
     def _options(self, workload: Workload, batch: Batch) -> dict[str, Any]:
         settings = dict(self.settings)
         if self.sized:
-            page = settings.get("page_size", 256)
+            page = settings.get(PAGE_SIZE, 256)
             pairs = zip(batch.prompts, batch.new_tokens)
             needed = sum(-(-(len(prompt) + new) // page) for prompt, new in pairs)
             settings["num_blocks"] = needed + needed // 5 + 1
@@ -128,12 +131,12 @@ def tuned(model: Any, shape: Shape, workload: Workload, quick: bool) -> tuple[Ge
     def with_setting(base: GenerateBatch, name: str, value: Any) -> GenerateBatch:
         return GenerateBatch(base.attention, tuple(sorted({**dict(base.settings), name: value}.items())), base.sized)
 
-    base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), ("page_size", 32)))
+    base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
     if quick:
         return fastest([base]), [(str(base), seconds[base])]
     fastest([base])  # warm-up
     del seconds[base]
     best = fastest([base, GenerateBatch("eager", base.settings, True)])
-    for name, values in (("max_batch_tokens", (256, 1024)), ("page_size", (16, 64)), ("allow_block_sharing", (False,))):
+    for name, values in (("max_batch_tokens", (256, 1024)), (PAGE_SIZE, (16, 64)), ("allow_block_sharing", (False,))):
         best = fastest([best, *(with_setting(best, name, value) for value in values)])
     return best, [(str(candidate), taken) for candidate, taken in seconds.items()]

@@ -86,6 +86,7 @@ class Call:
         self.counters: list[ReadCounters] = []  # of how their keys and values were read
         self.repeats = 1
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None  # ids and inputs before rows were repeated
+        self.swaps_pictures = False  # whether the repeated rows got others' pictures
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = False
         self.slowed_by: set[str] = set()  # what kernels said
@@ -220,6 +221,8 @@ class BatchCall:
             yield f"use_cache is {given['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             yield "is_assistant, prefill_chunk_size or low_memory is set"
+        if self.call.swaps_pictures:
+            yield "transformers repeats each picture by itself, and not each row's pictures together"
         reason = next(self._reasons_against_joining(), None)
         if reason is None:
             return

@@ -207,7 +207,23 @@ def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kw
     if call is not None and call.model is model:
         inputs = {name: value for name, value in kwargs.items() if name not in ("expand_size", "is_encoder_decoder")}
         call.note_inputs(inputs.pop("input_ids", None), inputs)
+        expanded = original(model, *args, **kwargs)
+        call.swaps_pictures |= compat.ENCODE_MEDIA is None and _swaps_pictures(kwargs, *expanded)
+        return expanded
     return original(model, *args, **kwargs)
+
+
+def _swaps_pictures(given: dict[str, Any], input_ids: Any, inputs: dict[str, Any]) -> bool:
+    """Whether what was expanded repeats one picture after the other where a row has several, as transformers 5.17 does:
+    `[A, A, B, B]` for two rows that began with `[A, B]`."""
+    size, rows = given.get("expand_size", 1), given.get("input_ids")
+    if size == 1 or not isinstance(rows, torch.Tensor):
+        return False
+    pairs = ((x, inputs.get(name)) for name, x in given.items() if isinstance(x, torch.Tensor) and x.dim())
+    return any(
+        len(x) != len(rows) and isinstance(now, torch.Tensor) and torch.equal(now, x.repeat_interleave(size, dim=0))
+        for x, now in pairs
+    )
 
 
 def _decode(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import transformers
 from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
+from tests.support.models import BEFORE_5_18
 
 CHUNKED = {
     **{"num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
@@ -64,6 +65,11 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(20, 100, (length,), generator=generator).tolist() for length in lengths]
 
 
+def skip_where_plain_is_broken(name: str) -> None:
+    if name == "phi3" and BEFORE_5_18:
+        pytest.skip("before 5.18, plain Phi3 goes on from its last token alone where its RoPE factors change")
+
+
 def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config: PagedConfig) -> Any:
     """All at once in an engine, each compared with its lone run; the engine's figures."""
     model = build(name)
@@ -98,6 +104,7 @@ def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
 @pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
+    skip_where_plain_is_broken(name)
     samples = {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3}
     modes = [MODES["greedy"], samples, MODES["beams"], MODES["sample"]]
     config = PagedConfig(block_size=8, num_blocks={"chunks": 19, "phi3": 9}.get(name, 12), preemption=preemption)
@@ -106,6 +113,7 @@ def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prefixes_are_found_again(name: str) -> None:
+    skip_where_plain_is_broken(name)
     (prefix,), options = prompts(29), MODES["greedy"]
     texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
     stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))

@@ -16,6 +16,7 @@ from hf_paged import PagedConfig, PagedEngine, check_integrity, last_route, memo
 from hf_paged.cache.groups import StateSpec
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, run_all
+from tests.support.models import BEFORE_5_18
 
 CLASSES = [
     "Qwen3NextForCausalLM",  # linear attention beside full attention
@@ -60,8 +61,14 @@ def forwards(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
         cls.forward = original  # type: ignore[method-assign]
 
 
+def skip_where_plain_is_broken(name: str) -> None:
+    if name == "DogeForCausalLM" and BEFORE_5_18:
+        pytest.skip("before 5.18, tokens of plain Doge see later ones unless its prompt is padded")
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_requests_that_come_and_go_share_forwards(name: str) -> None:
+    skip_where_plain_is_broken(name)
     model = build(name)
     counts = (12, 6, 9, 8)
     texts = prompts(*LENGTHS)
@@ -110,6 +117,7 @@ def test_rows_of_a_generate_call_leave_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_all_modes_in_one_batch(name: str) -> None:
+    skip_where_plain_is_broken(name)
     model = build(name)
     texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
     with PagedEngine(model, SMALL) as engine:

@@ -426,6 +426,7 @@ def test_notes_that_a_forward_leaves_are_taken_back() -> None:
     assert mlp.seen is seen and not hasattr(mlp, "length") and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.skipif(models.BEFORE_5_18, reason="plain GIT counts positions twice in decode steps: it is not packed")
 def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
     model = tiny_model(transformers.GitForCausalLM)
     inputs = decoder_text(model.config)

@@ -91,8 +91,10 @@ def test_item_05_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
 def test_item_05_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
     at = inputs["input_ids"].shape[1] + 3
+    # older versions fail one line earlier, where scores of beams get their shape
+    errors = (IndexError, RuntimeError) if mode == "beams" and models.BEFORE_5_18 else IndexError
     for options in ({}, models.PAGED):
-        with pytest.raises(IndexError) as caught:
+        with pytest.raises(errors) as caught:
             model.generate(**inputs, **MODES[mode], logits_processor=[Widens(at)], **options)
     assert str(caught.value) == UNKNOWN
     hf_paged.check_integrity(model)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging import version
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -24,6 +25,7 @@ PAD, BOS, EOS = 0, 1, 2
 FIRST_WORD = 4  # ids below are special
 WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
+BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -38,6 +40,7 @@ _DECODER = {
     "bos_token_id": BOS,
     "eos_token_id": None,
 }
+_EAGER = {"attn_implementation": "eager"}  # where SDPA is the default, on transformers 5.17, it drops the softcap
 _SEQ2SEQ = {
     "vocab_size": VOCAB_SIZE,
     "tie_word_embeddings": False,  # a tied random model repeats its last token for ever
@@ -65,7 +68,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
-        {**_DECODER, **_HEADS, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+        {**_DECODER, **_HEADS, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, **_EAGER},
     ),
     "gemma3": (
         "Gemma3TextConfig",
@@ -246,7 +249,8 @@ def get(name: str) -> PreTrainedModel:
     model = build(name)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return type(model).from_pretrained(folder).eval()
+        implementation = CONFIGS[name][2].get("attn_implementation")
+        return type(model).from_pretrained(folder, attn_implementation=implementation).eval()
 
 
 @functools.cache

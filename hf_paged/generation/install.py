@@ -208,7 +208,8 @@ def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kw
         inputs = {name: value for name, value in kwargs.items() if name not in ("expand_size", "is_encoder_decoder")}
         call.note_inputs(inputs.pop("input_ids", None), inputs)
         expanded = original(model, *args, **kwargs)
-        call.swaps_pictures |= compat.ENCODE_MEDIA is None and _swaps_pictures(kwargs, *expanded)
+        if compat.ENCODE_MEDIA is None and not model.config.is_encoder_decoder:
+            call.swaps_pictures |= _swaps_pictures(kwargs, *expanded)
         return expanded
     return original(model, *args, **kwargs)
 

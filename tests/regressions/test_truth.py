@@ -17,7 +17,7 @@ from benchmarks.paper.schedulers import PUBLISHED_RATIOS
 ROOT = readme.ROOT
 CONSTANTS = ("MIN_CACHED_TOKENS", "LINE")  # of the package, which the text names
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
-CITED = {"2023", "2309.06180", "2.0", "700"}  # the paper, the licence, a file mode
+CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18"}  # the paper, the licence, a file mode, transformers
 
 
 def prose(text: str, marks: list[str]) -> str:

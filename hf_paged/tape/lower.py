@@ -3,6 +3,7 @@ become kernels of ours, what is left is called as it was."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -60,6 +61,10 @@ _IN_PLACE = {
     aten.div_.Scalar: "div",
 }
 _REDUCTIONS = {aten.mean.dim: "mean", aten.sum.dim_IntList: "sum", aten.amax.default: "largest"}
+_VIEWS_IN_PLACE = {
+    *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
+    *(aten.transpose_.default, aten.t_.default, aten.swapaxes_.default, aten.as_strided_.default),
+}
 WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 
 
@@ -128,7 +133,7 @@ class Lowering:
                 continue
             inputs, found = list(tensors_in((each.args, each.kwargs))), list(tensors_in(each.found))
             known = {_storage(tensor) for tensor in inputs}
-            is_mutable = each.function._schema.is_mutable
+            is_mutable = each.function._schema.is_mutable and each.function not in _VIEWS_IN_PLACE
             if not is_mutable and all(_storage(tensor) in known for tensor in found):
                 continue  # views
             made = {_storage(tensor) for tensor in found}
@@ -146,7 +151,9 @@ class Lowering:
             if not self._lower(each):
                 self._call(each, inputs, found)
         self._join_linears()
+        self._join_rows()
         self._drop_stores()
+        self._place_results()
         return self.entries
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:
@@ -175,7 +182,7 @@ class Lowering:
         if function in _REDUCTIONS:
             return self._reduce(_REDUCTIONS[function], each)
         if function is aten.native_layer_norm.default:
-            return self._layer_norm(*args, each.found)
+            return self._layer_norm(each.found, *args)
         if function is aten.cat.default:
             return self._cat(each)
         if function is aten.embedding.default:
@@ -192,7 +199,11 @@ class Lowering:
         if shape is None or any(each is None for each in layouts):
             return None
         last = self.entries[-1] if self.entries else None
-        if isinstance(last, Rows) and last.shape == shape and last.takes([each for each in layouts if each is not None]):
+        if (
+            isinstance(last, Rows)
+            and last.shape == shape
+            and last.takes([each for each in layouts if each is not None])
+        ):
             return last
         self.entries.append(Rows(shape))
         return self.entries[-1]
@@ -223,7 +234,12 @@ class Lowering:
             return False
         number = float(args[1]) if len(args) == 2 and not isinstance(args[1], Tensor) else 0.0
         registers = [rows.read(each) for each in layouts if each is not None]
-        if op in ("add", "sub", "maximum", "minimum"):  # PyTorch rounds single numbers first, for the others it does not
+        if op in (
+            "add",
+            "sub",
+            "maximum",
+            "minimum",
+        ):  # PyTorch rounds single numbers first, for the others it does not
             number = float(torch.tensor(number, dtype=found.dtype))
             registers = [
                 rows.compute("copy", found.dtype, bool(rows.narrow[register]), register)
@@ -233,7 +249,8 @@ class Lowering:
             ]
         if all(rows.narrow[each] for each in registers) != target.is_narrow:
             return False  # numbers of rows that are to fill rows
-        rows.write(target, rows.compute(op, found.dtype, target.is_narrow, *registers, number=number))
+        a, b = (*registers, -1)[:2]
+        rows.write(target, rows.compute(op, found.dtype, target.is_narrow, a, b, number))
         if in_place:
             self._end_rows()
         return True
@@ -273,7 +290,7 @@ class Lowering:
         rows.write(target, rows.compute(op, found.dtype, True, rows.read(source)))
         return True
 
-    def _layer_norm(self, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, found: Any) -> bool:
+    def _layer_norm(self, found: Any, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> bool:
         out = found[0]
         if len(shape) != 1 or not is_float(x) or out.dtype not in FLOATS or not x.numel() or x.shape[-1] == 1:
             return False
@@ -323,7 +340,12 @@ class Lowering:
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool:
         """`weight` as the operation takes it, `(depth, width)`."""
-        if x.dtype not in HALVES or x.shape[0] > MAX_ROWS or not found.numel() or self.values.number(weight) is not None:
+        if (
+            x.dtype not in HALVES
+            or x.shape[0] > MAX_ROWS
+            or not found.numel()
+            or self.values.number(weight) is not None
+        ):
             return False
         if weight.dtype is not x.dtype or x.stride(1) != 1 or found.stride(1) != 1:
             return False
@@ -384,6 +406,33 @@ class Lowering:
                 return False
         return False
 
+    def _join_rows(self) -> None:
+        """Lists over rows of one shape become one, where what stands between allows one of them to move."""
+        kept: list[Entry] = []
+        for entry in self.entries:
+            if not isinstance(entry, Rows):
+                kept.append(entry)
+            elif entry.instructions and not self._joins_rows(entry, kept):
+                kept.append(entry)
+        self.entries = kept
+
+    @staticmethod
+    def _joins_rows(entry: Rows, before: list[Entry]) -> bool:
+        between: list[Entry] = []
+        for place in range(len(before) - 1, max(-1, len(before) - _REACH), -1):
+            other = before[place]
+            if isinstance(other, Rows) and other.shape == entry.shape and other.can_absorb(entry):
+                if not any(_depend(entry, each) for each in between):
+                    other.absorb(entry)
+                    return True
+                if not any(_depend(each, other) for each in between):
+                    del before[place]
+                    other.absorb(entry)
+                    before.append(other)
+                    return True
+            between.append(other)
+        return False
+
     def _drop_stores(self) -> None:
         self.entries = [entry for entry in self.entries if not isinstance(entry, Rows) or entry.instructions]
         readers: dict[int, set[int]] = {}
@@ -392,9 +441,29 @@ class Lowering:
                 readers.setdefault(value, set()).add(place)
         for place, entry in enumerate(self.entries):
             if isinstance(entry, Rows):
-                needed = {value for value in entry.writes if readers.get(value, set()) - {place} or value in entry.reads}
+                needed = {
+                    value for value in entry.writes if readers.get(value, set()) - {place} or value in entry.reads
+                }
                 entry.drop_stores(needed)
         self.entries = [entry for entry in self.entries if not isinstance(entry, Rows) or entry.instructions]
+
+    def _place_results(self) -> None:
+        """A value that is only made to be copied out is made where it goes."""
+        if not self.entries or not isinstance(last := self.entries[-1], Rows) or (copied := last.copied) is None:
+            return
+        source, target = copied
+        touching = [each for each in self.entries[:-1] if source.value in each.reads | each.writes]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(source.sizes, source.strides))
+        nbytes = self.values.sizes[source.value or 0]
+        is_whole = span * source.dtype.itemsize == nbytes == math.prod(source.sizes) * source.dtype.itemsize
+        if (
+            is_whole
+            and len(touching) == 1
+            and source.value not in touching[0].reads
+            and not isinstance(touching[0], Call)
+        ):
+            self.values.fixed[source.value or 0] = target.start
+            self.entries.pop()
 
     def spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last entry that needs each value."""
@@ -409,6 +478,15 @@ class _Unlowered(Exception):
     pass
 
 
+_REACH = 6  # entries that are looked back
+
+
+def _depend(later: Entry, sooner: Entry) -> bool:
+    """Whether the order of two entries matters."""
+    reads, writes = later.reads, later.writes
+    return bool(reads & sooner.writes or writes & sooner.reads or writes & sooner.writes)
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -418,7 +496,7 @@ def _changed(operations: list[Operation | KernelCall]) -> Iterator[int]:
     for each in operations:
         if isinstance(each, KernelCall):
             yield from map(_storage, each.writes.values())
-        elif each.function._schema.is_mutable:
+        elif each.function._schema.is_mutable and each.function not in _VIEWS_IN_PLACE:
             for argument, value in zip(each.function._schema.arguments, each.args):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     yield from map(_storage, tensors_in(value))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 
+aten = torch.ops.aten
 _COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
 _READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
 _WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
@@ -77,7 +79,8 @@ class _Recorder(NothingUnrecorded):
             if found is not NotImplemented:
                 return found
         found = super().__torch_dispatch__(func, types, args, kwargs)
-        self._operations.append(Operation(func, args, kwargs, found))
+        # aliases: the shapes of tensors may be changed in place later
+        self._operations.append(Operation(func, *tree_map_only(Tensor, aten.alias.default, (args, kwargs, found))))
         return found
 
 
@@ -91,6 +94,3 @@ def recording() -> Iterator[list[Operation | KernelCall]]:
             yield operations
     finally:
         observer.reset(token)
-
-
-Run = Callable[[], None]

@@ -116,6 +116,36 @@ class Rows:
             self.written.add(each.ref.value)
         self.stores.append(each)
 
+    def can_absorb(self, other: Rows) -> bool:
+        """Whether what the other list reads is in memory that this one does not write, or in a register; and whether it
+        writes nothing that this one touches."""
+        reads = [other.layouts[b] for op, _, _, b, *_ in other.instructions if op == "load"]
+        if any(each.ref.value is None for each in (*self.stores, *other.stores)):
+            return False  # memory that is not the tape's: what else is there is not known
+        return self.takes(reads) and not other.writes & (self.reads | self.writes)
+
+    @property
+    def copied(self) -> tuple[Ref, Ref] | None:
+        """A value and the memory outside of the tape that this list does nothing but copy it to."""
+        if [op for op, *_ in self.instructions] != ["load", "copy", "store"]:
+            return None
+        source, target = (self.layouts[self.instructions[place][3]] for place in (0, 2))
+        fits = source.strides == target.strides and source.step == target.step and source.ref.dtype is target.ref.dtype
+        is_out = source.ref.value is not None and target.ref.value is None and source.ref.start == 0
+        return (source.ref, target.ref) if fits and is_out and not source.is_narrow else None
+
+    def absorb(self, other: Rows) -> None:
+        """Its instructions come behind these."""
+        found: dict[int, int] = {}
+        for op, out, a, b, dtype, number in other.instructions:
+            if op == "load":
+                found[out] = self.read(other.layouts[b])
+            elif op == "store":
+                self.write(other.layouts[b], found[a])
+            else:
+                found[out] = self.register(bool(other.narrow[out]))
+                self.instructions.append((op, found[out], found[a], found.get(b, -1), dtype, number))
+
     # -- of the tape -------------------------------------------------------------------------------------------------
 
     @property

@@ -28,7 +28,7 @@ class Tape:
     PyTorch. It holds its own memory; that of the model, of blocks and of inputs must stay where it is."""
 
     def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
-        self._arena = Arena(lowering.values.sizes, lowering.spans())
+        self._arena = Arena(lowering.values, lowering.spans())
         self._held: list[Any] = [lowering.values.held]
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order
@@ -83,11 +83,12 @@ class Tape:
         if isinstance(entry, Linear):
             x = entry.x
             head = address(x), x.dtype, x.sizes[0], x.sizes[1], x.strides[0]
-            pieces = []
+            pieces: list[tuple[int, ...]] = []
             for weight, bias, out in entry.pieces:
                 width = out.sizes[1]
                 stride = weight.strides[0]
-                pieces.append((address(weight), 0 if bias is None else address(bias), address(out), width, stride, out.strides[0]))
+                bias_at = 0 if bias is None else address(bias)
+                pieces.append((address(weight), bias_at, address(out), width, stride, out.strides[0]))
             return "linear", linear.pack(head, entry.is_transposed, pieces, linear.best_path())
         assert isinstance(entry, Kernel)
         packed_kernel = bytearray(entry.packed)

@@ -35,6 +35,7 @@ class Values:
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of each
         self._numbers: dict[int, int] = {}  # by address of the storage
+        self.fixed: dict[int, int] = {}  # values that are made outside, by number: their addresses
         self.held: list[Tensor] = []  # from outside, which must live as long as the tape
 
     def add(self, tensor: Tensor) -> None:
@@ -55,11 +56,14 @@ class Values:
 class Arena:
     """One piece of memory for all values of a tape: those that are never needed at once may have the same place."""
 
-    def __init__(self, sizes: list[int], spans: dict[int, tuple[int, int]]) -> None:
+    def __init__(self, values: Values, spans: dict[int, tuple[int, int]]) -> None:
         """`spans`: the first and the last entry of the tape that needs each value."""
+        sizes, self._fixed = values.sizes, values.fixed
         placed: list[tuple[int, int, int, int]] = []  # start, end, first, last
         self._starts: dict[int, int] = {}
         for number, (first, last) in sorted(spans.items(), key=lambda item: -sizes[item[0]]):
+            if number in self._fixed:
+                continue
             size = -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
             start = 0
             for low, high, begins, ends in placed:  # by start
@@ -76,7 +80,10 @@ class Arena:
         self._base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
 
     def address(self, ref: Ref) -> int:
-        return ref.start if ref.value is None else self._base + self._starts[ref.value] + ref.start
+        if ref.value is None:
+            return ref.start
+        fixed = self._fixed.get(ref.value)
+        return ref.start + (self._base + self._starts[ref.value] if fixed is None else fixed)
 
     def tensor(self, ref: Ref) -> Tensor:
         """On that memory, which it does not keep alive."""

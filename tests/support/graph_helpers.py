@@ -38,7 +38,7 @@ class FakeGraphs:
         fail (`Callable`, *optional*): Called in each capture after the dry run.
     """
 
-    runs_ahead, is_checked = True, False
+    runs_ahead, misses_cascade, is_checked = True, True, False
 
     def __init__(self, device: Any = None) -> None:
         self.addresses: Callable[[], Any] = tuple

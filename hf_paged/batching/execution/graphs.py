@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...attention.backends import cpp
 from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
-from ...attention.backends import cpp
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
@@ -228,7 +228,7 @@ class DecodeGraphs:
     def _prefers_cascade(self, groups: list[GroupTokens]) -> bool:
         """Whether in some group a cascade, which no graph has, saves more than the eager launch of all layers costs."""
         is_distinct = all(len({table[0] for table in group.tables}) == len(group.tables) for group in groups)
-        if is_distinct or self._device.type == "cpu":
+        if is_distinct or not self._backend.misses_cascade:
             return False  # no two decodes begin with the same block, as in most steps
         self._costs = self._costs or self._eager_costs()
         for group, window, costs in zip(groups, self._windows, self._costs):
@@ -299,6 +299,7 @@ class GraphBackend(Protocol):
     """Records work to run it again."""
 
     runs_ahead: bool  # whether a replay goes on while the host does something else
+    misses_cascade: bool  # whether an eager step reads blocks that rows share once, and a replay for each row
     is_checked: bool  # whether a replay computes in ways of its own, and is compared with what it was recorded of
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Graph:
@@ -317,7 +318,7 @@ class Graph(Protocol):
 class Tapes:
     """[`Tape`]s, on the CPU. Each holds its own memory."""
 
-    runs_ahead, is_checked = False, True
+    runs_ahead, misses_cascade, is_checked = False, False, True
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Tape:
         run()  # makes what is made on first use, and the memory of its result
@@ -337,7 +338,7 @@ class CudaGraphs:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._done = torch.cuda.Event()
 
-    runs_ahead, is_checked = True, False
+    runs_ahead, misses_cascade, is_checked = True, True, False
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> RecordedGraph:
         """Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`]

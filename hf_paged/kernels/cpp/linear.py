@@ -45,8 +45,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | No
     contiguous: `(rows, width)`. A row's result does not depend on the others. Raises `TypeError` for other tensors."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if any(not y.is_cpu or y.dtype not in DTYPES or y.dtype is not x.dtype or y.stride(-1) != 1 for y in tensors):
-        raise TypeError("the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for all, on the CPU")
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
+        message = "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for all, on the CPU"
+        raise TypeError(message)
+    fits = x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}: (rows, depth) goes with (width, depth)")
     out = x.new_empty(x.shape[0], weight.shape[0])
     bias_at = 0 if bias is None else bias.data_ptr()

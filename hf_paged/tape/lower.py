@@ -199,14 +199,10 @@ class Lowering:
         if shape is None or any(each is None for each in layouts):
             return None
         last = self.entries[-1] if self.entries else None
-        if (
-            isinstance(last, Rows)
-            and last.shape == shape
-            and last.takes([each for each in layouts if each is not None])
-        ):
-            return last
-        self.entries.append(Rows(shape))
-        return self.entries[-1]
+        if not (isinstance(last, Rows) and last.shape == shape and last.takes([x for x in layouts if x is not None])):
+            last = Rows(shape)
+            self.entries.append(last)
+        return last
 
     def _sizes(self, found: Tensor) -> tuple[int, ...]:
         """Those that rows of the result have: where it has one number a row, those of the list before."""
@@ -456,12 +452,8 @@ class Lowering:
         span = 1 + sum((size - 1) * stride for size, stride in zip(source.sizes, source.strides))
         nbytes = self.values.sizes[source.value or 0]
         is_whole = span * source.dtype.itemsize == nbytes == math.prod(source.sizes) * source.dtype.itemsize
-        if (
-            is_whole
-            and len(touching) == 1
-            and source.value not in touching[0].reads
-            and not isinstance(touching[0], Call)
-        ):
+        is_only_made = len(touching) == 1 and source.value not in touching[0].reads
+        if is_whole and is_only_made and not isinstance(touching[0], Call):
             self.values.fixed[source.value or 0] = target.start
             self.entries.pop()
 

@@ -92,12 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = {number: name for name, number in kernel.PATHS.items()}[kernel.best_path()]
     print(table(rows))
     if args.json:
+        made = {"machine": found, "path": path, "bandwidth_gb_s": round(reading / 1e9, 1), "rows": rows}
         with open(args.json, "w") as file:
-            json.dump(
-                {"machine": found, "path": path, "bandwidth_gb_s": round(reading / 1e9, 1), "rows": rows},
-                file,
-                indent=1,
-            )
+            json.dump(made, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ class Lowering:
             "maximum",
             "minimum",
         ):  # PyTorch rounds single numbers first, for the others it does not
-            number = float(torch.tensor(number, dtype=found.dtype))
+            number = float(torch.tensor(number, dtype=found.dtype, device="cpu"))
             registers = [
                 rows.compute("copy", found.dtype, bool(rows.narrow[register]), register)
                 if x.dim() == 0 and x.dtype is not found.dtype

@@ -198,7 +198,7 @@ class DecodeGraphs:
         except Exception as error:
             self.obstacle = _reason(error)
             self._clear()
-            _log_once(self.obstacle)
+            _log_once(self.obstacle, logging.INFO if self._device.type == "cpu" else logging.WARNING)
             logger.debug("capturing %s failed", key, exc_info=True)
             return None
         while len(self._graphs) >= MAX_GRAPHS:
@@ -283,8 +283,8 @@ def _reason(error: BaseException) -> str:
 
 
 @functools.cache
-def _log_once(obstacle: str) -> None:
-    logger.warning("Decode steps are launched kernel by kernel, which is slower than replaying a graph: %s", obstacle)
+def _log_once(obstacle: str, level: int) -> None:
+    logger.log(level, "Decode steps run operation by operation, which is slower than replaying them: %s", obstacle)
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_paged.kernels import cpp
+
 CPU_BYTES, CUDA_BYTES = 1 << 29, 1 << 32  # of the array that is read: many times any cache
 CPU_MATRIX, CUDA_MATRIX = 2048, 8192  # rows and columns
 
@@ -46,11 +48,14 @@ def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> 
 
 
 def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:
-    """Bytes per second over an array of `num_bytes`."""
+    """Bytes per second over an array of `num_bytes`, by what reads it fastest: a sum, a copy or, on the CPU, a hash."""
     source = torch.ones(num_bytes // 4, device=device)
     reading = num_bytes / _best_seconds(lambda: source.sum(), device, repeats)
     half = source[: len(source) // 2]
     target = source[len(source) // 2 :]
+    if device == "cpu" and cpp.is_available():
+        hashing = _best_seconds(lambda: cpp.hash_memory([source.data_ptr()], [num_bytes]), device, repeats)
+        reading = max(reading, num_bytes / hashing)
     return max(reading, num_bytes / _best_seconds(lambda: target.copy_(half), device, repeats))
 
 

@@ -59,6 +59,8 @@ ASSISTED_DECODING = _name(GenerationMixin, "_assisted_decoding")
 LOOP_CONDITION = _name(GenerationMixin, "_has_unfinished_sequences")
 UPDATE_INPUTS = _name(GenerationMixin, "_update_model_kwargs_for_generation")
 
+WARN_OF_PADDING = _name(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
+
 prepare_generation_config = _method("_prepare_generation_config")
 prepare_special_tokens = _method("_prepare_special_tokens")
 prepare_generated_length = _method("_prepare_generated_length")

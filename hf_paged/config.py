@@ -38,9 +38,11 @@ class PagedConfig:
             `"swap"` copies them to host memory, `"auto"` does what measured speeds say is sooner done
             (PagedAttention, arXiv 2309.06180, section 4.5).
         capture (`bool`, defaults to `True`):
-            Record decode steps as CUDA graphs and replay them, on devices that have graphs and where the Triton kernels
-            serve. A model that waits for the device in its forward runs without; the log says so. Graphs are kept with
-            the pool, and `hf_paged.free(model)` or `engine.free()` frees both.
+            Record decode steps and replay them: as CUDA graphs where the Triton kernels serve, on the CPU as lists of
+            C++ calls, in which products of up to 256 rows in half precision are our own. A model whose forward waits
+            for the device or draws random numbers runs without; the log says so. Code of a forward that changes
+            anything but tensors (a counter, a log) runs only when it is recorded. What is recorded is kept with the
+            pool, and `hf_paged.free(model)` or `engine.free()` frees both.
         cache_salt (`str`, *optional*):
             Whose prompts these are. Cached blocks serve only requests with the salt of the request that computed them:
             how soon a first token comes then tells a tenant nothing about the prompts of others (the idea is vLLM's

@@ -173,6 +173,8 @@ def failing_call(
     inputs = models.padded_prompt("llama" if not model.config.is_encoder_decoder else "t5")
     countdown = Countdown(step, error)
     arguments, context = PLACES[place](model, countdown)
+    if backend and place.endswith("layer"):  # which a replay does not run
+        backend = models.UNRECORDED
     with context:
         if backend and place.endswith("layer"):  # a changed class is checked by short forwards first: these pass
             countdown.is_armed = False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_paged"
 
-ROOMS = ("tools", "generation", "batching", "model", "attention", "cache", "kernels", "base")
+ROOMS = ("tools", "generation", "batching", "model", "attention", "cache", "tape", "kernels", "base")
 """From the top down: a module imports from its own room and from those after it."""
 
 # What is not in a folder of its room's name. The first that fits a module's name counts.

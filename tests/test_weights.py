@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.factory import choose_layout, empty_cache
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.kernels import cpp
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
@@ -52,7 +53,7 @@ class Generate:
             empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
             assert choose_layout(inner, empty).unsupported_reason is None
             counts.clear()
-            tokens = self.model.generate(**self.inputs, **GREEDY, **models.PAGED)
+            tokens = self.model.generate(**self.inputs, **GREEDY, **models.UNRECORDED)
         new = len(self.inputs["input_ids"]) * (GREEDY["max_new_tokens"] - 1)
         return tokens[:, max(LENGTHS) :], sum(LENGTHS) + new - sum(counts)
 
@@ -239,6 +240,20 @@ def test_a_write_to_the_weights(door: str, write: Callable[[PreTrainedModel], No
     after = watch.expect(0, "after the write")
     assert not torch.equal(before, after), "the write changes nothing: the test is void"
     watch.expect(HITS, "unchanged again")
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_recorded_steps_see_every_write(write: Callable[[PreTrainedModel], None]) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
+    options = {**GREEDY, "max_new_tokens": 40}
+    before = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), before)
+    assert last_route(model).num_captured_steps > 0 or not cpp.is_available()
+    write(model)
+    after = model.generate(**inputs, **options)
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **options, **models.PAGED), after)
+    assert not torch.equal(before, after), "the write changes nothing: the test is void"
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 
@@ -257,6 +257,11 @@ def _encode_media(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
     return inspect.signature(original).bind(model, *args, **kwargs).arguments["model_kwargs"]
 
 
+def _warn_of_padding(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Not in a step of ours, which has a mask or no padding: it waits for the device."""
+    return None if compat.attention_of(model.config) == NAME else original(model, *args, **kwargs)
+
+
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
@@ -266,6 +271,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     compat.SAMPLE: _decode,
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,
+    compat.WARN_OF_PADDING: _warn_of_padding,
 }
 _installed: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """Of each method replaced, by the class that has it: the original, and what stands there now."""
@@ -319,7 +325,7 @@ def install() -> None:
         interface.register()
         compat.allow_cache_implementation(NAME, True)
         for name in _REPLACEMENTS:
-            _replace(GenerationMixin, name)
+            _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
 
 
 def uninstall() -> None:

@@ -301,7 +301,7 @@ PLACES: dict[str, Callable[[PreTrainedModel, Countdown], contextlib.AbstractCont
 def test_a_forward_that_raises_fails_the_requests_of_that_step(place: str, step: int, name: str) -> None:
     model = models.get(name)
     before = model_state(model)
-    engine = PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=5, max_num_batched_tokens=40))
+    engine = PagedEngine(model, PagedConfig(block_size=8, max_num_seqs=5, max_num_batched_tokens=40, capture=False))
     waiting = prompts(12, 30, seed=5)
     beside = Beside(engine)
     for i, prompt in enumerate(waiting):
@@ -360,7 +360,7 @@ def test_after_an_interrupt_the_engine_goes_on(place: str, step: int, kind: str)
     model = models.get("gemma3" if kind == "swap" else "llama")
     before = model_state(model)
     tight = {} if kind == "roomy" else {"num_blocks": 40 if kind == "swap" else 14, "preemption": kind}
-    engine = PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=24, **tight))
+    engine = PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=24, capture=False, **tight))
     beside, shared = Beside(engine), prompts(26, seed=6)[0]
     for i in range(2):
         engine.add_request(shared, GREEDY, request_id=f"shared {i}")

@@ -645,8 +645,12 @@ def test_capture_can_be_turned_off(graphs: FakeGraphs) -> None:
             PagedConfig(capture=value)  # type: ignore[arg-type]
 
 
-def test_there_are_no_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    with PagedEngine(models.get("llama"), CONFIG) as engine:
+        engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
+        assert engine.stats().num_captured_steps == 8 - recording.MIN_USES
+    monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
     assert recording.graph_backend(torch.device("cpu")) is None
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})

@@ -63,6 +63,7 @@ MODES: dict[str, dict[str, Any]] = {
         "eos_token_id": END_TOKENS,
     },
 }
+LONG = {"do_sample": False, "num_beams": 1, "max_new_tokens": 80, "min_new_tokens": 80}  # enough to record steps
 OTHER_INPUTS = ("text", "video", "audio")  # modes too: greedy with these, where the modes above had another medium
 REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))  # three of an engine, greedy
 
@@ -89,6 +90,7 @@ class Result:
     reason: str = ""
     in_place: bool | None = None  # None: not reported
     latent: bool | None = None
+    replayed: int = 0  # decode steps of a longer call that were replays
     medium: str = "text"  # of the four modes: image, video, audio, protein or text
     inputs: list[str] = dataclasses.field(default_factory=list)  # tensors that came with it, beside ids and masks
     seconds: float = 0.0
@@ -139,6 +141,9 @@ def _check(result: Result) -> None:
         result.modes[mode] = _check_mode(model, inputs, mode, result)
     for medium, other in others:
         result.modes[medium] = _check_mode(model, other, medium, result)
+    if result.road == "engine":
+        result.modes["long"] = _check_mode(model, inputs, "long", result)
+        result.replayed = _route(model)["num_captured_steps"] or 0
     for medium, rows in media_rows(model).items():
         result.modes[f"{medium} requests"] = _check_requests(model, rows)
     statuses = {mode.status for mode in result.modes.values()}
@@ -212,7 +217,7 @@ def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeR
 def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: bool) -> Any:
     # `generate` may write to what it is given
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    arguments |= MODES["greedy" if mode in OTHER_INPUTS else mode]
+    arguments |= LONG if mode == "long" else MODES["greedy" if mode in OTHER_INPUTS else mode]
     if paged:
         import hf_paged
 
@@ -291,7 +296,7 @@ def _route(model: PreTrainedModel) -> dict[str, Any]:
 
     last_route = getattr(hf_paged, "last_route", None)
     route = last_route(model) if last_route is not None else None
-    fields = {"road": "", "reason": "", "in_place": None, "latent": None}
+    fields = {"road": "", "reason": "", "in_place": None, "latent": None, "num_captured_steps": 0}
     return {name: getattr(route, name, default) for name, default in fields.items()}
 
 
@@ -403,7 +408,8 @@ def summary(results: list[Result]) -> str:
         f"read in place: {sum(bool(result.in_place) for result in served)}, "
         f"of them latent: {sum(bool(result.latent) for result in served)}",
     ]
-    for mode in (*MODES, *OTHER_INPUTS, *REQUESTS):
+    lines.append(f"decode steps replayed: {sum(result.replayed > 0 for result in served)} classes")
+    for mode in (*MODES, "long", *OTHER_INPUTS, *REQUESTS):
         counts = collections.Counter(result.modes[mode].status for result in served if mode in result.modes)
         lines.append(f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common()))
     return "\n".join(f"- {line}" for line in lines)
@@ -450,7 +456,7 @@ def _reason(result: Result) -> str:
 
 def _media(result: Result) -> list[str]:
     """What the class was given beside text; empty where plain `generate` does not serve it."""
-    others = (*MODES, *REQUESTS, "text")
+    others = (*MODES, "long", *REQUESTS, "text")
     return [medium for medium in (result.medium, *result.modes) if result.modes and medium not in others]
 
 
@@ -477,6 +483,7 @@ def section(data: dict[str, Any]) -> str:
         "Where a class takes images, video or sound, the two prompts have different ones, with text before and behind,",
         "and the columns count its first medium; each other one, and text alone, is checked with a greedy call.",
         f"As three requests of a `PagedEngine`: {requests}.",
+        f"Decode steps are recorded and replayed for {sum(result.replayed > 0 for result in results)} classes.",
         "",
         "<details><summary>The classes</summary>",
         "",

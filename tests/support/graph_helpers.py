@@ -38,12 +38,14 @@ class FakeGraphs:
         fail (`Callable`, *optional*): Called in each capture after the dry run.
     """
 
+    runs_ahead, misses_cascade, is_checked = True, True, False
+
     def __init__(self, device: Any = None) -> None:
         self.addresses: Callable[[], Any] = tuple
         self.graphs: list[FakeGraph] = []
         self.fail: Callable[[], None] | None = None
 
-    def capture(self, run: Callable[[], None]) -> FakeGraph:
+    def capture(self, run: Callable[[], None], model: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
         with NothingUnrecorded():
             run()

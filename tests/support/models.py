@@ -27,6 +27,11 @@ WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
 PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
+# by the modules' own forwards, of which none is a replay
+UNRECORDED: dict[str, Any] = {
+    "cache_implementation": "paged",
+    "cache_config": {"block_size": BLOCK_SIZE, "capture": False},
+}
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _DECODER = {

@@ -50,6 +50,7 @@ class Runner(Protocol):
     """Computes scheduled tokens."""
 
     can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
+    can_run_ahead: bool = False  # whether the device computes a replay while the host does something else
     has_states: bool = False  # whether a step that failed cannot be taken again
     num_captured_steps: int = 0  # that were replays
     encoder_blocks: BlockManager | None = None  # what holds the keys and values of encoders
@@ -264,7 +265,7 @@ class Executor:
             return self.runner.run(items, adapter)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
-        return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_capture else None
+        return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_run_ahead else None
 
     def _run_ahead(self, sequences: list[Sequence], token_ids: Tensor) -> Tensor | None:
         adapter, *others = {sequence.request.adapter for sequence in sequences}

@@ -12,22 +12,24 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from ...attention.backends import cpp
 from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
-from ...kernels import VARIABLE, uses_triton
+from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
-from ...model.capability import first_line
+from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
 from ...model.state import ModelState
 from ...step import NotCapturable, StepMetadata
+from ...tape.record import NothingUnrecorded
+from ...tape.tape import Tape
 from .inputs import GroupTokens, PackedTokens, StaticInputs
 
 logger = logging.getLogger(__name__)
@@ -41,10 +43,6 @@ MAX_GRAPHS = 48  # that are kept: up to 256 rows there are 27 sizes; the rest is
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
 # what a GPU reads while the host launches one layer, about 0.2 ms at 4 TB/s: an estimate, not a measurement
 EAGER_LAYER_BYTES = 800 << 20
-
-_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
-_READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
-_WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
 
@@ -70,7 +68,7 @@ class RecordedStep:
 
     inputs: StaticInputs
     logits: Tensor
-    graph: RecordedGraph
+    graph: Graph
 
 
 def bucket(num_rows: int) -> int:
@@ -97,10 +95,11 @@ def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | N
 class DecodeGraphs:
     """The graphs of one model over one memory. It holds neither, nor anything that does."""
 
-    def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: CudaGraphs) -> None:
+    def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: GraphBackend) -> None:
         self.obstacle: str | None = None  # why nothing is recorded any more, until the model is another
         self._model, self._device, self._groups = self.made_for = weakref.ref(model), model.device, groups
         self._backend = backend
+        self.runs_ahead = backend.runs_ahead
         self._windows = [group.spec.window for group in groups]
         self._block_size = groups[0].memory.config.block_size
         self._signature: Hashable = None  # of the model that the graphs were recorded of
@@ -125,6 +124,7 @@ class DecodeGraphs:
             torch.are_deterministic_algorithms_enabled(),
             model_attention(model.config.get_text_config(decoder=True)),
             os.environ.get(VARIABLE),
+            torch.get_num_threads(),
         )
         if found != self._signature:
             self._clear()
@@ -190,11 +190,15 @@ class DecodeGraphs:
             with self._backend.in_order():
                 inputs.fill(tokens)
                 with uncached:
-                    graph = self._backend.capture(functools.partial(_record, weakref.ref(self), inputs, outputs))
+                    graph = self._backend.capture(
+                        functools.partial(_record, weakref.ref(self), inputs, outputs), self._model()
+                    )
+                if self._backend.is_checked:
+                    _check_replay(graph, outputs[0][: len(tokens.token_ids)])
         except Exception as error:
             self.obstacle = _reason(error)
             self._clear()
-            _log_once(self.obstacle)
+            _log_once(self.obstacle, logging.INFO if self._device.type == "cpu" else logging.WARNING)
             logger.debug("capturing %s failed", key, exc_info=True)
             return None
         while len(self._graphs) >= MAX_GRAPHS:
@@ -223,7 +227,8 @@ class DecodeGraphs:
 
     def _prefers_cascade(self, groups: list[GroupTokens]) -> bool:
         """Whether in some group a cascade, which no graph has, saves more than the eager launch of all layers costs."""
-        if all(len({table[0] for table in group.tables}) == len(group.tables) for group in groups):
+        is_distinct = all(len({table[0] for table in group.tables}) == len(group.tables) for group in groups)
+        if is_distinct or not self._backend.misses_cascade:
             return False  # no two decodes begin with the same block, as in most steps
         self._costs = self._costs or self._eager_costs()
         for group, window, costs in zip(groups, self._windows, self._costs):
@@ -259,6 +264,17 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
     outputs[0].copy_(logits)
 
 
+def _check_replay(graph: Graph, logits: Tensor) -> None:
+    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` that its recording left."""
+    expected = logits.float()
+    logits.zero_()
+    graph.replay()
+    gap = (logits.float() - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-6)
+    worst = float(gap.max())
+    if not worst <= HALF_TOLERANCE.get(logits.dtype, TOLERANCE):
+        raise NotCapturable(f"what was recorded gives logits that are {worst:.1e} standard deviations from its own")
+
+
 def _reason(error: BaseException) -> str:
     """The first line of what went wrong first: the end of a broken capture fails, too."""
     while error.__context__ is not None:
@@ -267,42 +283,50 @@ def _reason(error: BaseException) -> str:
 
 
 @functools.cache
-def _log_once(obstacle: str) -> None:
-    logger.warning("Decode steps are launched kernel by kernel, which is slower than replaying a graph: %s", obstacle)
+def _log_once(obstacle: str, level: int) -> None:
+    logger.log(level, "Decode steps run operation by operation, which is slower than replaying them: %s", obstacle)
 
 
-class NothingUnrecorded(TorchDispatchMode):
-    """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
-    numbers: in this thread alone, unlike torch's sync debug mode."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tags = getattr(func, "tags", ())
-        waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if func in _READS_AT:  # the tag is for masks: the host has to know how many elements they choose
-            waits = _has_mask(args[1])
-        elif func in _WRITES_AT:
-            waits = _has_mask(args[1]) and args[2].numel() > 1
-        if waits:
-            raise NotCapturable(f"its forward waits for the device ({func})")
-        if torch.Tag.nondeterministic_seeded in tags:
-            raise NotCapturable(f"its forward draws random numbers ({func})")
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if func in _COPIES:
-            tensors = [x for x in (found, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if len({tensor.device.type for tensor in tensors}) > 1:
-                raise NotCapturable(f"its forward copies between host and device ({func})")
-        return found
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def graph_backend(device: torch.device) -> CudaGraphs | None:
-    """What records steps on `device`; `None` where there are no graphs or the Triton kernels do not serve."""
+def graph_backend(device: torch.device) -> GraphBackend | None:
+    """What records steps on `device`; `None` where there is nothing that does, or our kernels do not serve."""
+    if device.type == "cpu":
+        return Tapes() if cpp.is_available() and forced() in (None, "cpp") else None
     has_graphs = device.type == "cuda" and uses_triton(torch.empty(0, device=device))
     return CudaGraphs(device) if has_graphs else None
+
+
+class GraphBackend(Protocol):
+    """Records work to run it again."""
+
+    runs_ahead: bool  # whether a replay goes on while the host does something else
+    misses_cascade: bool  # whether an eager step reads blocks that rows share once, and a replay for each row
+    is_checked: bool  # whether a replay computes in ways of its own, and is compared with what it was recorded of
+
+    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Graph:
+        """Runs `run` once or twice, and records it. Raises what `run` raised, `NotCapturable` if it does what cannot
+        be recorded."""
+
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        """Work that begins within it comes after the work of the last such context."""
+
+
+class Graph(Protocol):
+    def replay(self) -> None:
+        """Does again what was recorded."""
+
+
+class Tapes:
+    """[`Tape`]s, on the CPU. Each holds its own memory."""
+
+    runs_ahead, misses_cascade, is_checked = False, False, True
+
+    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Tape:
+        run()  # makes what is made on first use, and the memory of its result
+        kept = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+        return Tape.record(run, lambda tensor: tensor.untyped_storage().data_ptr() in kept)
+
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class CudaGraphs:
@@ -314,7 +338,9 @@ class CudaGraphs:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._done = torch.cuda.Event()
 
-    def capture(self, run: Callable[[], None]) -> RecordedGraph:
+    runs_ahead, misses_cascade, is_checked = True, True, False
+
+    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> RecordedGraph:
         """Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`]
         if it does what cannot be recorded; streams, random state and memory are then as before."""
         with torch.cuda.device(self._device):

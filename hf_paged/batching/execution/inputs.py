@@ -79,7 +79,8 @@ class StaticInputs:
         num_longs = (2 + len(widths)) * num_rows  # token ids, positions, every group's slots
         num_ints = sum((3 + width) * num_rows for width in widths)  # lengths, starts, origins, tables
         with torch.inference_mode(False):  # they outlive the call
-            self._host = torch.zeros(num_longs + -(-num_ints // 2), dtype=torch.long, pin_memory=device.type != "cpu")
+            size, is_pinned = num_longs + -(-num_ints // 2), device.type != "cpu"
+            self._host = torch.zeros(size, dtype=torch.long, pin_memory=is_pinned, device="cpu")
             self._buffer = torch.zeros_like(self._host, device=device)
             memory = memoryview((ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())).cast("B")
             self._longs, self._ints = memory.cast("q"), memory[8 * num_longs :].cast("i")

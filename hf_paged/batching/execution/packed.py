@@ -49,6 +49,7 @@ class PackedRunner(Runner):
         self.rope = find_length_rope(model, model.modules())
         self._graphs = decode_graphs(model, cache)
         self.can_capture = self._graphs is not None
+        self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
         self.begin(None)
 
     def begin(self, state: ModelState | None) -> None:

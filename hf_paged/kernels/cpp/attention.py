@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-from .build import kernel
+from .build import kernel, observer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -127,9 +127,14 @@ class Attention:
             bias_at, bias_packed = bias.data_ptr(), _BIAS.pack(DTYPES[bias.dtype], *bias.stride(), keys)
         out = query.new_empty(self._out_shape)
         sinks_at = 0 if sinks is None else sinks.data_ptr()
-        call = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at)
-        if error := self._kernel(call + bias_packed + packed + self._packed):
+        call = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at) + bias_packed + packed + self._packed
+        if error := self._kernel(call):
             raise self._error(error, step, keys)
+        if (note := observer.get()) is not None:
+            lengths, step_at = step.on_device, _CALL.size + _BIAS.size
+            places = {0: query, 16: sinks, 24: bias, step_at: step.block_tables}
+            places |= {step_at + 8: lengths.seq_lens, step_at + 16: lengths.starts}
+            note("attention", call, {place: x for place, x in places.items() if x is not None}, {8: out})
         return out
 
     def _error(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
@@ -180,11 +185,14 @@ class Store:
         """Stores states `(batch, kv_heads, n, dim)` at `slots` `(batch, n)`, int64. Raises `IndexError` for a slot
         outside the pool, `TypeError` or `ValueError` for other slots than were given, before anything is written."""
         self._check_slots(slots)
-        error = self._kernel(_STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed)
+        call = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed
+        error = self._kernel(call)
         if error == 2:
             raise IndexError(f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size} tokens")
         if error:
             raise ValueError("a tensor without memory, or sizes that do not fit one another")
+        if (note := observer.get()) is not None:
+            note("store", call, {0: keys, 8: values, 16: slots}, {})
 
     def _check_slots(self, slots: Tensor) -> None:
         is_taken = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()

@@ -15,17 +15,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
 
 logger = logging.getLogger(__package__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp")))
+_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp", "linear.cpp", "rows.cpp")))
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+
+
+NAMES = ("attention", "store", "gather", "hash", "draw", "linear", "linear_path", "rows", "pick", "tape")
+
+# what records calls of kernels with tensors: gets the name, the packed struct, and by place in it the tensors read and
+# written
+observer: ContextVar[Callable[[str, bytes, dict[int, Any], dict[int, Any]], None] | None]
+observer = ContextVar("observer", default=None)
 
 
 def is_available() -> bool:
@@ -39,6 +49,13 @@ def kernel(name: str) -> Callable[[bytes], int]:
     return function
 
 
+def address_of(name: str) -> int:
+    """Of the function that `kernel` returns."""
+    found = ctypes.cast(getattr(library(), f"hf_paged_{name}"), ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The loaded library, or None with the reason in the log. Tried once per process."""
@@ -47,7 +64,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         loaded = _load()
-        for name in ("attention", "store", "gather", "hash", "draw"):
+        for name in NAMES:
             getattr(loaded, f"hf_paged_{name}").argtypes = [ctypes.c_char_p]
         return loaded
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:

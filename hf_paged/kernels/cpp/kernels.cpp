@@ -309,6 +309,9 @@ extern "C" int hf_paged_attention(const AttentionCall* call) {
     }
 }
 
+#include "linear.cpp"
+#include "rows.cpp"
+
 // Strides in bytes; slots[B][n], contiguous, a negative one is not stored.
 struct StoreCall {
     const char* source[2];

@@ -1,0 +1,457 @@
+// Included by kernels.cpp: y = x W^T + b for few rows of x, with W read where nn.Linear ([width][depth]) or Conv1D
+// ([depth][width]) keeps it; only x is copied. Each output is one fixed chain of sums over depth, whatever rows stand
+// beside it and however many threads there are; the chains of the paths differ.
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
+#define HAS_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+constexpr int kMaxPieces = 4;
+
+// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and its stride goes with depth.
+struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
+struct LinearCall {
+    const void* x;
+    int64_t dtype, rows, depth, x_stride, is_transposed, path, threads, count;
+    LinearPiece pieces[kMaxPieces];
+};
+
+namespace {
+
+enum LinearPath { kWide = 0, kDots = 1, kTiles = 2 };  // float32 lanes; AVX512-BF16; AMX
+constexpr int kUnit = 4;               // weight rows that the vector paths read at once
+constexpr int64_t kFewBytes = 1 << 16;  // of weights, which one thread reads while others wake
+
+int64_t linear_units(const LinearCall& c, int64_t size) {
+    int64_t n = 0;
+    for (int i = 0; i < c.count; ++i) n += (c.pieces[i].width + size - 1) / size;
+    return n;
+}
+struct LinearUnit { const LinearPiece* piece; int64_t first; };
+LinearUnit linear_unit(const LinearCall& c, int64_t size, int64_t u) {
+    const LinearPiece* p = c.pieces;
+    for (int64_t n; u >= (n = (p->width + size - 1) / size); ++p) u -= n;
+    return {p, u * size};
+}
+
+template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float sum) {
+    if (p.bias) sum += to_float((const T*)p.bias + n);
+    put((T*)p.out + m * p.out_stride + n, sum);
+}
+
+// -- float32 lanes: x widened beforehand; for bfloat16 with even and odd places apart, as a shift and a mask widen a
+// register of pairs --------------------------------------------------------------------------------------------------
+
+template <class T> void widen_rows(const LinearCall& c, float* out) {
+    constexpr bool pairs = std::is_same<T, BFloat16>::value;
+    const int64_t whole = pairs && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
+    for (int64_t m = 0; m < c.rows; ++m, out += c.depth) {
+        const T* x = (const T*)c.x + m * c.x_stride;
+        for (int64_t k = 0; k < whole; k += 2 * kLanes)
+            for (int i = 0; i < kLanes; ++i)
+                out[k + i] = to_float(x + k + 2 * i), out[k + kLanes + i] = to_float(x + k + 2 * i + 1);
+        for (int64_t k = whole; k < c.depth; ++k) out[k] = to_float(x + k);
+    }
+}
+
+template <int R, int B, class T>
+void wide_block(const T* w, int64_t stride, const float* x, int64_t depth, const char* ahead, float (*sums)[4]) {
+    vf acc[R][B] = {};
+    int64_t k = 0;
+    if constexpr (std::is_same<T, BFloat16>::value) {
+        for (; k + 2 * kLanes <= depth; k += 2 * kLanes)
+            for (int r = 0; r < R; ++r) {
+                const vu pair = load<vu>(w + r * stride + k);
+                __builtin_prefetch(ahead + (k * R + r * 2 * kLanes) * 2);
+                for (int b = 0; b < B; ++b) {
+                    acc[r][b] += (vf)(pair << 16) * load<vf>(x + b * depth + k);
+                    acc[r][b] += (vf)(pair & 0xffff0000u) * load<vf>(x + b * depth + k + kLanes);
+                }
+            }
+    } else {
+        for (; k + kLanes <= depth; k += kLanes)
+            for (int r = 0; r < R; ++r) {
+                const vf v = load_floats(w + r * stride + k);
+                __builtin_prefetch(ahead + (k * R + r * kLanes) * (int64_t)sizeof(T));
+                for (int b = 0; b < B; ++b) acc[r][b] += v * load<vf>(x + b * depth + k);
+            }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) {
+            float sum = reduce(acc[r][b], plus);
+            for (int64_t i = k; i < depth; ++i) sum += to_float(w + r * stride + i) * x[b * depth + i];
+            sums[r][b] = sum;
+        }
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int B>
+void dot_block(const BFloat16* w, int64_t stride, const BFloat16* x, int64_t x_stride, int64_t depth, const char* ahead,
+               float (*sums)[4]) {
+    __m512 acc[R][B];
+    for (auto& row : acc) for (auto& a : row) a = _mm512_setzero_ps();
+    int64_t k = 0;
+    for (; k + 32 <= depth; k += 32)
+        for (int r = 0; r < R; ++r) {
+            const __m512bh v = (__m512bh)_mm512_loadu_si512(w + r * stride + k);
+            _mm_prefetch(ahead + (k * R + r * 32) * 2, _MM_HINT_T1);
+            for (int b = 0; b < B; ++b)
+                acc[r][b] = _mm512_dpbf16_ps(acc[r][b], v, (__m512bh)_mm512_loadu_si512(x + b * x_stride + k));
+        }
+    if (k < depth) {
+        const __mmask32 mask = (1u << (depth - k)) - 1;
+        for (int r = 0; r < R; ++r)
+            for (int b = 0; b < B; ++b)
+                acc[r][b] = _mm512_dpbf16_ps(acc[r][b], (__m512bh)_mm512_maskz_loadu_epi16(mask, w + r * stride + k),
+                                             (__m512bh)_mm512_maskz_loadu_epi16(mask, x + b * x_stride + k));
+    }
+    for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) sums[r][b] = _mm512_reduce_add_ps(acc[r][b]);
+}
+#endif
+
+template <class F> void with_count(int64_t n, F f) {
+    if (n == 1) f(std::integral_constant<int, 1>());
+    else if (n == 2) f(std::integral_constant<int, 2>());
+    else if (n == 3) f(std::integral_constant<int, 3>());
+    else f(std::integral_constant<int, 4>());
+}
+
+// Units [low, high) of `kUnit` weight rows, for four rows of x at a time.
+template <class T> void run_dots(const LinearCall& c, const float* wide, int64_t low, int64_t high) {
+    constexpr int kRows = LANES == 16 ? 4 : 2;  // of weights at once, as registers allow
+    alignas(64) float sums[kUnit][4];
+    for (int64_t u = low; u < high; ++u) {
+        const LinearUnit unit = linear_unit(c, kUnit, u);
+        const LinearPiece* p = unit.piece;
+        const int64_t first = unit.first;
+        const int64_t count = std::min<int64_t>(kUnit, p->width - first);
+        const T* w = (const T*)p->weight + first * p->weight_stride;
+        for (int64_t m = 0; m < c.rows; m += 4) {
+            const int64_t rows = std::min<int64_t>(4, c.rows - m);
+            with_count(rows, [&](auto B) {
+                auto block = [&](auto R, int64_t r) {
+                    const T* at = w + r * p->weight_stride;
+                    const char* ahead = (const char*)(at + kUnit * p->weight_stride);
+#if defined(__AVX512BF16__)
+                    if constexpr (std::is_same<T, BFloat16>::value)
+                        if (!wide) {
+                            const T* x = (const T*)c.x + m * c.x_stride;
+                            return dot_block<R(), B()>(at, p->weight_stride, x, c.x_stride, c.depth, ahead, sums + r);
+                        }
+#endif
+                    wide_block<R(), B()>(at, p->weight_stride, wide + m * c.depth, c.depth, ahead, sums + r);
+                };
+                int64_t r = 0;
+                for (; r + kRows <= count; r += kRows) block(std::integral_constant<int, kRows>(), r);
+                for (; r < count; ++r) block(std::integral_constant<int, 1>(), r);
+            });
+            for (int64_t r = 0; r < count; ++r)
+                for (int64_t b = 0; b < rows; ++b) finish<T>(*p, m + b, first + r, sums[r][b]);
+        }
+    }
+}
+
+// -- W [depth][width]: sums of some columns stay in the cache while rows of W go by --------------------------------------
+
+constexpr int64_t kColumns = 512, kDeep = 8;
+
+template <class T> void run_columns(const LinearCall& c, const float* wide, int64_t low, int64_t high) {
+    alignas(64) float sums[4][kColumns];
+    for (int64_t u = low; u < high; ++u) {
+        const LinearUnit unit = linear_unit(c, kColumns, u);
+        const LinearPiece* p = unit.piece;
+        const int64_t first = unit.first;
+        const int64_t count = std::min<int64_t>(kColumns, p->width - first), whole = count / kLanes * kLanes;
+        for (int64_t m = 0; m < c.rows; m += 4) {
+            const int64_t rows = std::min<int64_t>(4, c.rows - m);
+            const float* x = wide + m * c.depth;
+            std::memset(sums, 0, sizeof sums);
+            for (int64_t k = 0; k < c.depth; k += kDeep) {
+                const int64_t deep = std::min(kDeep, c.depth - k);
+                const T* w = (const T*)p->weight + k * p->weight_stride + first;
+                with_count(rows, [&](auto B) {
+                    for (int64_t n = 0; n < whole; n += kLanes) {
+                        vf acc[B()];
+                        for (int b = 0; b < B(); ++b) acc[b] = load<vf>(sums[b] + n);
+                        for (int64_t i = 0; i < deep; ++i) {
+                            const vf v = load_floats(w + i * p->weight_stride + n);
+                            for (int b = 0; b < B(); ++b) acc[b] += v * x[b * c.depth + k + i];
+                        }
+                        for (int b = 0; b < B(); ++b) store_vf(sums[b] + n, acc[b]);
+                    }
+                });
+                for (int64_t n = whole; n < count; ++n)
+                    for (int64_t i = 0; i < deep; ++i)
+                        for (int64_t b = 0; b < rows; ++b)
+                            sums[b][n] += to_float(w + i * p->weight_stride + n) * x[b * c.depth + k + i];
+            }
+            for (int64_t b = 0; b < rows; ++b)
+                for (int64_t n = 0; n < count; ++n) finish<T>(*p, m + b, first + n, sums[b][n]);
+        }
+    }
+}
+
+// -- AMX: 16 weight rows of 32 places are the left tile, as they lie in memory; x, its places in pairs, is the right one,
+// and the product comes out transposed -------------------------------------------------------------------------------
+
+#if HAS_AMX
+constexpr int64_t kTileBytes = 1024;
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, none[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+bool may_use_tiles() {  // Linux grants them to a process that asks
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return granted;
+}
+
+inline void transpose16(__m512i (&r)[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2)
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), t[i + 8] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
+    }
+}
+
+// Tiles [low, high) along depth of each 16 rows of x: [rows / 16][depth / 32][16 pairs][16 rows][2], zeros where none are.
+void pair_rows(const LinearCall& c, uint32_t* out, int64_t low, int64_t high) {
+    const int64_t tiles = (c.depth + 31) / 32;
+    for (int64_t m = 0; m < c.rows; m += 16) {
+        const int64_t rows = std::min<int64_t>(16, c.rows - m);
+        for (int64_t t = low; t < high; ++t) {
+            const BFloat16* from = (const BFloat16*)c.x + m * c.x_stride + t * 32;
+            uint32_t* to = out + (m / 16 * tiles + t) * 256;
+            const int64_t deep = std::min<int64_t>(32, c.depth - t * 32);
+            const __mmask32 mask = deep == 32 ? ~0u : (1u << deep) - 1;
+            if (rows <= 2) {
+                alignas(64) uint32_t row[16];
+                for (int64_t r = 0; r < rows; ++r) {
+                    _mm512_store_si512(row, _mm512_maskz_loadu_epi16(mask, from + r * c.x_stride));
+                    for (int i = 0; i < 16; ++i) to[i * 16 + r] = row[i];
+                }
+                continue;
+            }
+            __m512i v[16];
+            for (int r = 0; r < 16; ++r)
+                v[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, from + r * c.x_stride) : _mm512_setzero_si512();
+            transpose16(v);
+            for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * 16, v[i]);
+        }
+    }
+}
+
+// Weights to read next, in the order of memory: `parts` spans of equal length.
+struct Ahead {
+    const char *at[2] = {}, *end = nullptr;
+    inline __attribute__((always_inline)) void fetch(int parts) {
+        if (at[0] >= end) return;
+        for (int a = 0; a < parts; at[a++] += 1024)
+            for (int i = 0; i < 1024; i += 64) _mm_prefetch(at[a] + i, _MM_HINT_T1);
+    }
+};
+
+// Sums of A x 16 weight rows and B x 16 rows of x: tiles 0 to 3, [A][B]; 4 and 5 are weights, 6 and 7 x.
+template <int A, int B>
+inline void tile_block(const BFloat16* w0, const BFloat16* w1, int64_t stride, const uint32_t* x0, const uint32_t* x1,
+                       int64_t depth, Ahead& ahead, float* sums) {
+    _tile_zero(0);
+    if (B > 1) _tile_zero(1);
+    if (A > 1) _tile_zero(2);
+    if (A > 1 && B > 1) _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += 32, x0 += 256, x1 += 256) {
+        const BFloat16 *a0 = w0 + k, *a1 = w1 + k;
+        int64_t bytes = stride * 2;
+        alignas(64) BFloat16 tail[2][512];
+        if (k + 32 > depth) {  // what lies behind a row may be NaN, or not be there
+            std::memset((void*)tail, 0, sizeof tail);
+            for (int r = 0; r < 16; ++r) {
+                std::memcpy((void*)(tail[0] + r * 32), a0 + r * stride, (depth - k) * 2);
+                if (A > 1) std::memcpy((void*)(tail[1] + r * 32), a1 + r * stride, (depth - k) * 2);
+            }
+            a0 = tail[0], a1 = tail[1], bytes = 64;
+        }
+        _tile_loadd(6, x0, 64);
+        _tile_loadd(4, a0, bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (A > 1) _tile_loadd(5, a1, bytes);
+        if (A > 1) _tile_dpbf16ps(2, 5, 6);
+        if (B > 1) _tile_loadd(7, x1, 64);
+        if (B > 1) _tile_dpbf16ps(1, 4, 7);
+        if (A > 1 && B > 1) _tile_dpbf16ps(3, 5, 7);
+        ahead.fetch(A);
+    }
+    _tile_stored(0, sums, 64);
+    if (B > 1) _tile_stored(1, sums + 256, 64);
+    if (A > 1) _tile_stored(2, sums + 512, 64);
+    if (A > 1 && B > 1) _tile_stored(3, sums + 768, 64);
+}
+
+inline __m512 widen16(const void* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline __m256i narrow16(__m512 v) {  // to nearest even; unlike vcvtneps2bf16, numbers below 2^-126 are kept
+    const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc0)));
+}
+
+// Sums [16 outputs][16 rows of x] to rows of outputs.
+inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t first, const float* sums) {
+    const __m512i column = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    __m512i t[16];
+    if (rows > 2) {
+        for (int i = 0; i < 16; ++i) t[i] = _mm512_load_si512(sums + i * 16);
+        transpose16(t);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        __m512 v = rows > 2 ? _mm512_castsi512_ps(t[r]) : _mm512_i32gather_ps(column, sums + r, 4);
+        if (p.bias) v = _mm512_add_ps(v, widen16((const BFloat16*)p.bias + first));
+        _mm256_storeu_si256((__m256i*)((BFloat16*)p.out + (m + r) * p.out_stride + first), narrow16(v));
+    }
+}
+
+// Units [low, high) of `size` weight rows, 16 or 32. The last 16 of a piece may be computed twice, to the same bits.
+void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high, int64_t size) {
+    TileConfig before, mine;
+    _tile_storeconfig(&before);
+    const int columns = (int)std::min<int64_t>(16, c.rows);
+    for (int i = 0; i < 8; ++i) mine.rows[i] = 16, mine.bytes[i] = i == 4 || i == 5 ? 64 : 4 * columns;
+    _tile_loadconfig(&mine);
+    alignas(64) float sums[1024];
+    const int64_t tiles = (c.depth + 31) / 32 * 256, blocks = (c.rows + 15) / 16;
+    for (int64_t u = low; u < high; ++u) {
+        const LinearUnit unit = linear_unit(c, size, u);
+        const LinearPiece* p = unit.piece;
+        const int64_t first = unit.first;
+        const int64_t n0 = std::min(first, p->width - 16), n1 = std::min(first + 16, p->width - 16);
+        const bool two = size == 32 && first + 16 < p->width;
+        const BFloat16 *w0 = (const BFloat16*)p->weight + n0 * p->weight_stride;
+        const BFloat16 *w1 = (const BFloat16*)p->weight + n1 * p->weight_stride;
+        Ahead ahead;
+        if (u + 1 < high) {
+            const LinearUnit next = linear_unit(c, size, u + 1);
+            const int64_t stride = next.piece->weight_stride;
+            ahead.at[0] = (const char*)((const BFloat16*)next.piece->weight + next.first * stride);
+            ahead.at[1] = ahead.at[0] + 32 * stride;
+            ahead.end = ahead.at[0] + 32 * c.depth;
+        }
+        for (int64_t b = 0; b < blocks; b += 2) {
+            const uint32_t *x0 = x + b * tiles, *x1 = x0 + tiles;
+            const bool pair = b + 1 < blocks;
+            if (two && pair) tile_block<2, 2>(w0, w1, p->weight_stride, x0, x1, c.depth, ahead, sums);
+            else if (two) tile_block<2, 1>(w0, w1, p->weight_stride, x0, x1, c.depth, ahead, sums);
+            else if (pair) tile_block<1, 2>(w0, w1, p->weight_stride, x0, x1, c.depth, ahead, sums);
+            else tile_block<1, 1>(w0, w1, p->weight_stride, x0, x1, c.depth, ahead, sums);
+            for (int i = 0; i < (pair ? 2 : 1); ++i) {
+                const int64_t m = (b + i) * 16, rows = std::min<int64_t>(16, c.rows - m);
+                finish16(*p, m, rows, n0, sums + i * 256);
+                if (two) finish16(*p, m, rows, n1, sums + 512 + i * 256);
+            }
+        }
+    }
+    if (before.palette) _tile_loadconfig(&before);
+    else _tile_release();
+}
+#endif
+
+// The path that serves a call, no better than the one asked for.
+int linear_path(const LinearCall& c) {
+    int64_t path = c.dtype == 1 && !c.is_transposed ? c.path : kWide;
+    for (int i = 0; i < c.count; ++i)
+        if (c.pieces[i].width < 16) path = std::min<int64_t>(path, kDots);
+#if !HAS_AMX
+    path = std::min<int64_t>(path, kDots);
+#else
+    if (path == kTiles && !may_use_tiles()) path = kDots;
+#endif
+#if !defined(__AVX512BF16__)
+    path = kWide;
+#endif
+    return (int)path;
+}
+
+template <class T> int run_linear(const LinearCall& c, int64_t threads) {
+    static thread_local Scratch scratch;
+    const int path = linear_path(c);
+#if HAS_AMX
+    if (path == kTiles) {
+        const int64_t tiles = (c.depth + 31) / 32;
+        uint32_t* x = (uint32_t*)scratch.get((c.rows + 31) / 16 * tiles * 256);
+        if (!x) return kNoMemory;
+        const int64_t size = linear_units(c, 32) < 4 * threads ? 16 : 32, units = linear_units(c, size);
+        const int64_t packers = c.rows * c.depth < (1 << 13) ? 1 : threads;
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+        {
+#pragma omp for schedule(static, 1)
+            for (int64_t t = 0; t < packers; ++t) pair_rows(c, x, tiles * t / packers, tiles * (t + 1) / packers);
+#pragma omp for schedule(static, 1)
+            for (int64_t t = 0; t < threads; ++t) run_tiles(c, x, units * t / threads, units * (t + 1) / threads, size);
+        }
+        return 0;
+    }
+#endif
+    float* wide = nullptr;
+    if (path == kWide) {
+        wide = scratch.get(c.rows * c.depth + 1);
+        if (!wide) return kNoMemory;
+        widen_rows<T>(c, wide);
+    }
+    const int64_t units = linear_units(c, c.is_transposed ? kColumns : kUnit);
+#pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
+    for (int64_t t = 0; t < threads; ++t) {
+        const int64_t low = units * t / threads, high = units * (t + 1) / threads;
+        if (c.is_transposed) run_columns<T>(c, wide, low, high);
+        else run_dots<T>(c, wide, low, high);
+    }
+    return 0;
+}
+
+}  // namespace
+
+// The best path of this build on this CPU.
+extern "C" int hf_paged_linear_path(const void*) {
+#if HAS_AMX
+    if (may_use_tiles()) return kTiles;
+#endif
+#if defined(__AVX512BF16__)
+    return kDots;
+#else
+    return kWide;
+#endif
+}
+
+extern "C" int hf_paged_linear(const LinearCall* call) {
+    const LinearCall& c = *call;
+    if (c.rows < 0 || c.depth < 0 || c.count < 0 || c.count > kMaxPieces) return 4;
+    int64_t elements = 0;
+    for (int i = 0; i < c.count; ++i) {
+        const LinearPiece& p = c.pieces[i];
+        if (p.width < 0 || (c.rows && p.width && (!p.out || (c.depth && !(p.weight && c.x))))) return 4;
+        elements += p.width * c.depth;
+    }
+    if (!c.rows || !c.count) return 0;
+    const int64_t threads = elements * 2 < kFewBytes ? 1 : std::max<int64_t>(1, c.threads);
+    if (c.dtype == 0) return run_linear<float>(c, threads);
+    return c.dtype == 1 ? run_linear<BFloat16>(c, threads) : run_linear<Float16>(c, threads);
+}

@@ -1,0 +1,497 @@
+"""A recording to the entries of a tape: views and constants go, small operations join into lists, products and lookups
+become kernels of ours, what is left is called as it was."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ..kernels.cpp.linear import HALVES, MAX_PIECES, MAX_ROWS
+from .record import KernelCall, Operation
+from .rows import Layout, Rows, Shape, is_float, layout, shape_of
+from .values import DTYPES, FLOATS, Ref, Values
+
+aten = torch.ops.aten
+_PICK = struct.Struct("3Q5q")  # struct PickCall
+
+_UNARY = {
+    aten.neg.default: "neg",
+    aten.abs.default: "abs",
+    aten.sqrt.default: "sqrt",
+    aten.rsqrt.default: "rsqrt",
+    aten.reciprocal.default: "reciprocal",
+    aten.square.default: "square",
+    aten.relu.default: "relu",
+    aten.exp.default: "exp",
+    aten.tanh.default: "tanh",
+    aten.sigmoid.default: "sigmoid",
+    aten.silu.default: "silu",
+    aten.sin.default: "sin",
+    aten.cos.default: "cos",
+    aten.log.default: "log",
+    aten.clone.default: "copy",
+    aten._to_copy.default: "copy",
+}
+_BINARY = {
+    aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub",
+    aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul",
+    aten.mul.Scalar: "mul",
+    aten.div.Tensor: "div",
+    aten.div.Scalar: "div",
+    aten.maximum.default: "maximum",
+    aten.minimum.default: "minimum",
+}
+_IN_PLACE = {
+    aten.add_.Tensor: "add",
+    aten.add_.Scalar: "add",
+    aten.sub_.Tensor: "sub",
+    aten.mul_.Tensor: "mul",
+    aten.mul_.Scalar: "mul",
+    aten.div_.Tensor: "div",
+    aten.div_.Scalar: "div",
+}
+_REDUCTIONS = {aten.mean.dim: "mean", aten.sum.dim_IntList: "sum", aten.amax.default: "largest"}
+_VIEWS_IN_PLACE = {
+    *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
+    *(aten.transpose_.default, aten.t_.default, aten.swapaxes_.default, aten.as_strided_.default),
+}
+WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A call of a C++ function: its packed struct, in which addresses are still to be put."""
+
+    name: str
+    packed: bytes
+    refs: dict[int, Ref]  # by place in the struct
+    reads: set[int]
+    writes: set[int]
+
+
+@dataclass(eq=False)
+class Linear:
+    """`y = x W^T + b` for pieces that have `x` in common."""
+
+    x: Ref
+    is_transposed: bool
+    pieces: list[tuple[Ref, Ref | None, Ref]]  # weight, bias, output
+
+    @property
+    def reads(self) -> set[int]:
+        found = (ref for piece in self.pieces for ref in piece[:2])
+        return {ref.value for ref in (self.x, *found) if ref is not None and ref.value is not None}
+
+    @property
+    def writes(self) -> set[int]:
+        return {out.value for *_, out in self.pieces if out.value is not None}
+
+
+@dataclass(eq=False)
+class Call:
+    """An operation of PyTorch, whose tensors are [`Ref`]s."""
+
+    function: Any
+    args: list[Any]
+    tree: Any
+    found: list[Ref | None]
+    reads: set[int]
+    writes: set[int]
+
+
+Entry = Rows | Kernel | Linear | Call
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor))
+
+
+@dataclass
+class Lowering:
+    """What becomes of a recording. `is_kept` tells tensors from outside whose owner keeps them where they are."""
+
+    is_kept: Callable[[Tensor], bool]
+    values: Values = field(default_factory=Values)
+    entries: list[Entry] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
+
+    def run(self, operations: list[Operation | KernelCall]) -> list[Entry]:
+        changed = set(_changed(operations))
+        for each in operations:
+            if isinstance(each, KernelCall):
+                self._kernel(each)
+                continue
+            inputs, found = list(tensors_in((each.args, each.kwargs))), list(tensors_in(each.found))
+            known = {_storage(tensor) for tensor in inputs}
+            is_mutable = each.function._schema.is_mutable and each.function not in _VIEWS_IN_PLACE
+            if not is_mutable and all(_storage(tensor) in known for tensor in found):
+                continue  # views
+            made = {_storage(tensor) for tensor in found}
+            is_empty = "empty" in each.function.name()
+            if not (is_mutable or is_empty or made & changed) and known <= self.constants:
+                self.constants |= made
+                self.values.held += found
+                continue
+            for tensor in found:
+                if _storage(tensor) not in known:
+                    self.values.add(tensor)
+            if is_empty:
+                continue
+            self._hold(inputs)
+            if not self._lower(each):
+                self._call(each, inputs, found)
+        self._join_linears()
+        self._join_rows()
+        self._drop_stores()
+        self._place_results()
+        return self.entries
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if self.values.number(tensor) is None and not self.is_kept(tensor):
+                self.values.held.append(tensor)
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def _lower(self, each: Operation) -> bool:
+        function, args, kwargs = each.function, each.args, each.kwargs
+        if function in _UNARY:
+            return self._compute(_UNARY[function], args[:1], each.found)
+        if function in _BINARY and kwargs.get("alpha", 1) == 1:
+            return self._compute(_BINARY[function], args, each.found)
+        if function in _IN_PLACE and kwargs.get("alpha", 1) == 1:
+            return self._compute(_IN_PLACE[function], args, args[0], in_place=True)
+        if function is aten.copy_.default:
+            return self._compute("copy", args[1:2], args[0], in_place=True)
+        if function is aten.gelu.default:
+            return self._compute("gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu", args[:1], each.found)
+        if function is aten.softplus.default and len(args) == 1:
+            return self._compute("softplus", args, each.found)
+        if function is aten.pow.Tensor_Scalar and args[1] in (2, 3):
+            return self._power(args[0], int(args[1]), each.found)
+        if function in _REDUCTIONS:
+            return self._reduce(_REDUCTIONS[function], each)
+        if function is aten.native_layer_norm.default:
+            return self._layer_norm(each.found, *args)
+        if function is aten.cat.default:
+            return self._cat(each)
+        if function is aten.embedding.default:
+            return self._pick(args[0], args[1], each.found)
+        if function is aten.mm.default:
+            return self._linear(args[0], args[1], None, each.found)
+        if function is aten.addmm.default and not any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+            return self._linear(args[1], args[2], args[0], each.found)
+        return False
+
+    def _rows(self, sizes: tuple[int, ...], layouts: list[Layout | None]) -> Rows | None:
+        """The list that takes an operation over rows of `sizes`: the last entry, or another behind it."""
+        shape = shape_of(sizes)
+        if shape is None or any(each is None for each in layouts):
+            return None
+        last = self.entries[-1] if self.entries else None
+        if not (isinstance(last, Rows) and last.shape == shape and last.takes([x for x in layouts if x is not None])):
+            last = Rows(shape)
+            self.entries.append(last)
+        return last
+
+    def _sizes(self, found: Tensor) -> tuple[int, ...]:
+        """Those that rows of the result have: where it has one number a row, those of the list before."""
+        sizes = tuple(found.shape)
+        last = self.entries[-1] if self.entries else None
+        if sizes and sizes[-1] == 1 and isinstance(last, Rows) and last.shape.width > 1:
+            whole = *sizes[:-1], last.shape.width
+            if shape_of(whole) == last.shape:
+                return whole
+        return sizes
+
+    def _compute(self, op: str, args: tuple[Any, ...], found: Tensor, in_place: bool = False) -> bool:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if found.dtype not in FLOATS or not found.numel() or not tensors or not isinstance(args[0], Tensor):
+            return False
+        if any(not x.is_cpu or x.dtype not in (DTYPES if op == "copy" else FLOATS) for x in (*tensors, found)):
+            return False
+        sizes = self._sizes(found)
+        layouts = [layout(self.values.ref(x), sizes) for x in tensors]
+        target = layout(self.values.ref(found), sizes)
+        if in_place:
+            self._end_rows()
+        rows = self._rows(sizes, layouts)
+        if rows is None or target is None:
+            return False
+        number = float(args[1]) if len(args) == 2 and not isinstance(args[1], Tensor) else 0.0
+        registers = [rows.read(each) for each in layouts if each is not None]
+        if op in (
+            "add",
+            "sub",
+            "maximum",
+            "minimum",
+        ):  # PyTorch rounds single numbers first, for the others it does not
+            number = float(torch.tensor(number, dtype=found.dtype, device="cpu"))
+            registers = [
+                rows.compute("copy", found.dtype, bool(rows.narrow[register]), register)
+                if x.dim() == 0 and x.dtype is not found.dtype
+                else register
+                for x, register in zip(tensors, registers)
+            ]
+        if all(rows.narrow[each] for each in registers) != target.is_narrow:
+            return False  # numbers of rows that are to fill rows
+        a, b = (*registers, -1)[:2]
+        rows.write(target, rows.compute(op, found.dtype, target.is_narrow, a, b, number))
+        if in_place:
+            self._end_rows()
+        return True
+
+    def _end_rows(self) -> None:
+        """What comes next reads memory again."""
+        self.entries.append(Rows(Shape((0, 0, 0), 0)))
+
+    def _power(self, x: Tensor, power: int, found: Tensor) -> bool:
+        if power == 2:
+            return self._compute("square", (x,), found)
+        if x.dtype not in FLOATS or x.dtype is not found.dtype:
+            return False
+        sizes = self._sizes(found)
+        source, target = layout(self.values.ref(x), sizes), layout(self.values.ref(found), sizes)
+        rows = self._rows(sizes, [source])
+        if rows is None or source is None or target is None or source.is_narrow != target.is_narrow:
+            return False
+        a = rows.read(source)
+        square = rows.compute("square", torch.float32, target.is_narrow, a)
+        rows.write(target, rows.compute("mul", found.dtype, target.is_narrow, square, a))
+        return True
+
+    def _reduce(self, op: str, each: Operation) -> bool:
+        x, dims = each.args[0], each.args[1] if len(each.args) > 1 else None
+        found: Tensor = each.found
+        if not is_float(x) or found.dtype not in FLOATS or x.dim() == 0 or not isinstance(dims, (list, tuple)):
+            return False
+        if [dim % x.dim() for dim in dims] != [x.dim() - 1] or x.shape[-1] == 1 or not x.numel():
+            return False
+        keeps = found if found.dim() == x.dim() else found.unsqueeze(-1)
+        sizes = tuple(x.shape)
+        source, target = layout(self.values.ref(x), sizes), layout(self.values.ref(keeps), sizes)
+        rows = self._rows(sizes, [source])
+        if rows is None or source is None or target is None or source.is_narrow:
+            return False
+        rows.write(target, rows.compute(op, found.dtype, True, rows.read(source)))
+        return True
+
+    def _layer_norm(self, found: Any, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> bool:
+        out = found[0]
+        if len(shape) != 1 or not is_float(x) or out.dtype not in FLOATS or not x.numel() or x.shape[-1] == 1:
+            return False
+        sizes = tuple(x.shape)
+        others = [y for y in (weight, bias) if y is not None]
+        layouts = [layout(self.values.ref(y), sizes) for y in (x, *others)]
+        target = layout(self.values.ref(out), sizes)
+        rows = self._rows(sizes, layouts)
+        if rows is None or target is None or any(each is None or each.is_narrow for each in layouts):
+            return False
+        single = torch.float32
+        a, *scales = (rows.read(each) for each in layouts if each is not None)
+        mean = rows.compute("mean", single, True, a)
+        centred = rows.compute("sub", single, False, a, mean)
+        variance = rows.compute("mean", single, True, rows.compute("square", single, False, centred))
+        factor = rows.compute("rsqrt", single, True, rows.compute("add", single, True, variance, number=eps))
+        made = rows.compute("mul", out.dtype if not scales else single, False, centred, factor)
+        if weight is not None:
+            made = rows.compute("mul", single if bias is not None else out.dtype, False, made, scales[0])
+        if bias is not None:
+            made = rows.compute("add", out.dtype, False, made, scales[-1])
+        rows.write(target, made)
+        return True
+
+    def _cat(self, each: Operation) -> bool:
+        parts, axis = each.args[0], each.args[1] if len(each.args) > 1 else 0
+        found: Tensor = each.found
+        if any(not is_float(part) or part.dim() != found.dim() or part.dtype is not found.dtype for part in parts):
+            return False
+        start = 0
+        for part in parts:
+            if part.numel() and not self._compute("copy", (part,), found.narrow(axis, start, part.shape[axis])):
+                raise _Unlowered
+            start += part.shape[axis]
+        return True
+
+    def _pick(self, table: Tensor, numbers: Tensor, found: Tensor) -> bool:
+        fits = numbers.dtype is torch.int64 and numbers.is_contiguous() and table.dim() == 2 and table.stride(1) == 1
+        if not fits or not found.is_contiguous() or not found.numel() or self.values.number(table) is not None:
+            return False
+        size = table.element_size()
+        counts = numbers.numel(), table.shape[0], table.shape[1] * size
+        packed = _PICK.pack(0, 0, 0, *counts, table.stride(0) * size, table.shape[1] * size)
+        refs = {place: self.values.ref(x) for place, x in ((0, table), (8, numbers), (16, found))}
+        self._add("pick", packed, refs, (0, 8), (16,))
+        return True
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool:
+        """`weight` as the operation takes it, `(depth, width)`."""
+        if (
+            x.dtype not in HALVES
+            or x.shape[0] > MAX_ROWS
+            or not found.numel()
+            or self.values.number(weight) is not None
+        ):
+            return False
+        if weight.dtype is not x.dtype or x.stride(1) != 1 or found.stride(1) != 1:
+            return False
+        if bias is not None and (bias.dim() != 1 or not bias.is_contiguous() or bias.shape[0] != found.shape[1]):
+            return False
+        if weight.stride(0) == 1 and (weight.stride(1) >= weight.shape[0]):
+            is_transposed, own = False, weight.t()
+        elif weight.stride(1) == 1:
+            is_transposed, own = True, weight
+        else:
+            return False
+        refs = self.values.ref(own), None if bias is None else self.values.ref(bias), self.values.ref(found)
+        self.entries.append(Linear(self.values.ref(x), is_transposed, [refs]))
+        return True
+
+    def _add(self, name: str, packed: bytes, refs: dict[int, Ref], reads: Iterable[int], writes: Iterable[int]) -> None:
+        touched = [{refs[place].value for place in places} - {None} for places in (reads, writes)]
+        self.entries.append(Kernel(name, packed, refs, *touched))  # type: ignore[arg-type]
+
+    def _kernel(self, call: KernelCall) -> None:
+        self._hold((*call.reads.values(), *call.writes.values()))
+        refs = {place: self.values.ref(tensor) for place, tensor in (call.reads | call.writes).items()}
+        self._add(call.name, call.packed, refs, call.reads, call.writes)
+
+    def _call(self, each: Operation, inputs: list[Tensor], found: list[Tensor]) -> None:
+        leaves, tree = tree_flatten((each.args, each.kwargs))
+        args = [self.values.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        function = each.function
+        outputs: list[Ref | None] = [
+            self.values.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(each.found)[0]
+        ]
+        touched = [{self.values.number(tensor) for tensor in tensors} - {None} for tensors in (inputs, found)]
+        if function._schema.is_mutable:
+            touched[1] |= touched[0]
+            outputs = []
+        self.entries.append(Call(function, args, tree, outputs, *touched))  # type: ignore[arg-type]
+
+    # -- the whole tape ----------------------------------------------------------------------------------------------
+
+    def _join_linears(self) -> None:
+        """Products of one `x` move up to the first of them, where nothing between writes what they read."""
+        kept: list[Entry] = []
+        for entry in self.entries:
+            if isinstance(entry, Linear) and self._joins(entry, kept):
+                continue
+            kept.append(entry)
+        self.entries = kept
+
+    @staticmethod
+    def _joins(entry: Linear, before: list[Entry]) -> bool:
+        for other in reversed(before):
+            if isinstance(other, Linear) and other.x == entry.x and other.is_transposed == entry.is_transposed:
+                if len(other.pieces) < MAX_PIECES:
+                    other.pieces += entry.pieces
+                    return True
+                return False
+            if other.writes & entry.reads:
+                return False
+        return False
+
+    def _join_rows(self) -> None:
+        """Lists over rows of one shape become one, where what stands between allows one of them to move."""
+        kept: list[Entry] = []
+        for entry in self.entries:
+            if not isinstance(entry, Rows):
+                kept.append(entry)
+            elif entry.instructions and not self._joins_rows(entry, kept):
+                kept.append(entry)
+        self.entries = kept
+
+    @staticmethod
+    def _joins_rows(entry: Rows, before: list[Entry]) -> bool:
+        between: list[Entry] = []
+        for place in range(len(before) - 1, max(-1, len(before) - _REACH), -1):
+            other = before[place]
+            if isinstance(other, Rows) and other.shape == entry.shape and other.can_absorb(entry):
+                if not any(_depend(entry, each) for each in between):
+                    other.absorb(entry)
+                    return True
+                if not any(_depend(each, other) for each in between):
+                    del before[place]
+                    other.absorb(entry)
+                    before.append(other)
+                    return True
+            between.append(other)
+        return False
+
+    def _drop_stores(self) -> None:
+        self.entries = [entry for entry in self.entries if not isinstance(entry, Rows) or entry.instructions]
+        readers: dict[int, set[int]] = {}
+        for place, entry in enumerate(self.entries):
+            for value in entry.reads:
+                readers.setdefault(value, set()).add(place)
+        for place, entry in enumerate(self.entries):
+            if isinstance(entry, Rows):
+                needed = {
+                    value for value in entry.writes if readers.get(value, set()) - {place} or value in entry.reads
+                }
+                entry.drop_stores(needed)
+        self.entries = [entry for entry in self.entries if not isinstance(entry, Rows) or entry.instructions]
+
+    def _place_results(self) -> None:
+        """A value that is only made to be copied out is made where it goes."""
+        if not self.entries or not isinstance(last := self.entries[-1], Rows) or (copied := last.copied) is None:
+            return
+        source, target = copied
+        touching = [each for each in self.entries[:-1] if source.value in each.reads | each.writes]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(source.sizes, source.strides))
+        nbytes = self.values.sizes[source.value or 0]
+        is_whole = span * source.dtype.itemsize == nbytes == math.prod(source.sizes) * source.dtype.itemsize
+        is_only_made = len(touching) == 1 and source.value not in touching[0].reads
+        if is_whole and is_only_made and not isinstance(touching[0], Call):
+            self.values.fixed[source.value or 0] = target.start
+            self.entries.pop()
+
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """The first and the last entry that needs each value."""
+        found: dict[int, tuple[int, int]] = {}
+        for place, entry in enumerate(self.entries):
+            for value in entry.reads | entry.writes:
+                found[value] = found.get(value, (place, place))[0], place
+        return found
+
+
+class _Unlowered(Exception):
+    pass
+
+
+_REACH = 6  # entries that are looked back
+
+
+def _depend(later: Entry, sooner: Entry) -> bool:
+    """Whether the order of two entries matters."""
+    reads, writes = later.reads, later.writes
+    return bool(reads & sooner.writes or writes & sooner.reads or writes & sooner.writes)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _changed(operations: list[Operation | KernelCall]) -> Iterator[int]:
+    """Storages that an operation writes after they were made."""
+    for each in operations:
+        if isinstance(each, KernelCall):
+            yield from map(_storage, each.writes.values())
+        elif each.function._schema.is_mutable and each.function not in _VIEWS_IN_PLACE:
+            for argument, value in zip(each.function._schema.arguments, each.args):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    yield from map(_storage, tensors_in(value))
+            for argument in each.function._schema.arguments[len(each.args) :]:
+                if argument.name in each.kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+                    yield from map(_storage, tensors_in(each.kwargs[argument.name]))

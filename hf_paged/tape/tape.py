@@ -1,0 +1,133 @@
+"""[`Tape`]: what was recorded, on memory of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from ..kernels.cpp import linear
+from ..kernels.cpp.build import address_of, kernel
+from .lower import WITH_OUT, Call, Entry, Kernel, Linear, Lowering
+from .record import recording
+from .rows import CALL as ROWS_CALL
+from .rows import Rows
+from .values import Arena, Ref
+
+_ENTRY = struct.Struct("2Q")  # struct TapeEntry
+_TAPE = struct.Struct("QqQ")  # struct TapeCall
+
+
+class Tape:
+    """Operations that run again, in their order, on the same memory: entries of C++ in one call each, between calls of
+    PyTorch. It holds its own memory; that of the model, of blocks and of inputs must stay where it is."""
+
+    def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
+        self._arena = Arena(lowering.values, lowering.spans())
+        self._held: list[Any] = [lowering.values.held]
+        self._failed = ctypes.c_int64()
+        self.names: list[str] = []  # of the C++ kernels, in order
+        self._num_batches = 0  # of these, one call each
+        self._parts: list[Callable[[], None]] = []
+        batch: list[tuple[str, bytes]] = []
+        for entry in entries:
+            if isinstance(entry, Call):
+                self._close(batch)
+                batch = []
+                self._parts.append(self._call(entry))
+            else:
+                batch.append(self._pack(entry))
+        self._close(batch)
+
+    @classmethod
+    def record(cls, run: Callable[[], None], is_kept: Callable[[Tensor], bool]) -> Tape:
+        """Runs it once. Raises what it raises, `NotCapturable` for what cannot be run again. `is_kept`: of a tensor
+        that `run` reads or writes, whether it outlives the tape by itself."""
+        with recording() as operations:
+            run()
+        lowering = Lowering(is_kept)
+        return cls(lowering, lowering.run(operations))
+
+    @property
+    def num_calls(self) -> int:
+        """Operations of PyTorch that a replay calls."""
+        return len(self._parts) - self._num_batches
+
+    @property
+    def nbytes(self) -> int:
+        """Of its own memory."""
+        return self._arena.nbytes
+
+    def replay(self) -> None:
+        for part in self._parts:
+            part()
+
+    # -- entries -----------------------------------------------------------------------------------------------------
+
+    def _keep(self, data: bytes) -> int:
+        buffer = ctypes.create_string_buffer(data, len(data))
+        self._held.append(buffer)
+        return ctypes.addressof(buffer)
+
+    def _pack(self, entry: Entry) -> tuple[str, bytes]:
+        address = self._arena.address
+        if isinstance(entry, Rows):
+            packed, parts = entry.pack(address, torch.get_num_threads())
+            pointers = struct.pack("3Q", *(self._keep(part) for part in parts))
+            return "rows", packed[: ROWS_CALL.size - 24] + pointers
+        if isinstance(entry, Linear):
+            x = entry.x
+            head = address(x), x.dtype, x.sizes[0], x.sizes[1], x.strides[0]
+            pieces: list[tuple[int, ...]] = []
+            for weight, bias, out in entry.pieces:
+                width = out.sizes[1]
+                stride = weight.strides[0]
+                bias_at = 0 if bias is None else address(bias)
+                pieces.append((address(weight), bias_at, address(out), width, stride, out.strides[0]))
+            return "linear", linear.pack(head, entry.is_transposed, pieces, linear.best_path())
+        assert isinstance(entry, Kernel)
+        packed_kernel = bytearray(entry.packed)
+        for place, ref in entry.refs.items():
+            struct.pack_into("Q", packed_kernel, place, address(ref))
+        return entry.name, bytes(packed_kernel)
+
+    def _close(self, batch: list[tuple[str, bytes]]) -> None:
+        """Makes one part of these entries."""
+        if not batch:
+            return
+        first = len(self.names)
+        self.names += [name for name, _ in batch]
+        self._num_batches += 1
+        entries = self._keep(b"".join(_ENTRY.pack(address_of(name), self._keep(packed)) for name, packed in batch))
+        call = _TAPE.pack(entries, len(batch), ctypes.addressof(self._failed))
+        function = kernel("tape")
+
+        def run() -> None:
+            if error := function(call):
+                name = self.names[first + self._failed.value]
+                raise RuntimeError(f"the kernel {name!r} of a recorded step gave up with error {error}")
+
+        self._parts.append(run)
+
+    def _call(self, entry: Call) -> Callable[[], None]:
+        tensor = self._arena.tensor
+        leaves = [tensor(x) if isinstance(x, Ref) else x for x in entry.args]
+        args, kwargs = tree_unflatten(leaves, entry.tree)
+        found = [None if ref is None else tensor(ref) for ref in entry.found]
+        function = entry.function
+        if function in WITH_OUT and not kwargs:
+            with_out, (out,) = WITH_OUT[function], found
+            return lambda: with_out(*args, out=out)
+
+        def run() -> None:
+            made = function(*args, **kwargs)
+            for mine, its in zip(found, made if isinstance(made, (tuple, list)) else (made,)):
+                if mine is not None:
+                    mine.copy_(its)
+
+        return run

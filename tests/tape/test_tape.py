@@ -1,0 +1,215 @@
+"""Tapes give what the forward gives that they were recorded of, on other inputs, too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.pytorch_utils import Conv1D
+
+from hf_paged.kernels import cpp
+from hf_paged.step import NotCapturable
+from hf_paged.tape.tape import Tape
+
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def check(function: Callable[..., Any], *inputs: Tensor, exact: bool = False, calls: int | None = None) -> Tape:
+    """Records it on these inputs and compares it on others of the same memory."""
+    found: list[Tensor] = []
+
+    def run() -> None:
+        made = function(*inputs)
+        made = made if isinstance(made, tuple) else (made,)
+        if not found:
+            found.extend(x.clone() for x in made)
+        for mine, its in zip(found, made):
+            mine.copy_(its)
+
+    with torch.no_grad():
+        before = [x.clone() for x in inputs]
+        run()  # makes the memory of the results
+        tape = Tape.record(run, lambda tensor: False)
+        generator = torch.Generator().manual_seed(5)
+        for turn in range(3):
+            for x, first in zip(inputs, before):
+                if x.is_floating_point():
+                    x.copy_(first if turn == 2 else torch.randn(x.shape, generator=generator) * (1 + turn))
+            copies = [x.clone() for x in inputs]
+            expected = function(*copies)
+            for x in found:
+                x.fill_(7)
+            tape.replay()
+            for x, y in zip(found, expected if isinstance(expected, tuple) else (expected,)):
+                tolerance = 0 if exact else CLOSE.get(x.dtype, 0)
+                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+    if calls is not None:
+        assert tape.num_calls == calls, "operations were called that kernels of ours should compute"
+    return tape
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "relu": F.relu,
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu new": ACT2FN["gelu_new"],
+    "relu squared": ACT2FN["relu2"],
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "rsqrt": lambda x: (x * x + 1).rsqrt(),
+    "softplus": F.softplus,
+    "clamp": lambda x: x.clamp(-1, 1),
+    "softmax": lambda x: x.softmax(-1),
+    "cube": lambda x: x**3,
+    "rest": lambda x: 1.0 - x,
+    "largest": lambda x: x - x.amax(-1, keepdim=True),
+    "sum": lambda x: x / x.abs().sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_operations_on_one_tensor(name: str, dtype: torch.dtype) -> None:
+    for shape in ((1, 1, 64), (3, 5), (1, 7, 33), (2, 3, 4, 17), (1, 1, 1)):
+        check(UNARY[name], tensor(*shape, dtype=dtype))
+    check(UNARY[name], tensor(6, 4, 10, dtype=dtype).transpose(0, 1))
+    check(UNARY[name], tensor(6, 10, dtype=dtype).t())
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES[:2], DTYPES[:2])), ids=str)
+def test_operations_on_two_tensors(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    others = [(2, 3, 8), (8,), (2, 1, 8), (2, 3, 1), ()]
+    for left, right in (((2, 3, 8), other) for other in others):
+        a, b = tensor(*left, dtype=dtypes[0]), tensor(*right, dtype=dtypes[1], seed=1)
+        check(lambda a, b: (a + b, a - b, a * b, a / b), a, b, exact=True, calls=0)
+        check(lambda a, b: (a * b + b) * a, a, b, exact=True, calls=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_norms(dtype: torch.dtype, rows: int) -> None:
+    for make in (LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm, lambda n: nn.LayerNorm(n, bias=False)):
+        norm = make(96).to(dtype)
+        norm.weight.data = tensor(96, seed=3).to(dtype)
+        check(norm, tensor(1, rows, 96, dtype=dtype), calls=0)
+    check(LlamaRMSNorm(16).to(dtype), tensor(1, rows, 4, 16, dtype=dtype), calls=0)  # of each head
+    check(nn.LayerNorm(96, elementwise_affine=False), tensor(1, rows, 96, dtype=torch.float32), calls=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rotary_embeddings(dtype: torch.dtype, rows: int) -> None:
+    def rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        heads = (x.view(1, rows, 4, 16).transpose(1, 2), y.view(1, rows, 2, 16).transpose(1, 2))
+        return apply_rotary_pos_emb(*heads, cos, sin)
+
+    x, y = tensor(1, rows, 64, dtype=dtype), tensor(1, rows, 32, dtype=dtype, seed=1)
+    cos, sin = tensor(1, rows, 16, dtype=dtype, seed=2), tensor(1, rows, 16, dtype=dtype, seed=3)
+    check(rotate, x, y, cos, sin, exact=True, calls=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 17, 300])
+def test_products(dtype: torch.dtype, rows: int) -> None:
+    gate, up, down = nn.Linear(48, 96).to(dtype), nn.Linear(48, 96, bias=False).to(dtype), Conv1D(48, 96).to(dtype)
+    down.weight.data = tensor(96, 48, seed=2).to(dtype) * 0.1
+    tape = check(lambda x: down(F.silu(gate(x)) * up(x)), tensor(1, rows, 48, dtype=dtype))
+    if dtype is not torch.float32:
+        assert tape.num_calls == (0 if rows <= 256 else 3)
+        assert tape.names.count("linear") == (2 if rows <= 256 else 0), "gate and up are one call"
+
+
+def test_lookups() -> None:
+    table, ids = nn.Embedding(11, 8), torch.tensor([[3, 10, 0, 3]])
+    tape = check(table, ids, exact=True, calls=0)
+    ids.fill_(11)
+    with pytest.raises(RuntimeError, match="'pick'"):
+        tape.replay()
+
+
+def test_what_is_written_in_place() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        z = y + 1
+        y.add_(x)
+        y.mul_(3.0)
+        w = torch.zeros(4, 8)
+        w[1:3] = y[:2]
+        w[0].copy_(z[0])
+        return y * z, w + z
+
+    check(function, tensor(4, 8), exact=True)
+
+
+def test_memory_that_is_read_in_another_layout() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = (x + 1).view(4, 8)
+        z = y.t() * 2
+        return (z.t() + y).view(2, 16) * (y + 3).view(2, 16)
+
+    check(function, tensor(4, 8), exact=True)
+
+
+def test_parts_and_wholes() -> None:
+    def function(x: Tensor) -> Tensor:
+        a, b, c = x.chunk(3, dim=-1)
+        y = torch.cat([b * 2, -a, c], dim=-1)
+        z = torch.cat([y, x], dim=0)
+        return z[..., 2:9] + z[..., :7]
+
+    check(function, tensor(3, 12), exact=True, calls=0)
+
+
+def test_constants_are_made_once() -> None:
+    def function(x: Tensor) -> Tensor:
+        steps = torch.arange(8, dtype=torch.float32) / 8
+        return x * steps + torch.tensor(0.5) + torch.full((8,), 2.0)
+
+    check(function, tensor(3, 8), exact=True, calls=0)
+
+
+def test_values_share_memory() -> None:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x.softmax(-1) * 3
+        return x
+
+    tape = check(function, tensor(64, 256))
+    assert tape.nbytes <= 4 * 64 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x[x > 0], lambda x: x * x.sum().item(), lambda x: F.dropout(x), lambda x: x.nonzero() * 1.0],
+    ids=["mask", "item", "dropout", "nonzero"],
+)
+def test_what_cannot_run_again(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotCapturable):
+        Tape.record(lambda: function(tensor(4, 8)) and None, lambda tensor: False)
+
+
+def test_under_inference_mode() -> None:
+    with torch.inference_mode():
+        gate = nn.Linear(8, 8)
+        check(lambda x: F.silu(gate(x)) + x, tensor(3, 8))

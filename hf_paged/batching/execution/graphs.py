@@ -198,7 +198,7 @@ class DecodeGraphs:
         except Exception as error:
             self.obstacle = _reason(error)
             self._clear()
-            _log_once(self.obstacle, logging.INFO if self._device.type == "cpu" else logging.WARNING)
+            _log_once(self.obstacle, logging.INFO if isinstance(self._backend, Tapes) else logging.WARNING)
             logger.debug("capturing %s failed", key, exc_info=True)
             return None
         while len(self._graphs) >= MAX_GRAPHS:

@@ -24,7 +24,10 @@ import torch  # noqa: F401  before dlopen: the library then shares the OpenMP ru
 logger = logging.getLogger(__package__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_SOURCES = (_SOURCE, *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp", "linear.cpp", "rows.cpp")))
+_SOURCES = (
+    _SOURCE,
+    *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp", "linear.cpp", "rows.cpp", "tiles.cpp")),
+)
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())

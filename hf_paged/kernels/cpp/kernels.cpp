@@ -20,6 +20,7 @@
 #include "draw.cpp"
 #include "hash.cpp"
 #include "lanes.cpp"
+#include "tiles.cpp"
 
 // Of the call, the step, the layer; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
 struct AttentionCall {
@@ -86,7 +87,9 @@ struct Kernel {
                 scale = weight / (sum[m] * weight + exp1(sink - high));
             }
             T* out = (T*)c.out + ((s.row * c.query_len + i) * c.heads + head) * c.value_dim;
-            for (int64_t d = 0; d < c.value_dim; ++d) put(out + d, acc[m * padded + d] * scale);
+            int64_t d = 0;
+            for (; d + kLanes <= c.value_dim; d += kLanes) put_lanes(out + d, load<vf>(acc + m * padded + d) * scale);
+            for (; d < c.value_dim; ++d) put(out + d, acc[m * padded + d] * scale);
         }
     }
 
@@ -102,24 +105,85 @@ struct Kernel {
             const int64_t count = std::min(c.block_size - offset, end - t);
             const T* k = tile<T>(c.key, c.key_strides, block, s.head) + offset * c.key_strides[2];
             const T* v = tile<T>(c.value, c.value_strides, block, s.head) + offset * c.value_strides[2];
-            for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i);
-            for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i);
+            for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i, 0, 2);
+            for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i, 0, 2);
             t += count;
         }
     }
 
+    template <class T> const T* query_at(const Span& s, int64_t m) const {
+        return (const T*)c.query + s.row * c.query_strides[0] + m % c.query_len * c.query_strides[2] +
+               (s.head * group + m / c.query_len) * c.query_strides[1];
+    }
+
+#if HAS_AMX
+    static bool has_tiles() { return may_use_tiles(); }
+
+    // Queries of bfloat16 as right tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], zeros where there are none.
+    void pair_queries(const Span& s, uint32_t* out) const {
+        std::memset(out, 0, (M + 15) / 16 * c.key_dim * 32);
+        for (int64_t m = 0; m < M; ++m) {
+            const char* from = (const char*)query_at<BFloat16>(s, m);
+            uint32_t* to = out + m / 16 * c.key_dim * 8 + m % 16;
+            for (int64_t pair = 0; pair < c.key_dim / 2; ++pair) std::memcpy(to + pair * 16, from + 4 * pair, 4);
+        }
+    }
+
+    // scores[M][kTile] of 16 keys, which are the left tile as they lie in their block.
+    void tile_scores(const BFloat16* const* keys, const uint32_t* q, float* scores) const {
+        alignas(64) BFloat16 copied[16 * 32];
+        alignas(64) float found[256];
+        bool together = true;
+        for (int t = 1; t < 16; ++t) together &= keys[t] == keys[0] + t * c.key_strides[2];
+        const __m512 scale = _mm512_set1_ps((float)c.scale);
+        for (int64_t m = 0; m < M; m += 16, q += c.key_dim * 8) {
+            _tile_zero(0);
+            for (int64_t d = 0; d < c.key_dim; d += 32) {
+                if (together) {
+                    _tile_loadd(1, keys[0] + d, c.key_strides[2] * 2);
+                } else {
+                    for (int t = 0; t < 16; ++t) std::memcpy((void*)(copied + t * 32), keys[t] + d, 64);
+                    _tile_loadd(1, copied, 64);
+                }
+                _tile_loadd(2, q + d * 8, 64);
+                _tile_dpbf16ps(0, 1, 2);
+            }
+            _tile_stored(0, found, 64);
+            const int64_t count = std::min<int64_t>(16, M - m);
+            __m512i rows[16];
+            if (count > 4) {
+                for (int t = 0; t < 16; ++t) rows[t] = _mm512_load_si512(found + t * 16);
+                transpose16(rows);
+            }
+            for (int64_t i = 0; i < count; ++i) {
+                const __m512 row = count > 4 ? _mm512_castsi512_ps(rows[i]) : column16(found + i);
+                _mm512_storeu_ps(scores + (m + i) * kTile, _mm512_mul_ps(row, scale));
+            }
+        }
+    }
+#else
+    static bool has_tiles() { return false; }
+    void pair_queries(const Span&, uint32_t*) const {}
+#endif
+
     template <class T> bool run(const Span& s, float* partials) const {  // false: no memory
         static thread_local Scratch scratch;
-        float* kt = scratch.get(c.key_dim * kSub + M * c.key_dim + M * kTile + part + M + kTile * padded);
+        const int64_t width = (M + 15) / 16 * 16;  // of the queries as tiles
+        float* kt = scratch.get(c.key_dim * kSub + width * c.key_dim + width * kTile + part + M + kTile * padded);
         if (!kt) return false;
-        float *q = kt + c.key_dim * kSub, *scores = q + M * c.key_dim, *acc = scores + M * kTile;
+        float *q = kt + c.key_dim * kSub, *scores = q + width * c.key_dim, *acc = scores + width * kTile;
         float *top = acc + M * padded, *sum = top + M, *alpha = sum + M, *wide = alpha + M;
+        [[maybe_unused]] const bool tiled = std::is_same<T, BFloat16>::value && c.key_dim % 32 == 0 && has_tiles();
+        if (tiled) pair_queries(s, (uint32_t*)q);
         for (int64_t m = 0; m < M; ++m) {
-            const T* from = (const T*)c.query + s.row * c.query_strides[0] + m % c.query_len * c.query_strides[2] +
-                            (s.head * group + m / c.query_len) * c.query_strides[1];
-            for (int64_t d = 0; d < c.key_dim; ++d) q[m * c.key_dim + d] = to_float(from + d) * (float)c.scale;
+            const T* from = query_at<T>(s, m);
+            int64_t d = tiled ? c.key_dim : 0;
+            for (; d + kLanes <= c.key_dim; d += kLanes)
+                store_vf(q + m * c.key_dim + d, load_floats(from + d) * (float)c.scale);
+            for (; d < c.key_dim; ++d) q[m * c.key_dim + d] = to_float(from + d) * (float)c.scale;
             top[m] = -kInf, sum[m] = 0.f;
         }
+        [[maybe_unused]] const Tiles tiles(tiled, (int)std::min<int64_t>(16, M));
         std::fill(acc, acc + M * padded, 0.f);
         const int64_t steps = (M + kMaxRows - 1) / kMaxRows, step = steps ? (M + steps - 1) / steps : 1;
         const bool dots = M <= kDotRows && c.key_dim % kLanes == 0;
@@ -138,11 +202,14 @@ struct Kernel {
             }
             prefetch<T>(s, table, start + kTile);
             for (int t = n; t < whole; ++t) keys[t] = keys[n - 1];  // their scores are masked below
-            for (int t = 0; dots && t < whole; t += kLanes)
+#if HAS_AMX
+            for (int t = 0; tiled && t < whole; t += 16) tile_scores((const BFloat16**)keys + t, (uint32_t*)q, scores + t);
+#endif
+            for (int t = 0; !tiled && dots && t < whole; t += kLanes)
                 with_rows((int)M, [&](auto rows) {
                     if constexpr (rows() <= kDotRows) dot_rows<rows()>(q, (int)c.key_dim, keys + t, scores + t);
                 });
-            for (int t = 0; !dots && t < whole; t += kSub) {
+            for (int t = 0; !tiled && !dots && t < whole; t += kSub) {
                 transpose_keys(keys + t, (int)c.key_dim, kt);
                 transpose_keys(keys + t + kLanes, (int)c.key_dim, kt + kLanes);
                 for (int64_t m = 0; m < M; m += step)
@@ -172,8 +239,12 @@ struct Kernel {
     void add_values(const V* const* values, int n, int64_t step, float* scores, float* alpha, float* acc) const {
         for (int64_t m = 0; m < M; m += step)
             with_rows((int)std::min(step, M - m), [&](auto rows) {
-                for (int64_t d = 0; d < padded; d += 2 * kLanes) {
-                    auto add = padded - d > kLanes ? value_rows<V, 2, rows()> : value_rows<V, 1, rows()>;
+                constexpr int kWide = LANES == 16 && rows() <= 4 ? 4 : 2;  // as registers allow
+                for (int64_t d = 0, wide; d < padded; d += wide * kLanes) {
+                    const int64_t left = (padded - d) / kLanes;
+                    wide = left >= kWide ? kWide : left >= 2 ? 2 : 1;
+                    auto add = wide == kWide ? value_rows<V, kWide, rows()> : value_rows<V, 2, rows()>;
+                    if (wide == 1) add = value_rows<V, 1, rows()>;
                     add(scores + m * kTile, n, values, (int)d, alpha + m, acc + m * padded + d, (int)padded);
                 }
             });

@@ -106,6 +106,17 @@ inline void put(Float16* p, float x) {
     p->bits = h | ((u >> 16) & 0x8000);
 }
 
+// kLanes numbers to their dtype, rounded as `put` does.
+inline void put_lanes(float* p, vf x) { store_vf(p, x); }
+inline void put_lanes(BFloat16* p, vf x) {
+    const vu u = (vu)x, up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const vh h = __builtin_convertvector((vu)select(x == x, (vf)up, (vf)(vu{} + 0x7fc0u)), vh);
+    std::memcpy((void*)p, &h, sizeof h);
+}
+inline void put_lanes(Float16* p, vf x) {
+    for (int i = 0; i < kLanes; ++i) put(p + i, x[i]);
+}
+
 // exp for x <= 88, relative error about 1e-7; 0 below -87, NaN stays NaN. Adding 1.5 * 2^23 rounds to an integer whose
 // low bits are the exponent of the result.
 inline vf exp16(vf x) {

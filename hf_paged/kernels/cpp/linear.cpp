@@ -2,15 +2,6 @@
 // ([depth][width]) keeps it; only x is copied. Each output is one fixed chain of sums over depth, whatever rows stand
 // beside it and however many threads there are; the chains of the paths differ.
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
-#define HAS_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 constexpr int kMaxPieces = 4;
 
 // Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and its stride goes with depth.
@@ -200,39 +191,6 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
 // and the product comes out transposed -------------------------------------------------------------------------------
 
 #if HAS_AMX
-constexpr int64_t kTileBytes = 1024;
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start = 0, none[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-bool may_use_tiles() {  // Linux grants them to a process that asks
-    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return granted;
-}
-
-inline void transpose16(__m512i (&r)[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2)
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), t[i + 8] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88), r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
-    }
-}
-
 // Tiles [low, high) along depth of each 16 rows of x: [rows / 16][depth / 32][16 pairs][16 rows][2], zeros where none are.
 void pair_rows(const LinearCall& c, uint32_t* out, int64_t low, int64_t high) {
     const int64_t tiles = (c.depth + 31) / 32;
@@ -306,26 +264,15 @@ inline void tile_block(const BFloat16* w0, const BFloat16* w1, int64_t stride, c
     if (A > 1 && B > 1) _tile_stored(3, sums + 768, 64);
 }
 
-inline __m512 widen16(const void* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
-}
-inline __m256i narrow16(__m512 v) {  // to nearest even; unlike vcvtneps2bf16, numbers below 2^-126 are kept
-    const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc0)));
-}
-
 // Sums [16 outputs][16 rows of x] to rows of outputs.
 inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t first, const float* sums) {
-    const __m512i column = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
     __m512i t[16];
     if (rows > 2) {
         for (int i = 0; i < 16; ++i) t[i] = _mm512_load_si512(sums + i * 16);
         transpose16(t);
     }
     for (int64_t r = 0; r < rows; ++r) {
-        __m512 v = rows > 2 ? _mm512_castsi512_ps(t[r]) : _mm512_i32gather_ps(column, sums + r, 4);
+        __m512 v = rows > 2 ? _mm512_castsi512_ps(t[r]) : column16(sums + r);
         if (p.bias) v = _mm512_add_ps(v, widen16((const BFloat16*)p.bias + first));
         _mm256_storeu_si256((__m256i*)((BFloat16*)p.out + (m + r) * p.out_stride + first), narrow16(v));
     }
@@ -333,11 +280,7 @@ inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t firs
 
 // Units [low, high) of `size` weight rows, 16 or 32. The last 16 of a piece may be computed twice, to the same bits.
 void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high, int64_t size) {
-    TileConfig before, mine;
-    _tile_storeconfig(&before);
-    const int columns = (int)std::min<int64_t>(16, c.rows);
-    for (int i = 0; i < 8; ++i) mine.rows[i] = 16, mine.bytes[i] = i == 4 || i == 5 ? 64 : 4 * columns;
-    _tile_loadconfig(&mine);
+    const Tiles setting(true, (int)std::min<int64_t>(16, c.rows));
     alignas(64) float sums[1024];
     const int64_t tiles = (c.depth + 31) / 32 * 256, blocks = (c.rows + 15) / 16;
     for (int64_t u = low; u < high; ++u) {
@@ -370,8 +313,6 @@ void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high
             }
         }
     }
-    if (before.palette) _tile_loadconfig(&before);
-    else _tile_release();
 }
 #endif
 

@@ -123,14 +123,10 @@ struct Rows {
                 else for (int64_t i = 0; i < count; ++i) to[i * m.step] = x[i];
             } else if (m.dtype == 1) {
                 BFloat16* to = (BFloat16*)m.data + offset;
-                uint32_t bits;
                 int64_t i = 0;
                 if (m.step == 1 && !narrow)
-                    for (; i + kLanes <= count; i += kLanes) {
-                        const vh h = __builtin_convertvector(::load<vu>(x + i) >> 16, vh);
-                        std::memcpy((void*)(to + i), &h, sizeof h);
-                    }
-                for (; i < count; ++i) std::memcpy(&bits, x + i, 4), to[i * m.step].bits = bits >> 16;
+                    for (; i + kLanes <= count; i += kLanes) put_lanes(to + i, ::load<vf>(x + i));
+                for (; i < count; ++i) put(to + i * m.step, x[i]);
             } else {
                 Float16* to = (Float16*)m.data + offset;
                 for (int64_t i = 0; i < count; ++i) put(to + i * m.step, x[i]);

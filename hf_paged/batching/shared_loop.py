@@ -62,18 +62,25 @@ class SharedLoop:
         self._retry_at = 0.0  # no step before
         forks.in_child(self)
 
-    def run(self, generation: Generation, checks_weights: bool, finish: Callable[[StepLoop], T], make: MakeLoop) -> T:
+    def run(
+        self,
+        generation: Generation,
+        checks_weights: bool,
+        replays: bool,
+        finish: Callable[[StepLoop], T],
+        make: MakeLoop,
+    ) -> T:
         """Runs the generation to its end and returns `finish(loop)`, called before its blocks go. Raises what ended it:
         an error of its forward once that was computed without the other callers' rows, in a loop of its own that `make`
-        returns. `checks_weights` as in `Executor.begin`. For use within `interrupts.held`."""
+        returns. `checks_weights` and `replays` as in `Executor.begin`. For use within `interrupts.held`."""
         stepper = self._stepper  # which another thread may change
         if stepper is None or stepper.thread != threading.get_ident():  # else within a forward of its own
             executor = self.loop.executor
-            window = Window(is_call=True, is_open=not checks_weights, is_settled=not checks_weights)
+            window = Window(is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights)
             is_released = False
             try:
                 with executor.lock:
-                    executor.begin(checks_weights or executor.checks_weights, switch_attention=False)
+                    executor.begin(checks_weights or executor.checks_weights, False, replays or executor.replays)
                 executor.open(window)
                 with self._lock:
                     self.loop.add(generation)
@@ -88,7 +95,7 @@ class SharedLoop:
                 executor.leave(window)
                 self._leave(generation, drops=not is_released)
         with shared_loop(self.loop.memory, object(), make) as alone:
-            return alone.run(generation, checks_weights, finish, make)
+            return alone.run(generation, checks_weights, replays, finish, make)
 
     def _sample(self, caller: Caller, ready: Ready) -> None:
         told: deque[Generation] = deque()

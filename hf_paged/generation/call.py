@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 # Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
 MIN_CACHED_TOKENS = 128
+# Fewer steps by the modules' own code take no longer than reading the model's state, without which none is a replay.
+MIN_REPLAYED_STEPS = 16
 # What the engine has no use for, or looks at; so with a Trainer's labels, where transformers' own code drops them.
 _KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
@@ -339,13 +341,14 @@ class BatchCall:
         decoding: Decoding = BeamDecoding(model, inputs) if self.uses_beams else SampleDecoding(inputs, self.streamer)
         # whether the prefix cache could save more time than it takes to see that the weights are what they were
         keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
+        replays = keeps_prefixes or decoding.max_length - decoding.length >= MIN_REPLAYED_STEPS
         generation = self._generation(decoding, keeps_prefixes)
         self.call.built.clear()  # they may become the loop's
         make = functools.partial(self._make_loop, self.cache)
         with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
             executor, finish = shared.loop.executor, functools.partial(self._result, generation)
             try:
-                return shared.run(generation, keeps_prefixes, finish, self._make_loop)
+                return shared.run(generation, keeps_prefixes, replays, finish, self._make_loop)
             finally:
                 self.call.details["num_captured_steps"] = executor.runner.num_captured_steps
                 self.call.counters.append(executor.runner.counters)

@@ -166,18 +166,20 @@ class Executor:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
         self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
-        self.checks_weights = False  # whether prefixes and graphs are used (`begin`)
+        self.checks_weights = False  # whether prefixes are used (`begin`)
+        self.replays = False  # whether graphs are
         self.ahead = RunAhead(memory, scheduler)
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
         self._num_changes = -1  # of the model, when the runner was last told of it
 
-    def begin(self, check_weights: bool = True, switch_attention: bool = True) -> None:
-        """Called first, and while nothing is in flight. Without `check_weights` neither the prefix cache nor graphs are
-        used; without `switch_attention` the caller has turned the model's attention to `"hf_paged"`."""
+    def begin(self, check_weights: bool = True, switch_attention: bool = True, replays: bool = True) -> None:
+        """Called first, and while nothing is in flight. Without `check_weights` the prefix cache is not used; without
+        `replays` no graphs are, for which the model's state is read; without `switch_attention` the caller has turned
+        the model's attention to `"hf_paged"`."""
         self._device = compute_device(self.model)
         self.autocast = autocast_dtype(self._device)  # what forwards compute in, whichever thread takes the steps
         self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
-        self.checks_weights, self._switches_attention = check_weights, switch_attention
+        self.checks_weights, self.replays, self._switches_attention = check_weights, replays, switch_attention
         self.guard.begin(check_weights, self.autocast)
         self._forget_model()
 
@@ -222,7 +224,7 @@ class Executor:
         if self.guard.num_changes != self._num_changes:
             self._forget_model()
             self._num_changes = self.guard.num_changes
-            if self.checks_weights and self.runner.can_capture:
+            if self.replays and self.runner.can_capture:
                 self.runner.begin(read_state(self.model))
 
     @contextlib.contextmanager

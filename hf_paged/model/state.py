@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import marshal
+import operator
 import random
 import sys
 import types
@@ -106,15 +107,28 @@ class ModelState:
     def _digest(self, content: list[Any]) -> bytes:
         return hashlib.blake2b(self.structure + marshal.dumps(content, _MARSHAL_VERSION), digest_size=32).digest()
 
+    def hold(self) -> None:
+        """`is_in_place` compares with the model as it is now. Holds the memory of the tensors."""
+        tables = (x for module in self._modules for x in (module._modules, module._parameters, module._buffers))
+        self._held = [held for held in tables if held]
+        self._parts = [part for held in self._held for part in held.values()]  # so that no others get their addresses
+        self._places = [part.data_ptr() for part in self._parts if isinstance(part, Tensor)]
+
+    def is_in_place(self) -> bool:
+        """Whether the model has the modules and tensors that it had at `hold`, and these are where they were."""
+        parts = [part for held in self._held for part in held.values()]
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            return False
+        return [part.data_ptr() for part in parts if isinstance(part, Tensor)] == self._places
+
     def watch(self) -> None:
         """`is_same` compares with the model as it is now. Holds the memory of the tensors."""
         modules, chance = self._modules, random.Random(0)
-        self._held = [held for x in modules for held in (x._modules, x._parameters, x._buffers) if held]
+        self.hold()
         adapters = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
         self._layers = [vars(x) for x in modules if any(name in vars(x) for name in adapters)]
         self._counted = [x for x in self._all_tensors if not x.is_inference()]
         self._lines = [_line(x, chance) for x in self.tensors if x.is_cpu and x.nbytes]
-        self._parts = [part for held in self._held for part in held.values()]  # so that no others get their addresses
         self._content = self._read_content()
 
     def is_same(self) -> bool:

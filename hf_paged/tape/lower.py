@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..kernels.cpp.linear import HALVES, MAX_PIECES, MAX_ROWS
+from ..step import NotCapturable
 from .record import KernelCall, Operation
 from .rows import Layout, Rows, Shape, is_float, layout, shape_of
 from .values import DTYPES, FLOATS, Ref, Values
@@ -123,10 +124,12 @@ class Lowering:
     is_kept: Callable[[Tensor], bool]
     values: Values = field(default_factory=Values)
     entries: list[Entry] = field(default_factory=list)
+    changed_outside: set[int] = field(default_factory=set)  # addresses of storages; of values, too
     constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
 
     def run(self, operations: list[Operation | KernelCall]) -> list[Entry]:
         changed = set(_changed(operations))
+        self.changed_outside = set(_changed(operations[:-1]))  # nothing is read of results, which the last one writes
         for each in operations:
             if isinstance(each, KernelCall):
                 self._kernel(each)
@@ -158,8 +161,11 @@ class Lowering:
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if self.values.number(tensor) is None and not self.is_kept(tensor):
-                self.values.held.append(tensor)
+            if self.values.number(tensor) is None:
+                if not self.is_kept(tensor):
+                    self.values.held.append(tensor)
+                if _storage(tensor) in self.changed_outside:
+                    self.values.add_outside(tensor)
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -437,10 +443,8 @@ class Lowering:
                 readers.setdefault(value, set()).add(place)
         for place, entry in enumerate(self.entries):
             if isinstance(entry, Rows):
-                needed = {
-                    value for value in entry.writes if readers.get(value, set()) - {place} or value in entry.reads
-                }
-                entry.drop_stores(needed)
+                own = entry.reads | self.values.fixed.keys()
+                entry.drop_stores({x for x in entry.writes if x in own or readers.get(x, set()) - {place}})
         self.entries = [entry for entry in self.entries if not isinstance(entry, Rows) or entry.instructions]
 
     def _place_results(self) -> None:
@@ -480,6 +484,8 @@ def _depend(later: Entry, sooner: Entry) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise NotCapturable(f"{type(tensor).__name__} has no memory of its own")
     return tensor.untyped_storage().data_ptr()
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -15,6 +16,8 @@ from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 
 aten = torch.ops.aten
+_LAZY = frozenset({aten._conj.default, aten._neg_view.default})
+_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
 _READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
 _WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
@@ -48,6 +51,16 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
+class _NothingRead(TorchFunctionMode):
+    """Raises [`NotCapturable`] before the content of a tensor on the CPU goes to Python or NumPy: what is made of it is
+    no operation that would run again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise NotCapturable(f"its forward reads the content of a tensor (Tensor.{func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
 class Operation(NamedTuple):
     """One that PyTorch dispatched."""
 
@@ -79,6 +92,8 @@ class _Recorder(NothingUnrecorded):
             if found is not NotImplemented:
                 return found
         found = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _LAZY:
+            raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
         # aliases: the shapes of tensors may be changed in place later
         self._operations.append(Operation(func, *tree_map_only(Tensor, aten.alias.default, (args, kwargs, found))))
         return found
@@ -90,7 +105,7 @@ def recording() -> Iterator[list[Operation | KernelCall]]:
     operations: list[Operation | KernelCall] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     try:
-        with _Recorder(operations):
+        with _NothingRead(), _Recorder(operations):
             yield operations
     finally:
         observer.reset(token)

@@ -47,6 +47,13 @@ class Values:
     def number(self, tensor: Tensor) -> int | None:
         return self._numbers.get(tensor.untyped_storage().data_ptr())
 
+    def add_outside(self, tensor: Tensor) -> None:
+        """Memory that is not the tape's but which it changes: a value that stays where it is."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self.fixed[len(self.sizes)] = storage.data_ptr()
+            self.add(tensor)
+
     def ref(self, tensor: Tensor) -> Ref:
         number = self.number(tensor)
         start = tensor.data_ptr() - (0 if number is None else tensor.untyped_storage().data_ptr())

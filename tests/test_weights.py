@@ -256,6 +256,38 @@ def test_recorded_steps_see_every_write(write: Callable[[PreTrainedModel], None]
     assert not torch.equal(before, after), "the write changes nothing: the test is void"
 
 
+def replaced(model: PreTrainedModel) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(-layer.weight)
+
+
+def moved(model: PreTrainedModel) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight.data = -layer.weight.data
+
+
+def another_module(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+@pytest.mark.parametrize("change", [replaced, moved, another_module])
+def test_a_change_within_a_call(change: Callable[[PreTrainedModel], None]) -> None:
+    """By code of the caller's that the call runs."""
+    found = []
+    for options in ({}, models.PAGED):
+        model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
+        width = inputs["input_ids"].shape[1]
+
+        def process(ids: torch.Tensor, scores: torch.Tensor, model: Any = model, width: int = width) -> torch.Tensor:
+            if ids.shape[1] == width + 20:
+                change(model)
+            return scores
+
+        arguments = {**inputs, **GREEDY, "max_new_tokens": 40, "logits_processor": [process]}
+        found.append(model.generate(**arguments, **options))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_weights_that_come_back_are_right_too(door: str) -> None:
     model = models.build("llama")

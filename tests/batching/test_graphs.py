@@ -655,3 +655,12 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
         assert engine.stats().num_captured_steps == 0 and engine.memory.graphs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 50).to(dtype)
+    expected = logits.clone()
+    recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected)), logits)
+    with pytest.raises(NotCapturable, match="standard deviations from its own"):
+        recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected * 1.2 + 0.3)), logits)

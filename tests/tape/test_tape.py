@@ -201,8 +201,12 @@ def test_values_share_memory() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x[x > 0], lambda x: x * x.sum().item(), lambda x: F.dropout(x), lambda x: x.nonzero() * 1.0],
-    ids=["mask", "item", "dropout", "nonzero"],
+    [
+        *(lambda x: x[x > 0], lambda x: x * x.sum().item(), lambda x: F.dropout(x), lambda x: x.nonzero() * 1.0),
+        *(lambda x: x + x.tolist()[0][0], lambda x: x + torch.from_numpy(x.numpy() * 2)),
+        lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 4, 2)).conj()),
+    ],
+    ids=["mask", "item", "dropout", "nonzero", "tolist", "numpy", "conj"],
 )
 def test_what_cannot_run_again(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(NotCapturable):
@@ -213,3 +217,26 @@ def test_under_inference_mode() -> None:
     with torch.inference_mode():
         gate = nn.Linear(8, 8)
         check(lambda x: F.silu(gate(x)) + x, tensor(3, 8))
+
+
+@pytest.mark.parametrize("between", [lambda z: z, lambda z: z.softmax(-1)], ids=["nothing", "a call"])
+def test_what_is_written_outside_is_read_in_its_order(between: Callable[[Tensor], Tensor]) -> None:
+    x, kept, found = tensor(4, 8), torch.ones(4, 8), torch.zeros(4, 8)
+
+    def run() -> None:
+        z = x * kept
+        kept.add_(between(x + 1))
+        found.copy_(z + kept)
+
+    with torch.no_grad():
+        run()
+        tape = Tape.record(run, lambda tensor: False)
+        for turn in range(3):
+            x.copy_(tensor(4, 8, seed=turn))
+            before = kept.clone()
+            tape.replay()
+            after, replayed = kept.clone(), found.clone()
+            kept.copy_(before)
+            run()
+            torch.testing.assert_close(replayed, found)
+            torch.testing.assert_close(after, kept)

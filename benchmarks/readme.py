@@ -19,6 +19,9 @@ from benchmarks import arrivals, paired, report
 from benchmarks.generate_tables import COLUMNS, OURS
 from benchmarks.grpo import TARGET
 from benchmarks.grpo import table as rollout_table
+from benchmarks.linears import TARGET as PRODUCT_TARGET
+from benchmarks.linears import TURNS as PRODUCT_TURNS
+from benchmarks.linears import table as product_table
 from benchmarks.paper.rows import TOLD
 from benchmarks.report import RESULTS
 from benchmarks.side_by_side import table as side_by_side_table
@@ -29,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "paper-cpu"
 ARCHITECTURES = "architectures"
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
+LINEARS = "linears-cpu"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
@@ -243,6 +247,18 @@ def threads(data: Data) -> str:
     return f"{said}\n\n{thread_table(data['rows'])}"
 
 
+def products(data: Data) -> str:
+    """The table of `benchmarks.linears`."""
+    said = flow(
+        f"""**Products of few rows**: the linear layers of one decode step in bfloat16, one by one, by `F.linear`
+        and by the C++ kernel that reads the weights in place (path: {data["path"]}), `python -m benchmarks.linears`,
+        {machine_of(data["machine"])}; {PRODUCT_TURNS} turns, medians, 95% intervals. The floor is the weights over
+        the best streaming read of the run, {data["bandwidth_gb_s"]} GB/s. Target with AMX: {PRODUCT_TARGET} up to 64
+        rows; from 257 rows on PyTorch serves:"""
+    )
+    return f"{said}\n\n{product_table(data['rows'])}"
+
+
 def rollouts(data: Data) -> str:
     """The table of `benchmarks.grpo`."""
     row = data["rows"][0]
@@ -324,6 +340,7 @@ def benchmarks_section() -> str:
         ),
         whole_calls(read(WHOLE_CALLS)),
         threads(read(THREADS)),
+        products(read(LINEARS)),
         rollouts(read(GRPO)),
         side_by_side(read(SIDE_BY_SIDE)),
         paper(read(PAPER)),

@@ -61,6 +61,7 @@ _IN_PLACE = {
     aten.div_.Tensor: "div",
     aten.div_.Scalar: "div",
 }
+_ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}  # to the dtype, before they compute; the others do not
 _REDUCTIONS = {aten.mean.dim: "mean", aten.sum.dim_IntList: "sum", aten.amax.default: "largest"}
 _VIEWS_IN_PLACE = {
     *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
@@ -236,12 +237,7 @@ class Lowering:
             return False
         number = float(args[1]) if len(args) == 2 and not isinstance(args[1], Tensor) else 0.0
         registers = [rows.read(each) for each in layouts if each is not None]
-        if op in (
-            "add",
-            "sub",
-            "maximum",
-            "minimum",
-        ):  # PyTorch rounds single numbers first, for the others it does not
+        if op in _ROUNDS_NUMBERS:
             number = float(torch.tensor(number, dtype=found.dtype, device="cpu"))
             registers = [
                 rows.compute("copy", found.dtype, bool(rows.narrow[register]), register)
@@ -325,7 +321,7 @@ class Lowering:
         start = 0
         for part in parts:
             if part.numel() and not self._compute("copy", (part,), found.narrow(axis, start, part.shape[axis])):
-                raise _Unlowered
+                return False  # the call that is made instead writes all parts
             start += part.shape[axis]
         return True
 
@@ -468,10 +464,6 @@ class Lowering:
             for value in entry.reads | entry.writes:
                 found[value] = found.get(value, (place, place))[0], place
         return found
-
-
-class _Unlowered(Exception):
-    pass
 
 
 _REACH = 6  # entries that are looked back

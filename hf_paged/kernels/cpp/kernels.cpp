@@ -117,7 +117,7 @@ struct Kernel {
     }
 
 #if HAS_AMX
-    static bool has_tiles() { return may_use_tiles(); }
+    static bool has_tiles() { return LANES == 16 && may_use_tiles(); }  // 16 keys at once
 
     // Queries of bfloat16 as right tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], zeros where there are none.
     void pair_queries(const Span& s, uint32_t* out) const {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,17 @@ OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
 MEMORY = struct.Struct("Qq3qq")  # struct RowMemory
 INSTRUCTION = struct.Struct("6id")  # struct RowInstruction
 CALL = struct.Struct("3q5q3Q")  # struct RowsCall
+
+
+class Instruction(NamedTuple):
+    """A load or store moves a register from or to a memory; others compute `out` of registers and a number."""
+
+    op: str
+    out: int
+    inputs: tuple[int, ...] = ()
+    memory: int = -1
+    dtype: int = 0
+    number: float = 0.0
 
 
 class Layout(NamedTuple):
@@ -78,7 +90,7 @@ class Rows:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.instructions: list[tuple[str, int, int, int, int, float]] = []  # op, out, a, b, dtype, number
+        self.instructions: list[Instruction] = []
         self.layouts: list[Layout] = []  # of memories
         self.narrow: list[int] = []  # of registers
         self.known: dict[Any, int] = {}  # registers by what they hold
@@ -99,17 +111,18 @@ class Rows:
         if each.key not in self.known:
             self.known[each.key] = register = self.register(each.is_narrow)
             self.layouts.append(each)
-            self.instructions.append(("load", register, register, len(self.layouts) - 1, 0, 0.0))
+            self.instructions.append(Instruction("load", register, memory=len(self.layouts) - 1))
         return self.known[each.key]
 
     def compute(self, op: str, dtype: torch.dtype, is_narrow: bool, a: int, b: int = -1, number: float = 0.0) -> int:
         out = self.register(is_narrow)
-        self.instructions.append((op, out, a, b, DTYPES[dtype], number))
+        inputs = (a,) if b < 0 else (a, b)
+        self.instructions.append(Instruction(op, out, inputs, dtype=DTYPES[dtype], number=number))
         return out
 
     def write(self, each: Layout, register: int) -> None:
         self.layouts.append(each)
-        self.instructions.append(("store", register, register, len(self.layouts) - 1, 0, 0.0))
+        self.instructions.append(Instruction("store", register, (register,), len(self.layouts) - 1))
         self.known[each.key] = register
         if each.ref.value is not None:
             self.written.add(each.ref.value)
@@ -118,7 +131,7 @@ class Rows:
     def can_absorb(self, other: Rows) -> bool:
         """Whether what the other list reads is in memory that this one does not write, or in a register; and whether it
         writes nothing that this one touches."""
-        reads = [other.layouts[b] for op, _, _, b, *_ in other.instructions if op == "load"]
+        reads = [other.layouts[each.memory] for each in other.instructions if each.op == "load"]
         if any(each.ref.value is None for each in (*self.stores, *other.stores)):
             return False  # memory that is not the tape's: what else is there is not known
         return self.takes(reads) and not other.writes & (self.reads | self.writes)
@@ -126,9 +139,9 @@ class Rows:
     @property
     def copied(self) -> tuple[Ref, Ref] | None:
         """A value and the memory outside of the tape that this list does nothing but copy it to."""
-        if [op for op, *_ in self.instructions] != ["load", "copy", "store"]:
+        if [each.op for each in self.instructions] != ["load", "copy", "store"]:
             return None
-        source, target = (self.layouts[self.instructions[place][3]] for place in (0, 2))
+        source, target = (self.layouts[self.instructions[place].memory] for place in (0, 2))
         fits = source.strides == target.strides and source.step == target.step and source.ref.dtype is target.ref.dtype
         is_out = source.ref.value is not None and target.ref.value is None and source.ref.start == 0
         return (source.ref, target.ref) if fits and is_out and not source.is_narrow else None
@@ -136,14 +149,15 @@ class Rows:
     def absorb(self, other: Rows) -> None:
         """Its instructions come behind these."""
         found: dict[int, int] = {}
-        for op, out, a, b, dtype, number in other.instructions:
-            if op == "load":
-                found[out] = self.read(other.layouts[b])
-            elif op == "store":
-                self.write(other.layouts[b], found[a])
+        for each in other.instructions:
+            if each.op == "load":
+                found[each.out] = self.read(other.layouts[each.memory])
+            elif each.op == "store":
+                self.write(other.layouts[each.memory], found[each.out])
             else:
-                found[out] = self.register(bool(other.narrow[out]))
-                self.instructions.append((op, found[out], found[a], found.get(b, -1), dtype, number))
+                found[each.out] = self.register(bool(other.narrow[each.out]))
+                inputs = tuple(found[register] for register in each.inputs)
+                self.instructions.append(each._replace(out=found[each.out], inputs=inputs))
 
     # -- of the tape -------------------------------------------------------------------------------------------------
 
@@ -156,7 +170,7 @@ class Rows:
         return self._touched("store")
 
     def _touched(self, op: str) -> set[int]:
-        refs = (self.layouts[b].ref for name, _, _, b, *_ in self.instructions if name == op)
+        refs = (self.layouts[each.memory].ref for each in self.instructions if each.op == op)
         return {ref.value for ref in refs if ref.value is not None}
 
     def drop_stores(self, needed: set[int]) -> None:
@@ -164,7 +178,7 @@ class Rows:
         self.instructions = [
             each
             for each in self.instructions
-            if each[0] != "store" or (value := self.layouts[each[3]].ref.value) is None or value in needed
+            if each.op != "store" or (value := self.layouts[each.memory].ref.value) is None or value in needed
         ]
         self._drop_unused()
 
@@ -172,59 +186,53 @@ class Rows:
         used: set[int] = set()
         kept = []
         for each in reversed(self.instructions):
-            op, out, a, b, *_ = each
-            if op == "store" or out in used:
+            if each.op == "store" or each.out in used:
                 kept.append(each)
-                if op != "load":
-                    used |= {a} | ({b} if op != "store" and b >= 0 else set())
+                used |= set(each.inputs)
         self.instructions = kept[::-1]
 
-    def pack(self, address: Any, num_threads: int) -> tuple[bytes, list[bytes]]:
+    def pack(self, address: Callable[[Ref], int], num_threads: int) -> tuple[bytes, list[bytes]]:
         """The call, whose last three fields are to be the addresses of the parts beside it."""
-        used = [each[3] for each in self.instructions if each[0] in ("load", "store")]
-        number = {memory: place for place, memory in enumerate(dict.fromkeys(used))}
+        used = dict.fromkeys(each.memory for each in self.instructions if each.memory >= 0)
+        number = {memory: place for place, memory in enumerate(used)}
         registers, narrow = self._renumbered()
         memories = b"".join(
             MEMORY.pack(address(each.ref), DTYPES[each.ref.dtype], *each.strides, each.step)
             for each in map(self.layouts.__getitem__, number)
         )
-        instructions = b"".join(
-            INSTRUCTION.pack(
-                OPS[op],
-                registers[out],
-                registers[a],
-                number[b] if op in ("load", "store") else registers.get(b, -1),
-                dtype,
-                0,
-                value,
-            )
-            for op, out, a, b, dtype, value in self.instructions
-        )
+        instructions = b"".join(self._pack(each, registers, number) for each in self.instructions)
         packed_narrow = struct.pack(f"{len(narrow)}i", *narrow)
         sizes = *self.shape.rows, self.shape.width
         counts = num_threads, len(number), len(self.instructions), len(narrow)
         return CALL.pack(*sizes, *counts, 0, 0, 0), [memories, instructions, packed_narrow]
 
+    @staticmethod
+    def _pack(each: Instruction, registers: dict[int, int], number: dict[int, int]) -> bytes:
+        out = registers[each.out]
+        if each.memory >= 0:
+            a, b = out, number[each.memory]
+        else:
+            a, b = (*(registers[register] for register in each.inputs), -1)[:2]
+        return INSTRUCTION.pack(OPS[each.op], out, a, b, each.dtype, 0, each.number)
+
     def _renumbered(self) -> tuple[dict[int, int], list[int]]:
         """Places for registers that are used, those that are not needed any more given to others."""
         last: dict[int, int] = {}
-        for place, (op, out, a, b, *_) in enumerate(self.instructions):
-            for each in {out, a} | ({b} if op not in ("load", "store") and b >= 0 else set()):
-                last[each] = place
+        for place, each in enumerate(self.instructions):
+            last |= dict.fromkeys((each.out, *each.inputs), place)
         free: dict[bool, list[int]] = {False: [], True: []}
         found: dict[int, int] = {}
         narrow: list[int] = []
-        for place, (op, out, a, b, *_) in enumerate(self.instructions):
-            used = {a} | ({b} if op not in ("load", "store") and b >= 0 else set())
-            if out not in found:
-                kind = bool(self.narrow[out])
+        for place, each in enumerate(self.instructions):
+            if each.out not in found:
+                kind = bool(self.narrow[each.out])
                 if not free[kind]:
                     narrow.append(kind)
                     free[kind].append(len(narrow) - 1)
-                found[out] = free[kind].pop()
-            for each in used | {out}:
-                if last[each] == place:
-                    free[bool(self.narrow[each])].append(found[each])
+                found[each.out] = free[kind].pop()
+            for register in {each.out, *each.inputs}:
+                if last[register] == place:
+                    free[bool(self.narrow[register])].append(found[register])
         return found, narrow
 
 

@@ -16,10 +16,11 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graphs import DecodeGraphs, Key, NothingUnrecorded, bucket
+from hf_paged.batching.execution.graphs import DecodeGraphs, Key, bucket
 from hf_paged.kernels import cpp
 from hf_paged.model.state import read_state
 from hf_paged.step import NotCapturable
+from hf_paged.tape.record import NothingUnrecorded
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
@@ -661,6 +662,6 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 50).to(dtype)
     expected = logits.clone()
-    recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected)), logits)
+    recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected)), logits, {dtype})
     with pytest.raises(NotCapturable, match="standard deviations from its own"):
-        recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected * 1.2 + 0.3)), logits)
+        recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected * 1.2 + 0.3)), logits, {dtype})

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.batching.execution import executor
+from hf_paged.batching.execution import cuda_graphs, executor
 from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
@@ -184,7 +184,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(noticed: str, monkeypa
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        monkeypatch.setattr(recording, "NothingUnrecorded", contextlib.nullcontext)
+        monkeypatch.setattr(cuda_graphs, "NothingUnrecorded", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     numbers = torch.rand(3, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from hf_paged import PagedEngine, RequestResult
 from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graphs import NothingUnrecorded
 from hf_paged.model.state import read_state
+from hf_paged.tape.record import NothingUnrecorded
 from tests.batching.test_runner import SIZE, Bench, Row
 
 
@@ -38,7 +39,7 @@ class FakeGraphs:
         fail (`Callable`, *optional*): Called in each capture after the dry run.
     """
 
-    runs_ahead, misses_cascade, is_checked = True, True, False
+    runs_ahead, misses_cascade, is_checked, notice = True, True, False, logging.WARNING
 
     def __init__(self, device: Any = None) -> None:
         self.addresses: Callable[[], Any] = tuple

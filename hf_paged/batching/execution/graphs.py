@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,8 +28,8 @@ from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
 from ...model.state import ModelState
 from ...step import NotCapturable, StepMetadata
-from ...tape.record import NothingUnrecorded
 from ...tape.tape import Tape
+from .cuda_graphs import CudaGraphs
 from .inputs import GroupTokens, PackedTokens, StaticInputs
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ MAX_GRAPHS = 48  # that are kept: up to 256 rows there are 27 sizes; the rest is
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
 # what a GPU reads while the host launches one layer, about 0.2 ms at 4 TB/s: an estimate, not a measurement
 EAGER_LAYER_BYTES = 800 << 20
-
-capture_stream = functools.cache(torch.cuda.Stream)  # by device
 
 
 class Key(NamedTuple):
@@ -194,11 +192,12 @@ class DecodeGraphs:
                         functools.partial(_record, weakref.ref(self), inputs, outputs), self._model()
                     )
                 if self._backend.is_checked:
-                    _check_replay(graph, outputs[0][: len(tokens.token_ids)])
+                    dtypes = {dtype, getattr(self._model(), "dtype", None)}
+                    _check_replay(graph, outputs[0][: len(tokens.token_ids)], dtypes)
         except Exception as error:
             self.obstacle = _reason(error)
             self._clear()
-            _log_once(self.obstacle, logging.INFO if isinstance(self._backend, Tapes) else logging.WARNING)
+            _log_once(self.obstacle, self._backend.notice)
             logger.debug("capturing %s failed", key, exc_info=True)
             return None
         while len(self._graphs) >= MAX_GRAPHS:
@@ -264,13 +263,15 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
     outputs[0].copy_(logits)
 
 
-def _check_replay(graph: Graph, logits: Tensor) -> None:
-    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` that its recording left."""
+def _check_replay(graph: Graph, logits: Tensor, dtypes: set[torch.dtype | None]) -> None:
+    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` that its recording left, computed in
+    `dtypes`."""
     expected = logits.float().clone()  # of float32, too, which the next line overwrites
     logits.zero_()
     graph.replay()
     gap = (logits.float() - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-6)
-    half = HALF_TOLERANCE.get(logits.dtype)  # in which a router may choose another expert for a row
+    half = max((HALF_TOLERANCE[x] for x in (logits.dtype, *dtypes) if x in HALF_TOLERANCE), default=None)
+    # in half precision a router may choose another expert for a row
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):
         raise NotCapturable(f"what was recorded gives logits that are {worst:.1e} standard deviations from its own")
@@ -302,6 +303,7 @@ class GraphBackend(Protocol):
     runs_ahead: bool  # whether a replay goes on while the host does something else
     misses_cascade: bool  # whether an eager step reads blocks that rows share once, and a replay for each row
     is_checked: bool  # whether a replay computes in ways of its own, and is compared with what it was recorded of
+    notice: int  # the level at which the log tells why nothing is recorded
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Graph:
         """Runs `run` once or twice, and records it. Raises what `run` raised, `NotCapturable` if it does what cannot
@@ -319,7 +321,7 @@ class Graph(Protocol):
 class Tapes:
     """[`Tape`]s, on the CPU. Each holds its own memory."""
 
-    runs_ahead, misses_cascade, is_checked = False, False, True
+    runs_ahead, misses_cascade, is_checked, notice = False, False, True, logging.INFO
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Tape:
         run()  # makes what is made on first use, and the memory of its result
@@ -328,81 +330,3 @@ class Tapes:
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-class CudaGraphs:
-    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after the
-    other, and nothing reads what one of them left there but the graph itself."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, capture_stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._done = torch.cuda.Event()
-
-    runs_ahead, misses_cascade, is_checked = True, True, False
-
-    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> RecordedGraph:
-        """Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`]
-        if it does what cannot be recorded; streams, random state and memory are then as before."""
-        with torch.cuda.device(self._device):
-            before = torch.cuda.current_stream()
-            self._stream.wait_stream(before)
-            # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
-            with torch.cuda.stream(self._stream), NothingUnrecorded():
-                run()
-            before.wait_stream(self._stream)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream), contextlib.ExitStack() as stack:
-                # cuBLAS takes its workspaces from the graphs' pool: those it has are not the graph's to keep, and
-                # others, such as torch.compile's own graphs, free them
-                torch._C._cuda_clearCublasWorkspaces()
-                stack.callback(torch._C._cuda_clearCublasWorkspaces)
-                self._record(graph, run)
-        return RecordedGraph(graph, self._done)
-
-    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
-        generator = torch.cuda.default_generators[self._device.index]
-        state = generator.clone_state()
-        try:
-            # other threads may go on allocating and waiting
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        except BaseException:
-            try:
-                graph.pool()
-            except RuntimeError:  # what `capture_end` does after the stream's own end was left out
-                generator.graphsafe_set_state(state)
-                for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-                    with contextlib.suppress(AttributeError, RuntimeError):
-                        getattr(torch._C, name)(self._device.index, self._pool)
-            raise
-
-    @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._done)
-            try:
-                yield
-            finally:
-                self._done.record(stream)
-
-
-class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` comes after its last replay."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
-        self._graph, self._done = graph, done
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
-            self._done.synchronize()

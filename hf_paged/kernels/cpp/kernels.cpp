@@ -203,7 +203,8 @@ struct Kernel {
             prefetch<T>(s, table, start + kTile);
             for (int t = n; t < whole; ++t) keys[t] = keys[n - 1];  // their scores are masked below
 #if HAS_AMX
-            for (int t = 0; tiled && t < whole; t += 16) tile_scores((const BFloat16**)keys + t, (uint32_t*)q, scores + t);
+            for (int t = 0; tiled && t < whole; t += 16)
+                tile_scores((const BFloat16**)keys + t, (uint32_t*)q, scores + t);
 #endif
             for (int t = 0; !tiled && dots && t < whole; t += kLanes)
                 with_rows((int)M, [&](auto rows) {
@@ -452,7 +453,8 @@ extern "C" int hf_paged_gather(const GatherCall* call) {
                 if (c.strides[2] == c.bytes)
                     std::memcpy(out, from, count * c.bytes);
                 else
-                    for (int64_t i = 0; i < count; ++i) std::memcpy(out + i * c.bytes, from + i * c.strides[2], c.bytes);
+                    for (int64_t i = 0; i < count; ++i)
+                        std::memcpy(out + i * c.bytes, from + i * c.strides[2], c.bytes);
             }
         }
     return 0;

@@ -41,7 +41,9 @@ inline vf swap4(vf x) { return SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14,
 inline vf swap2(vf x) { return SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13); }
 inline vf swap1(vf x) { return SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14); }
 inline vu low_halves(vu a, vu b) { return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
-inline vu high_halves(vu a, vu b) { return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); }
+inline vu high_halves(vu a, vu b) {
+    return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
 #elif LANES == 8
 inline vf swap4(vf x) { return SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 inline vf swap2(vf x) { return SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5); }

@@ -4,7 +4,7 @@
 
 constexpr int kMaxPieces = 4;
 
-// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and its stride goes with depth.
+// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], its stride goes with depth.
 struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
 struct LinearCall {
     const void* x;
@@ -147,7 +147,7 @@ template <class T> void run_dots(const LinearCall& c, const float* wide, int64_t
     }
 }
 
-// -- W [depth][width]: sums of some columns stay in the cache while rows of W go by --------------------------------------
+// -- W [depth][width]: sums of some columns stay in the cache while rows of W go by ------------------------------------
 
 constexpr int64_t kColumns = 512, kDeep = 8;
 
@@ -187,11 +187,11 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
     }
 }
 
-// -- AMX: 16 weight rows of 32 places are the left tile, as they lie in memory; x, its places in pairs, is the right one,
+// -- AMX: 16 weight rows of 32 places are the left tile, as they lie in memory; x, its places in pairs, is the right,
 // and the product comes out transposed -------------------------------------------------------------------------------
 
 #if HAS_AMX
-// Tiles [low, high) along depth of each 16 rows of x: [rows / 16][depth / 32][16 pairs][16 rows][2], zeros where none are.
+// Tiles [low, high) along depth of 16 rows of x each: [rows / 16][depth / 32][16 pairs][16 rows][2], zeros elsewhere.
 void pair_rows(const LinearCall& c, uint32_t* out, int64_t low, int64_t high) {
     const int64_t tiles = (c.depth + 31) / 32;
     for (int64_t m = 0; m < c.rows; m += 16) {

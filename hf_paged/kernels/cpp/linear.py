@@ -23,9 +23,11 @@ PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}
 
 @functools.cache
 def best_path() -> int:
-    """Of this CPU, or a lesser one that `HF_PAGED_ISA` names."""
-    best = kernel("linear_path")(b"")
-    return min(best, PATHS.get(os.environ.get(VARIABLE, ""), best))
+    """Of this CPU, or a lesser one that `HF_PAGED_ISA` names. Raises `ValueError` for a name that is none."""
+    best, name = kernel("linear_path")(b""), os.environ.get(VARIABLE)
+    if name and name not in PATHS:
+        raise ValueError(f"{VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or unset it")
+    return min(best, PATHS[name]) if name else best
 
 
 def pack(

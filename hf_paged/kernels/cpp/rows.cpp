@@ -70,6 +70,14 @@ inline vf erf16(vf x) {  // Abramowitz and Stegun, 7.1.26: absolute error below 
     return (vf)((vu)y | ((vu)x & 0x80000000u));
 }
 
+// Not a number is passed on, as in PyTorch.
+inline vf maximum(vf x, vf y) { return select(x != x, x, select(x > y, x, y)); }
+inline vf minimum(vf x, vf y) { return select(x != x, x, select(x < y, x, y)); }
+inline vf largest(vf x, vf y) { return select(x != x, x, select(y > x, y, select(y != y, y, x))); }
+inline vf roots(vf x) {
+    return each(x, [](float v) { return std::sqrt(v); });
+}
+
 struct Rows {
     const RowsCall& c;
     int64_t num_rows, stride, block;  // stride: floats of a row in a register
@@ -148,8 +156,10 @@ struct Rows {
         } else {
             for (int64_t r = 0; r < rows; ++r) {
                 const vf one = splat(thin_a ? a[r] : b[r]);
-                for (int64_t i = r * stride; i < (r + 1) * stride; i += kLanes)
-                    store_vf(out + i, rounded(thin_a ? f(one, thin_b ? one : ::load<vf>(b + i)) : f(::load<vf>(a + i), one), dtype));
+                for (int64_t i = r * stride; i < (r + 1) * stride; i += kLanes) {
+                    const vf left = thin_a ? one : ::load<vf>(a + i), right = thin_b ? one : ::load<vf>(b + i);
+                    store_vf(out + i, rounded(f(left, right), dtype));
+                }
             }
         }
     }
@@ -157,8 +167,12 @@ struct Rows {
         for (int64_t i = 0, count = c.narrow[n.out] ? rows : rows * stride; i < count; i += kLanes)
             store_vf(out + i, rounded(f(::load<vf>(a + i)), n.dtype));
     }
-    template <class F> void reduction(const RowInstruction& n, int64_t rows, float* out, const float* a, float start, F f,
-                                      float scale) const {
+    // `f` of numbers one by one.
+    template <class F> void scalars(const RowInstruction& n, int64_t rows, float* out, const float* a, F f) const {
+        unary(n, rows, out, a, [&](vf x) { return each(x, f); });
+    }
+    template <class F> void reduction(const RowInstruction& n, int64_t rows, float* out, const float* a, float start,
+                                      F f, float scale) const {
         for (int64_t r = 0; r < rows; ++r) {
             const float* x = a + r * stride;
             vf lanes[4];
@@ -193,12 +207,12 @@ struct Rows {
             case RowOp::Sub: binary(n, rows, out, a, b, [](vf x, vf y) { return x - y; }); break;
             case RowOp::Mul: binary(n, rows, out, a, b, [](vf x, vf y) { return x * y; }); break;
             case RowOp::Div: binary(n, rows, out, a, b, [](vf x, vf y) { return x / y; }); break;
-            case RowOp::Maximum: binary(n, rows, out, a, b, [](vf x, vf y) { return select(x != x, x, select(x > y, x, y)); }); break;
-            case RowOp::Minimum: binary(n, rows, out, a, b, [](vf x, vf y) { return select(x != x, x, select(x < y, x, y)); }); break;
+            case RowOp::Maximum: binary(n, rows, out, a, b, maximum); break;
+            case RowOp::Minimum: binary(n, rows, out, a, b, minimum); break;
             case RowOp::Neg: unary(n, rows, out, a, [](vf x) { return -x; }); break;
             case RowOp::Abs: unary(n, rows, out, a, [](vf x) { return (vf)((vu)x & 0x7fffffffu); }); break;
-            case RowOp::Sqrt: unary(n, rows, out, a, [](vf x) { return each(x, [](float v) { return std::sqrt(v); }); }); break;
-            case RowOp::Rsqrt: unary(n, rows, out, a, [](vf x) { return 1.f / each(x, [](float v) { return std::sqrt(v); }); }); break;
+            case RowOp::Sqrt: unary(n, rows, out, a, roots); break;
+            case RowOp::Rsqrt: unary(n, rows, out, a, [](vf x) { return 1.f / roots(x); }); break;
             case RowOp::Reciprocal: unary(n, rows, out, a, [](vf x) { return 1.f / x; }); break;
             case RowOp::Square: unary(n, rows, out, a, [](vf x) { return x * x; }); break;
             case RowOp::Relu: unary(n, rows, out, a, [](vf x) { return select(x < 0.f, vf{}, x); }); break;
@@ -217,15 +231,15 @@ struct Rows {
                     return 0.5f * x * (1.f + tanh_any(inner));
                 });
                 break;
-            case RowOp::Sin: unary(n, rows, out, a, [](vf x) { return each(x, [](float v) { return std::sin(v); }); }); break;
-            case RowOp::Cos: unary(n, rows, out, a, [](vf x) { return each(x, [](float v) { return std::cos(v); }); }); break;
-            case RowOp::Log: unary(n, rows, out, a, [](vf x) { return each(x, [](float v) { return std::log(v); }); }); break;
+            case RowOp::Sin: scalars(n, rows, out, a, [](float x) { return std::sin(x); }); break;
+            case RowOp::Cos: scalars(n, rows, out, a, [](float x) { return std::cos(x); }); break;
+            case RowOp::Log: scalars(n, rows, out, a, [](float x) { return std::log(x); }); break;
             case RowOp::Softplus:
-                unary(n, rows, out, a, [](vf x) { return select(x > 20.f, x, each(x, [](float v) { return std::log1p(std::exp(v)); })); });
+                scalars(n, rows, out, a, [](float x) { return x > 20.f ? x : std::log1p(std::exp(x)); });
                 break;
             case RowOp::Sum: reduction(n, rows, out, a, 0.f, plus, 1.f); break;
             case RowOp::Mean: reduction(n, rows, out, a, 0.f, plus, 1.f / (float)c.width); break;
-            case RowOp::Largest: reduction(n, rows, out, a, -kInf, [](vf x, vf y) { return select(x != x, x, select(y > x, y, select(y != y, y, x))); }, 1.f); break;
+            case RowOp::Largest: reduction(n, rows, out, a, -kInf, largest, 1.f); break;
             default: unary(n, rows, out, a, [](vf x) { return x; }); break;
             }
         }
@@ -241,8 +255,8 @@ extern "C" int hf_paged_rows(const RowsCall* call) {
     for (int64_t i = 0; i < c.num_instructions; ++i) {
         const RowInstruction& n = c.instructions[i];
         const int64_t others = n.op == (int)RowOp::Load || n.op == (int)RowOp::Store ? c.num_memories : c.num_registers;
-        if (n.op < 0 || n.op >= (int)RowOp::Count || n.out < 0 || n.out >= c.num_registers || n.a < 0 || n.a >= c.num_registers ||
-            n.b >= others)
+        const auto is_register = [&](int64_t number) { return number >= 0 && number < c.num_registers; };
+        if (n.op < 0 || n.op >= (int)RowOp::Count || !is_register(n.out) || !is_register(n.a) || n.b >= others)
             return 4;
     }
     Rows rows{c};
@@ -260,7 +274,12 @@ extern "C" int hf_paged_rows(const RowsCall* call) {
 }
 
 // Rows of a table by number: out[i] = table[numbers[i]], `bytes` each; strides in bytes.
-struct PickCall { const char* table; const int64_t* numbers; char* out; int64_t count, table_rows, bytes, table_stride, out_stride; };
+struct PickCall {
+    const char* table;
+    const int64_t* numbers;
+    char* out;
+    int64_t count, table_rows, bytes, table_stride, out_stride;
+};
 
 extern "C" int hf_paged_pick(const PickCall* call) {
     const PickCall& c = *call;

@@ -1,0 +1,94 @@
+"""CUDA graphs as what records decode steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...tape.record import NothingUnrecorded
+
+capture_stream = functools.cache(torch.cuda.Stream)  # by device
+
+
+class CudaGraphs:
+    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after the
+    other, and nothing reads what one of them left there but the graph itself."""
+
+    runs_ahead, misses_cascade, is_checked, notice = True, True, False, logging.WARNING
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, capture_stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._done = torch.cuda.Event()
+
+    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> RecordedGraph:
+        """Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`]
+        if it does what cannot be recorded; streams, random state and memory are then as before."""
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
+            with torch.cuda.stream(self._stream), NothingUnrecorded():
+                run()
+            before.wait_stream(self._stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream), contextlib.ExitStack() as stack:
+                # cuBLAS takes its workspaces from the graphs' pool: those it has are not the graph's to keep, and
+                # others, such as torch.compile's own graphs, free them
+                torch._C._cuda_clearCublasWorkspaces()
+                stack.callback(torch._C._cuda_clearCublasWorkspaces)
+                self._record(graph, run)
+        return RecordedGraph(graph, self._done)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+        generator = torch.cuda.default_generators[self._device.index]
+        state = generator.clone_state()
+        try:
+            # other threads may go on allocating and waiting
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        except BaseException:
+            try:
+                graph.pool()
+            except RuntimeError:  # what `capture_end` does after the stream's own end was left out
+                generator.graphsafe_set_state(state)
+                for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                    with contextlib.suppress(AttributeError, RuntimeError):
+                        getattr(torch._C, name)(self._device.index, self._pool)
+            raise
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._done)
+            try:
+                yield
+            finally:
+                self._done.record(stream)
+
+
+class RecordedGraph:
+    """A CUDA graph that is not freed while it runs: `done` comes after its last replay."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
+        self._graph, self._done = graph, done
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
+            self._done.synchronize()

@@ -25,6 +25,7 @@ from benchmarks.machine import facts
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paired import interval
 from hf_paged.kernels.cpp import linear as kernel
+from hf_paged.kernels.cpp.build import PATHS, best_path
 
 MODELS = ("llama-100m", "qwen2.5-0.5b")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for count in counts:
             row = {"model": name, "rows": count, "floor_ms": round(1e3 * floor, 2)}
             rows.append(row | compare(layers, count, turns))
-    path = {number: name for name, number in kernel.PATHS.items()}[kernel.best_path()]
+    path = {number: name for name, number in PATHS.items()}[best_path()]
     print(table(rows))
     if args.json:
         made = {"machine": found, "path": path, "bandwidth_gb_s": round(reading / 1e9, 1), "rows": rows}

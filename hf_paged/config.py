@@ -43,6 +43,11 @@ class PagedConfig:
             for the device or draws random numbers runs without; the log says so. Code of a forward that changes
             anything but tensors (a counter, a log) runs only when it is recorded. What is recorded is kept with the
             pool, and `hf_paged.free(model)` or `engine.free()` frees both.
+        batch_invariant (`bool`, defaults to `False`):
+            Give a row the same bits whatever rows are computed beside it, and however it is scheduled: alone or in any
+            batch, in chunks, after preemption, with or without cached prefixes. On the CPU, with the C++ kernels, for
+            models whose forwards are packed; others raise `ValueError`. It costs time (docs/guide/engine.md). The name
+            is that of Thinking Machines' `batch_invariant_ops` and of vLLM's option.
         cache_salt (`str`, *optional*):
             Whose prompts these are. Cached blocks serve only requests with the salt of the request that computed them:
             how soon a first token comes then tells a tenant nothing about the prompts of others (the idea is vLLM's
@@ -62,6 +67,7 @@ class PagedConfig:
     max_num_seqs: int = 256
     preemption: str = "auto"
     capture: bool = True
+    batch_invariant: bool = False
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +79,7 @@ class PagedConfig:
         if fraction is not None:
             is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
             self._check("memory_fraction", is_number and 0 < fraction <= 1, "None or a number above 0 and at most 1")
-        for name in ("prefix_caching", "capture"):
+        for name in ("prefix_caching", "capture", "batch_invariant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")

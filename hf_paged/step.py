@@ -47,7 +47,7 @@ class Lengths(NamedTuple):
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
     query_start: Tensor | None = None  # (n + 1,)
-    origins: Tensor | None = None  # (n,), where a step is recorded
+    origins: Tensor | None = None  # (n,), of packed rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,6 +151,7 @@ class StepMetadata:
             query_start=tuple(at - start for at in self.query_start[first : last + 1]),
             seq_lens=self.seq_lens[first:last],
             starts=self.starts[first:last],
+            origins=self.origins[first:last],
             slots=None,
             block_ids=self.block_ids[first:last],
             lengths=None,
@@ -169,9 +170,11 @@ class StepMetadata:
 
 def _copy_lengths(step: StepMetadata) -> Lengths:
     # an array's buffer becomes a tensor three times as fast as a list does
-    buffer = array("i", (*step.seq_lens, *step.starts, *step.query_start))
+    origins = step.origins if step.columns is None else ()
+    buffer = array("i", (*step.seq_lens, *step.starts, *step.query_start, *origins))
     copied = torch.frombuffer(buffer, dtype=torch.int32).to(step.block_tables.device, non_blocking=True)
-    return Lengths(*copied.split((step.num_rows, step.num_rows, step.num_rows + 1)))
+    seq_lens, starts, query_start, last = copied.split((step.num_rows, step.num_rows, step.num_rows + 1, len(origins)))
+    return Lengths(seq_lens, starts, query_start, last if origins else None)
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:

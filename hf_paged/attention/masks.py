@@ -188,7 +188,7 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
         assert step.query_len == 1 and origins is not None
         starts = ((origins + seq_lens - 1).div(size, rounding_mode="floor") * size - origins).clamp_(min=0)
         return dataclasses.replace(step, lengths=step.lengths._replace(starts=starts))
-    rows, query_start, seq_lens, starts = [], [0], [], []
+    rows, query_start, seq_lens, starts, origins = [], [0], [], [], []
     for row, (seq_len, origin) in enumerate(zip(step.seq_lens, step.origins)):
         end = origin + seq_len
         first = end - (step.query_start[row + 1] - step.query_start[row])
@@ -199,6 +199,7 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
             query_start.append(query_start[-1] + last - first)
             seq_lens.append(last - origin)
             starts.append(max(0, begin - origin))
+            origins.append(origin)
             first = last
     tables = step.block_tables
     if len(rows) > step.num_rows:
@@ -209,7 +210,7 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
         query_start=tuple(query_start),
         seq_lens=tuple(seq_lens),
         starts=tuple(starts),
-        origins=(),
+        origins=tuple(origins),
     )
 
 

@@ -29,6 +29,7 @@ from .factory import (
     how_prompts_merge,
     how_rows_join,
     make_loop,
+    not_invariant,
     reason_against_rows,
 )
 from .generation import RequestState
@@ -220,7 +221,7 @@ class EngineCore:
             return self.loop
         empty = self._empty = empty_cache(model, PagedMemory(self.config))  # which keeps no blocks
         self._verdicts = {}
-        layout = choose_layout(model, empty)
+        layout = choose_layout(model, empty, self.config.batch_invariant)
         device = compute_device(model)
         made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
         if self.loop is None or made_for != self._made_for:
@@ -240,6 +241,8 @@ class EngineCore:
         if state.request.inputs is None:
             return
         prompts, model, keys = state.request.inputs[0], self.model, None
+        if self.config.batch_invariant:
+            raise not_invariant(model, "prompts are more than token ids")
         cache, is_packed = self._empty, self.layout.unsupported_reason is None
         if is_packed:
             prompts.find_positions(model)

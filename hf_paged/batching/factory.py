@@ -42,7 +42,7 @@ def make_loop(
     """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty. `config`: not
     the memory's, which calls of other threads may replace meanwhile."""
     memory = cache.memory
-    blocks, runner = make_runner(model, cache, layout)
+    blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
     is_packed = layout.unsupported_reason is None
     # the manager outlives a call, its config does not
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
@@ -63,10 +63,32 @@ def make_loop(
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
 
 
-def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tuple[BlockManager, Runner]:
+def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:
+    """`capability.choose_layout`. Raises `ValueError` if the model cannot be `batch_invariant` and is to be."""
+    layout = capability.choose_layout(model, cache, make_runner)
+    if batch_invariant:
+        make = functools.partial(make_runner, is_invariant=True)
+        reason = layout.unsupported_reason or capability.reason_against_invariance(model, cache, make)
+        if reason is not None:
+            raise not_invariant(model, reason)
+    return layout
+
+
+def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
+    return ValueError(
+        f"`batch_invariant` is True, and rows of {type(model).__name__} would depend on one another: {reason}. It "
+        "needs packed forwards of token ids, on the CPU, and the C++ kernels: leave it out"
+    )
+
+
+def make_runner(
+    model: PreTrainedModel, cache: PagedCache, layout: Layout, is_invariant: bool = False
+) -> tuple[BlockManager, Runner]:
     """What runs sequences in this layout, and what gives these their blocks."""
     if layout.unsupported_reason is None:
-        return cache.memory.manager(cache.groups), PackedRunner(model, cache)
+        runner = PackedRunner(model, cache)
+        runner.is_invariant = is_invariant
+        return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])
     return blocks, RectangleRunner(model, cache, cache.memory.group(states).storage, layout)
@@ -75,5 +97,4 @@ def make_runner(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tu
 reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
 how_rows_join = functools.partial(capability.how_rows_join, make=make_runner)
 how_prompts_merge = functools.partial(capability.how_prompts_merge, make=make_runner)
-choose_layout = functools.partial(capability.choose_layout, make=make_runner)
 check_prompts = functools.partial(capability.check_prompts, make=make_runner)

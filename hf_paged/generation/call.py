@@ -33,6 +33,7 @@ from ..batching.factory import (
     empty_cache,
     how_rows_join,
     make_loop,
+    not_invariant,
     reason_against_rows,
 )
 from ..batching.generation import Generation
@@ -168,7 +169,15 @@ prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default
 
 
 def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
-    """The call of a `GenerationMixin` method, by name, as the engine takes it; `None`, noting why, if it does not."""
+    """The call of a `GenerationMixin` method, by name, as the engine takes it; `None`, noting why, if it does not.
+    Raises `ValueError` where `batch_invariant` is asked for, which only the engine has."""
+    batch = _batch_of(call, method, arguments)
+    if batch is None and PagedConfig.coerce(arguments["generation_config"].cache_config).batch_invariant:
+        raise not_invariant(call.model, call.reason)
+    return batch
+
+
+def _batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     given = arguments.get("model_kwargs", {})
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
@@ -227,7 +236,11 @@ class BatchCall:
             yield "transformers repeats each picture by itself, and not each row's pictures together"
         reason = next(self._reasons_against_joining(), None)
         if reason is None:
+            if self.has_inputs and self._config.batch_invariant:
+                yield "prompts are more than token ids"
             return
+        if self._config.batch_invariant:
+            yield reason
         self.prompts = prompts = self.prompts or self._find_prompts()
         if prompts is None:
             yield f"{reason}, and the model repeats rows in a way of its own"
@@ -251,7 +264,7 @@ class BatchCall:
         `has_inputs` are known."""
         yield from self._reasons_against_prompts()
         what = self._other_inputs()
-        self.layout = choose_layout(self.call.model, self.cache)
+        self.layout = choose_layout(self.call.model, self.cache, self._config.batch_invariant)
         reason = self.layout.unsupported_reason
         if what is not None:
             self.prompts = prompts = self._find_prompts()
@@ -380,7 +393,8 @@ class BatchCall:
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats, prompts = self.inputs, self.call.repeats, self.prompts if self.has_inputs else None
-        namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED
+        own = None, self._config.cache_salt, self._config.batch_invariant
+        namespace = own if keeps_prefixes else UNCACHED
         keys = None
         if keeps_prefixes and self.has_inputs and self.can_reuse and self.prompts is not None:
             keys = self.prompts.keys(self.call.model.config)

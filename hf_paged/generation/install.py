@@ -22,6 +22,7 @@ from ..batching.arguments import as_list, check_ids, check_numbers, check_stream
 from ..batching.decoding.prepare import LoopCall, capturing
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
 from ..batching.execution.prompts import CACHE_NAMES
+from ..batching.factory import not_invariant
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
@@ -113,6 +114,8 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
             call.reason = "the caller's own cache is used" if passed else "the model has a cache of its own"
             if not passed and generation_config.use_cache is False:
                 call.reason = "use_cache is False"
+        if config is not None and config.batch_invariant and not call.built:
+            raise not_invariant(model, call.reason)
     return result
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
+from ..attention.backends import cpp
 from ..attention.latent import wrap_expansions
 from ..attention.switch import (
     NAME,
@@ -37,6 +38,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.storage import is_out_of_memory
 from ..config import PagedConfig
 from ..interrupts import held, let_in, step_lock
+from ..kernels import forced
 from .forwards import code_of, compute_device, has_foreign_hook, hooks_of
 from .own_loop import (
     cache_name,
@@ -111,6 +113,16 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
         return packed
     found = _find(side_check, "side by side", model, cache, make)
     return (found if isinstance(found, Layout) else TOGETHER)._replace(unsupported_reason=packed)
+
+
+def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
+    """Of a model whose layout is packed, with runners that compute rows as if each were alone."""
+    if compute_device(model).type != "cpu":
+        return f"it is on {compute_device(model)}"
+    if not cpp.is_available() or forced() not in (None, "cpp"):
+        return "the C++ kernels are not used"
+    found = _find(self_check, "packed", model, cache, make, kind="batch invariant")
+    return found if isinstance(found, str) else None
 
 
 def check_prompts(

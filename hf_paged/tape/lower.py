@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from ..kernels.cpp.linear import HALVES, MAX_PIECES, MAX_ROWS
+from ..kernels.cpp.build import batch_invariant
+from ..kernels.cpp.linear import HALVES, MAX_PIECES, MAX_ROWS, MIN_TILE_WIDTH
 from ..step import NotCapturable
 from .record import KernelCall, Operation
 from .rows import Layout, Rows, Shape, is_float, layout, shape_of
@@ -67,6 +68,16 @@ _VIEWS_IN_PLACE = {
     *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
     *(aten.transpose_.default, aten.t_.default, aten.swapaxes_.default, aten.as_strided_.default),
 }
+# Numbers are moved, chosen or compared, not computed; or each row is summed by itself, in order.
+_EXACT = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_ ones ones_like "
+    "new_ones full full_like new_full fill_ fill scalar_tensor arange linspace clone copy _to_copy copy_ cat stack "
+    "repeat index index_select index_put index_put_ _unsafe_index gather scatter scatter_ slice_scatter select_scatter "
+    "embedding where masked_fill masked_fill_ constant_pad_nd roll flip tril triu tril_ triu_ topk sort max min amax "
+    "amin maximum minimum clamp clamp_min clamp_max clamp_ clamp_min_ clamp_max_ relu relu_ abs neg sign floor ceil "
+    "round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax cumsum histc index_add_ nan_to_num "
+    "_local_scalar_dense _unsafe_view _reshape_alias".split()
+)
 WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 
 
@@ -88,6 +99,12 @@ class Linear:
     x: Ref
     is_transposed: bool
     pieces: list[tuple[Ref, Ref | None, Ref]]  # weight, bias, output
+
+    def joins(self, other: Linear) -> bool:
+        """Whether one call computes both as two calls would."""
+        widths = [piece[2].sizes[1] for piece in (self.pieces[0], other.pieces[0])]
+        is_alike = max(widths) < MIN_TILE_WIDTH or min(widths) >= MIN_TILE_WIDTH
+        return self.x == other.x and self.is_transposed == other.is_transposed and is_alike
 
     @property
     def reads(self) -> set[int]:
@@ -112,6 +129,13 @@ class Call:
 
 
 Entry = Rows | Kernel | Linear | Call
+
+
+def is_exact(function: Any, args: Any) -> bool:
+    """Whether PyTorch gives a row of the result the same bits whatever rows stand beside it."""
+    name = function._schema.name.removeprefix("aten::")
+    is_product = name in ("mm", "bmm") and args[0].shape[-1] == 1  # nothing is summed
+    return name in _EXACT or function in _VIEWS_IN_PLACE or is_product
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
@@ -338,12 +362,8 @@ class Lowering:
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool:
         """`weight` as the operation takes it, `(depth, width)`."""
-        if (
-            x.dtype not in HALVES
-            or x.shape[0] > MAX_ROWS
-            or not found.numel()
-            or self.values.number(weight) is not None
-        ):
+        is_ours = batch_invariant.get() or (x.dtype in HALVES and x.shape[0] <= MAX_ROWS)
+        if not is_ours or x.dtype not in FLOATS or not found.numel() or self.values.number(weight) is not None:
             return False
         if weight.dtype is not x.dtype or x.stride(1) != 1 or found.stride(1) != 1:
             return False
@@ -372,6 +392,9 @@ class Lowering:
         leaves, tree = tree_flatten((each.args, each.kwargs))
         args = [self.values.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         function = each.function
+        computes = any(tensor.is_floating_point() for tensor in found)
+        if batch_invariant.get() and computes and not is_exact(function, each.args):
+            raise NotCapturable(f"no kernel computes {function} with rows that do not depend on one another")
         outputs: list[Ref | None] = [
             self.values.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(each.found)[0]
         ]
@@ -395,7 +418,7 @@ class Lowering:
     @staticmethod
     def _joins(entry: Linear, before: list[Entry]) -> bool:
         for other in reversed(before):
-            if isinstance(other, Linear) and other.x == entry.x and other.is_transposed == entry.is_transposed:
+            if isinstance(other, Linear) and other.joins(entry):
                 if len(other.pieces) < MAX_PIECES:
                     other.pieces += entry.pieces
                     return True

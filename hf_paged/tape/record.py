@@ -61,6 +61,13 @@ class _NothingRead(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def decompose(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation by its parts, as where autograd takes it apart; `NotImplemented` if it has none."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return NotImplemented
+    return func.decompose(*args, **kwargs)
+
+
 class Operation(NamedTuple):
     """One that PyTorch dispatched."""
 
@@ -86,11 +93,10 @@ class _Recorder(NothingUnrecorded):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # its parts, as where autograd takes them apart
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+        with self:
+            found = decompose(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")

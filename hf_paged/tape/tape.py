@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from ..kernels.cpp import linear
-from ..kernels.cpp.build import address_of, kernel
+from ..kernels.cpp.build import address_of, best_path, kernel
 from .lower import WITH_OUT, Call, Entry, Kernel, Linear, Lowering
 from .record import recording
 from .rows import CALL as ROWS_CALL
@@ -21,6 +21,29 @@ from .values import Arena, Ref
 
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
 _TAPE = struct.Struct("QqQ")  # struct TapeCall
+
+
+def pack(entry: Entry, address: Callable[[Ref], int], keep: Callable[[bytes], int]) -> tuple[str, bytes]:
+    """The name of the kernel that runs an entry, and its call. `keep` gives the address of bytes that live as long."""
+    if isinstance(entry, Rows):
+        packed, parts = entry.pack(address, torch.get_num_threads())
+        pointers = struct.pack("3Q", *(keep(part) for part in parts))
+        return "rows", packed[: ROWS_CALL.size - 24] + pointers
+    if isinstance(entry, Linear):
+        x = entry.x
+        head = address(x), x.dtype, x.sizes[0], x.sizes[1], x.strides[0]
+        pieces: list[tuple[int, ...]] = []
+        for weight, bias, out in entry.pieces:
+            width = out.sizes[1]
+            stride = weight.strides[0]
+            bias_at = 0 if bias is None else address(bias)
+            pieces.append((address(weight), bias_at, address(out), width, stride, out.strides[0]))
+        return "linear", linear.pack(head, entry.is_transposed, pieces, best_path())
+    assert isinstance(entry, Kernel)
+    packed_kernel = bytearray(entry.packed)
+    for place, ref in entry.refs.items():
+        struct.pack_into("Q", packed_kernel, place, address(ref))
+    return entry.name, bytes(packed_kernel)
 
 
 class Tape:
@@ -41,7 +64,7 @@ class Tape:
                 batch = []
                 self._parts.append(self._call(entry))
             else:
-                batch.append(self._pack(entry))
+                batch.append(pack(entry, self._arena.address, self._keep))
         self._close(batch)
 
     @classmethod
@@ -73,28 +96,6 @@ class Tape:
         buffer = ctypes.create_string_buffer(data, len(data))
         self._held.append(buffer)
         return ctypes.addressof(buffer)
-
-    def _pack(self, entry: Entry) -> tuple[str, bytes]:
-        address = self._arena.address
-        if isinstance(entry, Rows):
-            packed, parts = entry.pack(address, torch.get_num_threads())
-            pointers = struct.pack("3Q", *(self._keep(part) for part in parts))
-            return "rows", packed[: ROWS_CALL.size - 24] + pointers
-        if isinstance(entry, Linear):
-            x = entry.x
-            head = address(x), x.dtype, x.sizes[0], x.sizes[1], x.strides[0]
-            pieces: list[tuple[int, ...]] = []
-            for weight, bias, out in entry.pieces:
-                width = out.sizes[1]
-                stride = weight.strides[0]
-                bias_at = 0 if bias is None else address(bias)
-                pieces.append((address(weight), bias_at, address(out), width, stride, out.strides[0]))
-            return "linear", linear.pack(head, entry.is_transposed, pieces, linear.best_path())
-        assert isinstance(entry, Kernel)
-        packed_kernel = bytearray(entry.packed)
-        for place, ref in entry.refs.items():
-            struct.pack_into("Q", packed_kernel, place, address(ref))
-        return entry.name, bytes(packed_kernel)
 
     def _close(self, batch: list[tuple[str, bytes]]) -> None:
         """Makes one part of these entries."""

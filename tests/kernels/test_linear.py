@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp import linear as products
+from hf_paged.kernels.cpp.build import best_path
 from hf_paged.kernels.cpp.linear import linear
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -19,7 +19,7 @@ ROWS = [1, 2, 3, 5, 16, 17, 31, 33, 64, 70]
 
 
 def paths() -> list[int]:
-    return list(range(products.best_path() + 1)) if cpp.is_available() else []
+    return list(range(best_path() + 1)) if cpp.is_available() else []
 
 
 def make(width: int, depth: int, rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -77,7 +77,7 @@ def attend(a: dict[str, Any]) -> torch.Tensor:
 
 def decode(a: dict[str, Any], bias: torch.Tensor | None = None) -> torch.Tensor:
     query, query_len = a["query"], a["query_len"]
-    kernel = Attention(query, a["key_blocks"], a["value_blocks"], query_len, scale=0.3, sinks=a["sinks"])
+    kernel = Attention(query, a["key_blocks"], a["value_blocks"], scale=0.3, sinks=a["sinks"])
     lengths = Lengths(a["seq_lens"], a["starts"])
     step = StepMetadata.rectangle(
         a["block_tables"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 
 import torch
@@ -11,15 +12,16 @@ from torch import Tensor
 from ...cache.storage import KVBlocks
 from ...kernels import cpp as kernels_cpp
 from ...kernels.cpp.attention import DTYPES, Attention
+from ...kernels.cpp.build import PATHS, batch_invariant, best_path
 from ...step import StepMetadata
 from . import gather, reference
 from .reference import AttentionCall
 
 logger = logging.getLogger(__name__)
 
-# Queries of a row up to which reading the blocks in place beats gathering them once: where `gather` calls PyTorch's
-# SDPA, in float32 and in half precision, for which it also rounds as that does; and where it computes each operation.
-MAX_QUERIES, MAX_HALF_QUERIES, MAX_EXPLICIT_QUERIES = 64, 16, 512
+MAX_TILE_QUERIES = 16
+"""Queries of a row up to which the kernel serves bfloat16 on a CPU with AMX. Products of more are PyTorch's, which are
+faster there: the kernel's tiles compute scores, not sums of values."""
 
 
 def is_available() -> bool:
@@ -54,9 +56,7 @@ def _agrees() -> bool:
 
 def unsupported_reason(call: AttentionCall) -> str | None:
     """What keeps `attend` from taking a call, in words; `None` if nothing does."""
-    query_len, bias = call.step.query_len, call.bias
-    if query_len is not None and query_len > _max_queries(call):
-        return f"{query_len} queries a row: gathering once is faster for more than {_max_queries(call)}"
+    bias = call.bias
     if call.needs_grad:
         return "a gradient is wanted: the C++ kernel computes none"
     if not _takes_bias(bias):
@@ -70,24 +70,26 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """`reference.attend`; float32 arithmetic for every dtype. Rows of many queries go to `gather`."""
-    if call.step.query_len is None:
-        longest = _max_queries(call)
-        parts = [(part, (part.step.query_len or 0) > longest) for part in call.by_groups()]
-        return torch.cat([gather.attend(part) if is_long else attend(part) for part, is_long in parts])
-    return _kernel(call)(call.query, call.step, call.sinks, call.bias)
+    """`reference.attend`, summed in float32."""
+    if not _is_long(call):
+        return _kernel(call)(call.query, call.step, call.sinks, call.bias)
+    return torch.cat([gather.attend(part) if _is_long(part) else attend(part) for part in call.by_groups()])
 
 
-def _max_queries(call: AttentionCall) -> int:
-    if not call.is_plain:
-        return MAX_EXPLICIT_QUERIES
-    return MAX_QUERIES if call.query.dtype is torch.float32 else MAX_HALF_QUERIES
+def _is_long(call: AttentionCall) -> bool:
+    """Whether some row has more queries than the kernel is the fastest for."""
+    if best_path() != PATHS["amx"] or call.query.dtype is not torch.bfloat16 or not call.is_plain:
+        return False
+    if batch_invariant.get():
+        return False
+    starts = call.step.query_start
+    return max((end - start for start, end in itertools.pairwise(starts)), default=0) > MAX_TILE_QUERIES
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:
     """`attend` by what the last call on these blocks found out, without another look; `None` if it was unlike this."""
     kernel = call.blocks.attention
-    if kernel is None or call.step.query_len is None or torch.is_grad_enabled() or not _takes_bias(call.bias):
+    if kernel is None or torch.is_grad_enabled() or _is_long(call) or not _takes_bias(call.bias):
         return None
     return kernel(call.query, call.step, call.sinks, call.bias) if kernel.signature == _sign(call) else None
 
@@ -100,17 +102,17 @@ def _sign(call: AttentionCall) -> tuple[object, ...]:
     """Equal for calls that one `Attention` serves, on the same blocks."""
     query, sinks = call.query, call.sinks
     kind = None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
-    return query.shape, query.stride(), query.dtype, call.step.query_len, kind, call.scale, call.softcap
+    return query.shape, query.stride(), query.dtype, kind, call.scale, call.softcap
 
 
 def _kernel(call: AttentionCall) -> Attention:
     """What serves the call, kept for the next one. Raises `TypeError` if the kernel does not take such tensors."""
-    query, blocks, query_len = call.query, call.blocks, call.step.query_len
+    query, blocks = call.query, call.blocks
     kernel = blocks.attention
     signature = _sign(call)
     if kernel is None or kernel.signature != signature:
         kernel = blocks.attention = Attention(
-            query, blocks.keys, blocks.values, query_len, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+            query, blocks.keys, blocks.values, scale=call.scale, softcap=call.softcap, sinks=call.sinks
         )
         kernel.signature = signature
     return kernel

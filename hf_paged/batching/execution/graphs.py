@@ -24,6 +24,7 @@ from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks
 from ...kernels import VARIABLE, forced, uses_triton
+from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
 from ...model.state import ModelState
@@ -50,7 +51,7 @@ class Key(NamedTuple):
 
     num_rows: int
     widths: tuple[int, ...]  # of each group's block tables
-    variant: Hashable  # adapter, autocast, mode
+    variant: Hashable  # adapter, autocast, mode, whether rows are computed as if each were alone
 
     def serves(self, other: Key) -> bool:
         return (
@@ -153,7 +154,8 @@ class DecodeGraphs:
 
     def _find(self, tokens: PackedTokens, adapter: str | None, may_record: bool) -> Key | None:
         """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
-        variant = adapter, autocast_dtype(self._device), getattr(self._model(), "training", False)
+        is_training = getattr(self._model(), "training", False)
+        variant = adapter, autocast_dtype(self._device), is_training, batch_invariant.get()
         # powers of two, so that few graphs serve long sequences; what a graph launches is sized for its widths
         least = -(-MIN_TABLE_TOKENS // self._block_size)
         widths = tuple(max(least, 1 << (max(map(len, group.tables)) - 1).bit_length()) for group in tokens.groups)

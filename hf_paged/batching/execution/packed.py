@@ -23,6 +23,7 @@ from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...step import StepMetadata
+from ...tape.invariant import by_kernels, in_fixed_order
 from ..request import Sequence
 from .executor import Runner, in_order
 from .graphs import decode_graphs
@@ -50,6 +51,7 @@ class PackedRunner(Runner):
         self._graphs = decode_graphs(model, cache)
         self.can_capture = self._graphs is not None
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
+        self.is_invariant = False  # whether a row gets the same bits whatever rows there are
         self.begin(None)
 
     def begin(self, state: ModelState | None) -> None:
@@ -69,6 +71,13 @@ class PackedRunner(Runner):
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+        with self._in_order():
+            return self._run(items, adapter)
+
+    def _in_order(self) -> contextlib.AbstractContextManager[None]:
+        return in_fixed_order() if self.is_invariant else contextlib.nullcontext()
+
+    def _run(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
         if all(sequence.request.inputs is None for sequence, _ in items):
             return self._run_packed(items, adapter)
         wholes: dict[tuple[Prompts, int], dict[int, int]] = {}  # place by row, of each forward of a model's own
@@ -144,7 +153,8 @@ class PackedRunner(Runner):
 
     @torch.no_grad()
     def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
-        return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
+        with self._in_order():
+            return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
 
     def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:
         if self._is_known and self._state is not None and not self._state.is_in_place():
@@ -205,13 +215,14 @@ class PackedRunner(Runner):
             arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
         self.cache.begin(steps, positions)
         try:
-            logits: Tensor = self.model(
-                input_ids=token_ids,
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **arguments,
-            ).logits
+            with by_kernels() if self.is_invariant else contextlib.nullcontext():
+                logits: Tensor = self.model(
+                    input_ids=token_ids,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    return_dict=True,
+                    **arguments,
+                ).logits
         finally:
             self.cache.begin([None] * len(steps))
         return logits

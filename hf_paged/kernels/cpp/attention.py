@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...step import StepMetadata
-from .build import kernel, observer
+from .build import batch_invariant, best_path, kernel, observer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # struct AttentionCall, in three parts: this call, the step, the layer
 _CALL = struct.Struct("4Q")
 _BIAS = struct.Struct("6q")
-_STEP = struct.Struct("3Q7q")
+_STEP = struct.Struct("5Q7q")
+_PATH = struct.Struct("2q")
 _LAYER = struct.Struct("2Q17q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
 # struct StoreCall: this call, then the layer
@@ -30,25 +32,38 @@ def _kind(x: Tensor) -> str:
     return f"{x.dtype} on {x.device}, of shape {tuple(x.shape)} and strides {x.stride()}"
 
 
-def _step_fields(step: StepMetadata) -> tuple[bytes, tuple[int, int, int]]:
-    """What the kernel is told of a step, the same for all layers; the step's rows, queries of each and block size."""
-    tables, (seq_lens, starts, *_), query_len = step.block_tables, step.on_device, step.query_len
-    if query_len is None:
-        raise ValueError(f"rows of different numbers of queries, they start at {step.query_start}")
-    for name, tensor, dims in (("block_tables", tables, 2), ("seq_lens", seq_lens, 1), ("starts", starts, 1)):
+class _Step(NamedTuple):
+    """What the kernel is told of a step, the same for all layers."""
+
+    packed: bytes
+    tensors: dict[int, Tensor]  # by their place in `packed`
+    num_tokens: int
+    block_size: int
+
+
+def _step_fields(step: StepMetadata) -> _Step:
+    tables, lengths = step.block_tables, step.on_device
+    uniform = step.query_len is not None  # then the kernel counts for itself
+    tensors = {"block_tables": tables, "seq_lens": lengths.seq_lens, "starts": lengths.starts}
+    tensors |= {"query_start": None if uniform else lengths.query_start, "origins": lengths.origins}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        dims, size = 1 + (name == "block_tables"), step.num_rows + (name == "query_start")
         # one row, or none, may have any stride from one to the next
         fits = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.size(-1) <= 1)
-        if not fits or tensor.size(0) != step.num_rows or not tensor.is_cpu or tensor.dtype is not torch.int32:
+        if not fits or tensor.size(0) != size or not tensor.is_cpu or tensor.dtype is not torch.int32:
             raise ValueError(
                 f"{name} is {_kind(tensor)}, there are {step.num_rows} rows: the kernel takes torch.int32 on the CPU, "
                 f"{dims} dimensions, the last one contiguous"
             )
     packed = _STEP.pack(
-        *(tables.data_ptr(), seq_lens.data_ptr(), starts.data_ptr()),
-        *(step.num_rows, query_len, tables.stride(0), tables.size(1)),
+        *(0 if x is None else x.data_ptr() for x in tensors.values()),
+        *(step.num_rows, step.query_len or 0, tables.stride(0), tables.size(1)),
         *(step.causal, -1 if step.window is None else step.window, torch.get_num_threads()),
     )
-    return packed, (step.num_rows, query_len, step.block_size)
+    places = {8 * place: x for place, x in enumerate(tensors.values()) if x is not None}
+    return _Step(packed, places, step.num_tokens, step.block_size)
 
 
 class Attention:
@@ -62,14 +77,12 @@ class Attention:
         query: Tensor,
         key_blocks: Tensor,
         value_blocks: Tensor,
-        query_len: int | None,
         *,
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Without `query_len`, the number of queries of each row, the tensors are checked and nothing can be called.
-        Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
+        """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
         tensors = (query, key_blocks, value_blocks)
         if query.dtype not in DTYPES or any(not x.is_cpu or x.dtype is not query.dtype for x in tensors):
             raise TypeError(  # without sizes: the reason is told once
@@ -97,13 +110,13 @@ class Attention:
         num_tokens, heads, key_dim = query.shape
         self._num_blocks, kv_heads, block_size, value_dim = values
         self._out_shape = num_tokens, heads, value_dim
-        self._step_shape = num_tokens // max(query_len or 1, 1), query_len, block_size
+        self._step_shape = num_tokens, block_size
         self._kernel = kernel("attention")
         token_stride, head_stride, _ = query.stride()
         self._packed = _LAYER.pack(
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), DTYPES[query.dtype]),
             *(0 if sinks is None else DTYPES[sinks.dtype], heads, kv_heads, key_dim, value_dim),
-            *(block_size, self._num_blocks, (query_len or 1) * token_stride, head_stride, token_stride),
+            *(block_size, self._num_blocks, num_tokens, head_stride, token_stride),
             *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], scale, softcap or 0.0),
         )
 
@@ -112,28 +125,29 @@ class Attention:
     ) -> Tensor:
         """`(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those that this was made for.
         Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; nothing outside of a tensor is read."""
-        packed, shape = step.plan(_step_fields)
-        if shape != self._step_shape:
+        own = step.plan(_step_fields)
+        if (own.num_tokens, own.block_size) != self._step_shape:
             raise ValueError(
-                f"a step of {shape[0]} block tables, {shape[1]} queries each and blocks of {shape[2]} tokens, where "
-                f"{self._step_shape} are needed"
+                f"a step of {own.num_tokens} queries and blocks of {own.block_size} tokens, where {self._step_shape} "
+                "are needed"
             )
         keys, bias_at, bias_packed = 0, 0, _NO_BIAS
         if bias is not None:
             if bias.dtype not in DTYPES or not bias.is_cpu:
                 raise TypeError(f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU")
             keys = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
-            bias = bias.expand(shape[0], query.shape[1], shape[1], keys)
-            bias_at, bias_packed = bias.data_ptr(), _BIAS.pack(DTYPES[bias.dtype], *bias.stride(), keys)
+            bias = bias.expand(step.num_rows, query.shape[1], step.query_len or 1, keys)
+            # rows of other numbers of queries have one bias in common
+            strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride()))
+            bias_at, bias_packed = bias.data_ptr(), _BIAS.pack(DTYPES[bias.dtype], *strides, keys)
         out = query.new_empty(self._out_shape)
         sinks_at = 0 if sinks is None else sinks.data_ptr()
-        call = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at) + bias_packed + packed + self._packed
+        head = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at) + bias_packed
+        call = head + own.packed + _PATH.pack(best_path(), batch_invariant.get()) + self._packed
         if error := self._kernel(call):
             raise self._error(error, step, keys)
         if (note := observer.get()) is not None:
-            lengths, step_at = step.on_device, _CALL.size + _BIAS.size
-            places = {0: query, 16: sinks, 24: bias, step_at: step.block_tables}
-            places |= {step_at + 8: lengths.seq_lens, step_at + 16: lengths.starts}
+            places = {0: query, 16: sinks, 24: bias} | {len(head) + at: x for at, x in own.tensors.items()}
             note("attention", call, {place: x for place, x in places.items() if x is not None}, {8: out})
         return out
 

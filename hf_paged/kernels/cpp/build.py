@@ -24,14 +24,14 @@ import torch  # noqa: F401  before dlopen: the library then shares the OpenMP ru
 logger = logging.getLogger(__package__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_SOURCES = (
-    _SOURCE,
-    *map(_SOURCE.with_name, ("draw.cpp", "hash.cpp", "lanes.cpp", "linear.cpp", "rows.cpp", "tiles.cpp")),
-)
+_INCLUDED = ("attention", "draw", "hash", "lanes", "linear", "rows", "tiles")
+_SOURCES = (_SOURCE, *(_SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
+VARIABLE = "HF_PAGED_ISA"
+PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}  # of products of bfloat16, the best one last
 
 NAMES = ("attention", "store", "gather", "hash", "draw", "linear", "linear_path", "rows", "pick", "tape")
 
@@ -39,6 +39,9 @@ NAMES = ("attention", "store", "gather", "hash", "draw", "linear", "linear_path"
 # written
 observer: ContextVar[Callable[[str, bytes, dict[int, Any], dict[int, Any]], None] | None]
 observer = ContextVar("observer", default=None)
+
+# whether what is computed for a row has the same bits whatever rows stand beside it
+batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
 def is_available() -> bool:
@@ -57,6 +60,15 @@ def address_of(name: str) -> int:
     found = ctypes.cast(getattr(library(), f"hf_paged_{name}"), ctypes.c_void_p).value
     assert found is not None
     return found
+
+
+@functools.cache
+def best_path() -> int:
+    """The number of this CPU's path, or of a lesser one that `HF_PAGED_ISA` names. Raises `ValueError` for another."""
+    best, name = kernel("linear_path")(b""), os.environ.get(VARIABLE)
+    if name and name not in PATHS:
+        raise ValueError(f"{VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or unset it")
+    return min(best, PATHS[name]) if name else best
 
 
 @functools.cache

@@ -9,8 +9,15 @@
 #define LANES 4
 #endif
 
+#if defined(__AVX512BF16__) && LANES == 16
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
 namespace {
 
+enum Path { kWide = 0, kDots = 1, kTiles = 2 };  // products of bfloat16: float32 lanes; AVX512-BF16; AMX
 constexpr int kLanes = LANES, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
 constexpr int kMaxRows = LANES == 16 ? 8 : 4;                 // rows of M kept in registers
 constexpr int kDotRows = 3;  // rows of M up to which dot products beat a transpose of the keys
@@ -227,6 +234,57 @@ void value_rows(const float* weights, int n, const T* const* tokens, int column,
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < N; ++v) store_vf(acc + (int64_t)m * dim + v * kLanes, s[m][v]);
 }
+
+#if HAS_PAIRS
+// Words of kLanes tokens, each a pair of numbers, to rows of a transposed tile `kt[words][kSub]`; kLanes words at least.
+inline void transpose_words(const void* const* tokens, int64_t words, uint32_t* kt) {
+    for (int64_t w = 0; w < words; w += kLanes) {
+        w = std::min(w, words - kLanes);  // the last step may overlap the one before
+        vu r[kLanes];
+        for (int t = 0; t < kLanes; ++t) r[t] = load<vu>((const char*)tokens[t] + 4 * w);
+        transpose(r);
+        for (int i = 0; i < kLanes; ++i) std::memcpy(kt + (w + i) * kSub, &r[i], sizeof r[i]);
+    }
+}
+
+// Two tokens as pairs; one that is null has zeros. `dim` is a multiple of kLanes.
+inline void interleave(const BFloat16* a, const BFloat16* b, int64_t dim, uint32_t* out) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        const vu low = a ? __builtin_convertvector(load<vh>(a + d), vu) : vu{};
+        const vu high = b ? __builtin_convertvector(load<vh>(b + d), vu) : vu{};
+        const vu pairs = low | (high << 16);
+        std::memcpy(out + d, &pairs, sizeof pairs);
+    }
+}
+
+// kTile weights to pairs, in place.
+inline void round_weights(float* x) {
+    for (int t = 0; t < kTile; t += 32) {
+        const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + t + 16), _mm512_loadu_ps(x + t));
+        std::memcpy((void*)(x + t / 2), &pairs, sizeof pairs);
+    }
+}
+
+// out[M][N * kLanes] = (out * alpha[M], or nothing, + a[M][k] @ b[k][N * kLanes]) * scale, of pairs.
+template <int M, int N>
+void pair_rows(const uint32_t* a, int64_t k, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* out,
+               int64_t out_stride, const float* alpha, float scale) {
+    __m512 s[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < N; ++v)
+            s[m][v] = alpha ? _mm512_loadu_ps(out + m * out_stride + v * kLanes) * alpha[m] : _mm512_setzero_ps();
+    for (int64_t i = 0; i < k; ++i) {
+        __m512bh y[N];
+        for (int v = 0; v < N; ++v) y[v] = (__m512bh)_mm512_loadu_si512(b + i * b_stride + v * kLanes);
+        for (int m = 0; m < M; ++m) {
+            const __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[m * a_stride + i]);
+            for (int v = 0; v < N; ++v) s[m][v] = _mm512_dpbf16_ps(s[m][v], x, y[v]);
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < N; ++v) _mm512_storeu_ps(out + m * out_stride + v * kLanes, s[m][v] * scale);
+}
+#endif
 
 // Calls f(std::integral_constant<int, m>) for a run-time m of 1..kMaxRows.
 template <int M = 1, class F> inline void with_rows(int m, F f) {

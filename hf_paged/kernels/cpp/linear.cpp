@@ -14,7 +14,6 @@ struct LinearCall {
 
 namespace {
 
-enum LinearPath { kWide = 0, kDots = 1, kTiles = 2 };  // float32 lanes; AVX512-BF16; AMX
 constexpr int kUnit = 4;               // weight rows that the vector paths read at once
 constexpr int64_t kFewBytes = 1 << 16;  // of weights, which one thread reads while others wake
 

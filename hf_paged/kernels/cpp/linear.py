@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import struct
 
 import torch
 from torch import Tensor
 
 from .attention import DTYPES
-from .build import kernel
+from .build import best_path, kernel
 
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, which `MAX_PIECES` pieces follow
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
 MAX_ROWS = 256  # up to which reading the weights once decides: PyTorch serves more
+MIN_TILE_WIDTH = 16  # of a weight that AMX serves: `linear_path`
 HALVES = (torch.bfloat16, torch.float16)
-VARIABLE = "HF_PAGED_ISA"
-PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}
-
-
-@functools.cache
-def best_path() -> int:
-    """Of this CPU, or a lesser one that `HF_PAGED_ISA` names. Raises `ValueError` for a name that is none."""
-    best, name = kernel("linear_path")(b""), os.environ.get(VARIABLE)
-    if name and name not in PATHS:
-        raise ValueError(f"{VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or unset it")
-    return min(best, PATHS[name]) if name else best
 
 
 def pack(

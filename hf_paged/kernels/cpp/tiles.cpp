@@ -5,9 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 

@@ -1,0 +1,590 @@
+// Included by kernels.cpp: attention that reads K/V blocks in place (PagedAttention, arXiv 2309.06180, sec. 4.3), for
+// decodes, chunks and whole prompts.
+//
+// One task is (some queries of a row, K/V head): the query heads of a group times these queries are the M rows of two
+// small matrix products per tile of 64 tokens, so K and V are read once for them. Tiles and parts begin at multiples of
+// kTile and kPart of the sequence. Each query sums the tiles of a part one after the other, then the parts by
+// log-sum-exp (Flash-Decoding): the result does not depend on how rows are cut into tasks. Decodes whose tables begin
+// with the same blocks read these once for all of them (Hydragen, arXiv 2402.05099) and go on from those sums.
+// float32, but products of bfloat16 are summed in pairs where the CPU has instructions for it. No slot outside of what a
+// row's queries see is read.
+
+// Of the call, the step, the layer; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
+struct AttentionCall {
+    const void* query;
+    void* out;
+    const void *sinks, *bias;
+    int64_t bias_dtype, bias_strides[4], bias_len;
+    // without query_start there are query_len queries in each row, without origins all are 0
+    const int32_t *tables, *seq_lens, *starts, *query_start, *origins;
+    int64_t batch, query_len, table_stride, max_blocks, causal, window, threads, path, is_fixed;
+    const void *key, *value;
+    int64_t dtype, sinks_dtype, heads, kv_heads, key_dim, value_dim, block_size, num_blocks;
+    int64_t num_tokens, query_strides[2], key_strides[3], value_strides[3];
+    double scale, softcap;
+};
+
+namespace {
+
+constexpr int kNoMemory = 6;  // beside the errors of `plan`
+constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread reads while others wake
+constexpr int64_t kPart = 512;       // tokens that are summed on their own
+constexpr int64_t kTaskRows = 128;   // M, as far as one query allows
+
+// Sees positions [low, high) of its row's table. Sums of those before `shared` are those of member `place` of
+// `members`, in the states from `state` on.
+struct Query { int64_t token, row, i, low, high, shared, state, members, place; };
+// Queries [first, first + count) over [low, high), which goes to `state`, or is written where that is negative.
+struct Task { int64_t head, first, count, low, high, state; };
+struct Sums { float *acc, *top, *sum; };  // [M][padded], [M], [M]
+
+float float_at(const void* p, int64_t dtype, int64_t i) {
+    if (dtype == 0) return to_float((const float*)p + i);
+    return dtype == 1 ? to_float((const BFloat16*)p + i) : to_float((const Float16*)p + i);
+}
+
+// Grows, never shrinks; one per thread and use. Null where there is no memory.
+struct Scratch {
+    std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
+    size_t size = 0;
+    float* get(size_t floats) {
+        if (floats > size) {
+            const size_t wanted = (floats + 1023) / 1024 * 1024;
+            memory.reset(), size = 0;
+            memory.reset((float*)std::aligned_alloc(64, wanted * sizeof(float)));
+            if (memory) size = wanted;
+        }
+        return memory.get();
+    }
+    template <class X> static X* take(float*& at, int64_t count) {  // 64 bytes at least
+        X* found = (X*)at;
+        at += (count * (int64_t)sizeof(X) + 63) / 64 * 16;
+        return found;
+    }
+};
+
+// What a call needs of its rows, cut into tasks.
+struct Plan {
+    std::vector<Query> queries;
+    std::vector<Task> shared, tasks;   // the former come first
+    std::vector<int64_t> order;        // rows that may share blocks
+    int64_t states = 0, work = 0;      // floats; tokens of all heads that are read
+    void clear() { queries.clear(), shared.clear(), tasks.clear(), order.clear(), states = work = 0; }
+};
+
+struct Kernel {
+    const AttentionCall& c;
+    const int64_t group = c.heads / c.kv_heads;
+    const int64_t padded = (c.value_dim + kLanes - 1) / kLanes * kLanes;  // of value_dim
+
+    int64_t state_floats(int64_t queries) const { return group * queries * (padded + 2); }
+    Sums sums_at(float* p, int64_t M) const { return {p, p + M * padded, p + M * (padded + 1)}; }
+    int64_t origin(int64_t row) const { return c.origins ? c.origins[row] : 0; }
+    int64_t part_end(int64_t t, int64_t origin) const { return ((t + origin) / kPart + 1) * kPart - origin; }
+    int64_t num_parts(int64_t low, int64_t high, int64_t origin) const {
+        return high > low ? (high - 1 + origin) / kPart - (low + origin) / kPart + 1 : 1;
+    }
+
+    // -- the plan -----------------------------------------------------------------------------------------------------
+
+    // 0, or an error of attention.py.
+    int plan(Plan& p) const {
+        std::vector<Query>& queries = p.queries;
+        for (int64_t row = 0, token = 0; row < c.batch; ++row) {
+            const int64_t count = c.query_start ? c.query_start[row + 1] - c.query_start[row] : c.query_len;
+            if (count < 0 || token + count > c.num_tokens || origin(row) < 0) return 4;
+            const size_t first = queries.size();
+            int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
+            for (int64_t i = 0; i < count; ++i) {
+                int64_t a = c.starts[row], b = c.seq_lens[row];
+                if (c.causal) b += i + 1 - count, a = c.window >= 0 ? std::max(a, b - c.window) : a;
+                if (a < b) low = std::min(low, a), high = std::max(high, b);
+                queries.push_back({token + i, row, i, a, std::max(a, b), 0, 0, 0, 0});
+            }
+            token += count;
+            if (!count) continue;
+            low = std::min(low, high);
+            if (low < 0) return 5;
+            if (high > c.max_blocks * c.block_size) return 1;
+            if (c.bias && high > c.bias_len) return 3;
+            for (int64_t i = low / c.block_size; i * c.block_size < high; ++i)
+                if (uint64_t(c.tables[row * c.table_stride + i]) >= uint64_t(c.num_blocks)) return 2;
+            if (count == 1 && !low && high > kTile && !origin(row)) p.order.push_back((int64_t)first);
+        }
+        const int64_t rows = (int64_t)queries.size();
+        share(p);
+        for (int64_t first = 0, last; first < rows; first = last) {
+            for (last = first + 1; last < rows && queries[last].row == queries[first].row;) ++last;
+            cut(p, first, last);
+        }
+        return 0;
+    }
+
+    // Tasks of the queries [first, last) of a row.
+    void cut(Plan& p, int64_t first, int64_t last) const {
+        const int64_t step = std::max<int64_t>(1, kTaskRows / group), row = p.queries[first].row;
+        // a part that its row's few tasks leave to other threads
+        const bool splits = c.threads > 1 && c.batch * c.kv_heads < 4 * c.threads && last - first <= 4 * step;
+        for (int64_t head = 0; head < c.kv_heads; ++head)
+            for (int64_t at = first; at < last; at += step) {
+                Task task{head, at, std::min(step, last - at), std::numeric_limits<int64_t>::max(), 0, -1};
+                for (int64_t i = at; i < at + task.count; ++i)
+                    if (const Query& q = p.queries[i]; q.low < q.high)
+                        task.low = std::min(task.low, q.low), task.high = std::max(task.high, q.high);
+                task.low = std::min(task.low, task.high);
+                p.work += task.high - std::max(task.low, p.queries[at].shared);
+                const bool one = !splits || p.queries[at].shared || num_parts(task.low, task.high, origin(row)) < 2;
+                for (int64_t low = task.low, end = task.high; !one && low < end; low = task.high) {
+                    task.low = low, task.high = std::min(end, part_end(low, origin(row)));
+                    task.state = p.states, p.states += state_floats(task.count);
+                    p.tasks.push_back(task);
+                }
+                if (one) p.tasks.push_back(task);
+            }
+    }
+
+    // Decodes whose tables begin with the same blocks: their whole tiles as tasks of their own.
+    void share(Plan& p) const {
+        auto table = [&](int64_t query) { return c.tables + p.queries[query].row * c.table_stride; };
+        std::stable_sort(p.order.begin(), p.order.end(), [&](int64_t a, int64_t b) { return *table(a) < *table(b); });
+        const int64_t most = std::max<int64_t>(2, kTaskRows / group), rows = (int64_t)p.order.size();
+        for (int64_t first = 0, last; first < rows; first = last) {
+            const int32_t* one = table(p.order[first]);
+            int64_t blocks = p.queries[p.order[first]].high / c.block_size;
+            for (last = first + 1; last < rows && last - first < most; ++last) {
+                const int32_t* other = table(p.order[last]);
+                int64_t same = 0, limit = std::min(blocks, p.queries[p.order[last]].high / c.block_size);
+                while (same < limit && one[same] == other[same]) ++same;
+                if (same * c.block_size < kTile) break;
+                blocks = same;
+            }
+            const int64_t end = blocks * c.block_size / kTile * kTile, count = last - first;
+            if (count < 2) continue;
+            const int64_t members = (int64_t)p.queries.size();
+            for (int64_t place = 0; place < count; ++place) {
+                Query& query = p.queries[p.order[first + place]];
+                query.shared = end, query.state = p.states, query.members = count, query.place = place;
+                Query member = query;
+                member.high = end, member.shared = 0;
+                p.queries.push_back(member);  // `query` is not valid any more
+            }
+            for (int64_t head = 0; head < c.kv_heads; ++head)
+                for (int64_t low = 0; low < end; low += kPart) {
+                    p.shared.push_back({head, members, count, low, std::min(end, low + kPart), p.states});
+                    p.states += state_floats(count);
+                }
+            p.work += end * c.kv_heads;
+        }
+    }
+
+    // -- a task -------------------------------------------------------------------------------------------------------
+
+    template <class T> void write(const Task& s, const Query* queries, Sums x) const {
+        for (int64_t m = 0; m < group * s.count; ++m) {
+            const int64_t head = s.head * group + m / s.count;
+            float scale = x.sum[m] > 0 || x.sum[m] != x.sum[m] ? 1.f / x.sum[m] : 0.f;
+            if (c.sinks && scale != 0.f) {
+                const float sink = float_at(c.sinks, c.sinks_dtype, head), high = std::max(sink, x.top[m]);
+                const float weight = exp1(x.top[m] - high);
+                scale = weight / (x.sum[m] * weight + exp1(sink - high));
+            }
+            T* out = (T*)c.out + (queries[s.first + m % s.count].token * c.heads + head) * c.value_dim;
+            const float* acc = x.acc + m * padded;
+            int64_t d = 0;
+            for (; d + kLanes <= c.value_dim; d += kLanes) put_lanes(out + d, load<vf>(acc + d) * scale);
+            for (; d < c.value_dim; ++d) put(out + d, acc[d] * scale);
+        }
+    }
+
+    // The sums of a later part come to those of the parts before it.
+    void merge(int64_t M, Sums x, Sums y) const {
+        for (int64_t m = 0; m < M; ++m) {
+            const float high = std::max(x.top[m], y.top[m]), base = high == -kInf ? 0.f : high;
+            const float a = exp1(x.top[m] - base), b = exp1(y.top[m] - base);
+            for (int64_t d = m * padded; d < (m + 1) * padded; d += kLanes)
+                store_vf(x.acc + d, load<vf>(x.acc + d) * a + load<vf>(y.acc + d) * b);
+            x.sum[m] = x.sum[m] * a + y.sum[m] * b;
+            x.top[m] = high;
+        }
+    }
+
+    // The sums of one query over the tiles of a part that it shares.
+    void resume(const Query& q, int64_t head, int64_t part, float* states, Sums x) const {
+        const int64_t M = group * q.members, parts = num_parts(0, q.shared, 0);
+        const Sums from = sums_at(states + q.state + (head * parts + part) * state_floats(q.members), M);
+        for (int64_t g = 0; g < group; ++g) {
+            const int64_t m = g * q.members + q.place;
+            std::memcpy(x.acc + g * padded, from.acc + m * padded, padded * sizeof(float));
+            x.top[g] = from.top[m], x.sum[g] = from.sum[m];
+        }
+    }
+
+    template <class T> static const T* tile(const void* blocks, const int64_t* strides, int64_t block, int64_t head) {
+        return (const T*)blocks + block * strides[0] + head * strides[1];
+    }
+
+    // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
+    template <class T>
+    inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, int64_t start) const {
+        for (int64_t t = std::max(s.low, start), end = std::min(s.high, start + kTile); t < end;) {
+            const int64_t block = table[t / c.block_size], offset = t % c.block_size;
+            const int64_t count = std::min(c.block_size - offset, end - t);
+            const T* k = tile<T>(c.key, c.key_strides, block, s.head) + offset * c.key_strides[2];
+            const T* v = tile<T>(c.value, c.value_strides, block, s.head) + offset * c.value_strides[2];
+            for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i, 0, 2);
+            for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i, 0, 2);
+            t += count;
+        }
+    }
+
+    template <class T> const T* query_at(const Task& s, const Query* queries, int64_t m) const {
+        return (const T*)c.query + queries[s.first + m % s.count].token * c.query_strides[1] +
+               (s.head * group + m / s.count) * c.query_strides[0];
+    }
+
+    // Which products of bfloat16 there are pairs for.
+    template <class T> bool pairs_keys() const {
+        return HAS_PAIRS && std::is_same<T, BFloat16>::value && c.path >= kDots && c.key_dim % 2 == 0 && c.key_dim >= 32;
+    }
+    template <class T> bool pairs_values() const {
+        return HAS_PAIRS && std::is_same<T, BFloat16>::value && c.path >= kDots && c.value_dim % 16 == 0;
+    }
+
+#if HAS_AMX
+    // 16 keys at once
+    template <class T> bool has_tiles() const {
+        return std::is_same<T, BFloat16>::value && LANES == 16 && c.path >= kTiles && c.key_dim % 32 == 0 &&
+               may_use_tiles();
+    }
+
+    // Queries of bfloat16 as right tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], zeros where there are none.
+    void pair_queries(const Task& s, const Query* queries, uint32_t* out) const {
+        const int64_t M = group * s.count;
+        std::memset(out, 0, (M + 15) / 16 * c.key_dim * 32);
+        for (int64_t m = 0; m < M; ++m) {
+            const char* from = (const char*)query_at<BFloat16>(s, queries, m);
+            uint32_t* to = out + m / 16 * c.key_dim * 8 + m % 16;
+            for (int64_t pair = 0; pair < c.key_dim / 2; ++pair) std::memcpy(to + pair * 16, from + 4 * pair, 4);
+        }
+    }
+
+    // scores[M][kTile] of 16 keys, which are the left tile as they lie in their block.
+    void tile_scores(int64_t M, const BFloat16* const* keys, const uint32_t* q, float* scores) const {
+        alignas(64) BFloat16 copied[16 * 32];
+        alignas(64) float found[256];
+        bool together = true;
+        for (int t = 1; t < 16; ++t) together &= keys[t] == keys[0] + t * c.key_strides[2];
+        const __m512 scale = _mm512_set1_ps((float)c.scale);
+        for (int64_t m = 0; m < M; m += 16, q += c.key_dim * 8) {
+            _tile_zero(0);
+            for (int64_t d = 0; d < c.key_dim; d += 32) {
+                if (together) {
+                    _tile_loadd(1, keys[0] + d, c.key_strides[2] * 2);
+                } else {
+                    for (int t = 0; t < 16; ++t) std::memcpy((void*)(copied + t * 32), keys[t] + d, 64);
+                    _tile_loadd(1, copied, 64);
+                }
+                _tile_loadd(2, q + d * 8, 64);
+                _tile_dpbf16ps(0, 1, 2);
+            }
+            _tile_stored(0, found, 64);
+            const int64_t count = std::min<int64_t>(16, M - m);
+            __m512i rows[16];
+            if (count > 4) {
+                for (int t = 0; t < 16; ++t) rows[t] = _mm512_load_si512(found + t * 16);
+                transpose16(rows);
+            }
+            for (int64_t i = 0; i < count; ++i) {
+                const __m512 row = count > 4 ? _mm512_castsi512_ps(rows[i]) : column16(found + i);
+                _mm512_storeu_ps(scores + (m + i) * kTile, _mm512_mul_ps(row, scale));
+            }
+        }
+    }
+#else
+    template <class T> bool has_tiles() const { return false; }
+    void pair_queries(const Task&, const Query*, uint32_t*) const {}
+    void tile_scores(int64_t, const BFloat16* const*, const uint32_t*, float*) const {}
+#endif
+
+    // Memory of a task, and how it computes.
+    template <class T> struct Work {
+        const Task& s;
+        const Query* queries;
+        const int64_t M, step;  // rows of M at once
+        const bool tiled, paired, pairs_values, dots;
+        const T *keys[kTile], *values[kTile];
+        float *q, *kt, *scores, *alpha, *wide;  // q and kt hold pairs where these are multiplied
+        Sums first, next;
+
+        Work(const Kernel& k, const Task& task, const Query* all)
+            : s(task), queries(all), M(k.group * task.count), step(even_step(M)), tiled(k.has_tiles<T>()),
+              paired(!tiled && k.pairs_keys<T>()), pairs_values(k.pairs_values<T>()),
+              dots(!tiled && !paired && !k.c.is_fixed && M <= kDotRows && k.c.key_dim % kLanes == 0) {}
+        static int64_t even_step(int64_t M) {
+            const int64_t steps = (M + kMaxRows - 1) / kMaxRows;
+            return steps ? (M + steps - 1) / steps : 1;
+        }
+        bool allocate(const Kernel& k) {
+            static thread_local Scratch scratch;
+            const int64_t rows = (M + 15) / 16 * 16, dim = k.c.key_dim, sums = rows * (k.padded + 2);
+            float* at = scratch.get(rows * (dim + kTile + 1) + dim * kTile + kTile * k.padded + 2 * sums + 128);
+            if (!at) return false;
+            q = Scratch::take<float>(at, rows * dim), scores = Scratch::take<float>(at, rows * kTile);
+            kt = Scratch::take<float>(at, dim * kTile), wide = Scratch::take<float>(at, kTile * k.padded);
+            alpha = Scratch::take<float>(at, rows);
+            first = k.sums_at(Scratch::take<float>(at, sums), M), next = k.sums_at(Scratch::take<float>(at, sums), M);
+            return true;
+        }
+    };
+
+    template <class T> void load_queries(Work<T>& w) const {
+        if (w.tiled) return pair_queries(w.s, w.queries, (uint32_t*)w.q);
+        for (int64_t m = 0; m < w.M; ++m) {
+            const T* from = query_at<T>(w.s, w.queries, m);
+            if (w.paired) {
+                std::memcpy((char*)w.q + m * c.key_dim * 2, (const void*)from, c.key_dim * 2);
+                continue;
+            }
+            float* to = w.q + m * c.key_dim;
+            int64_t d = 0;
+            for (; d + kLanes <= c.key_dim; d += kLanes) store_vf(to + d, load_floats(from + d) * (float)c.scale);
+            for (; d < c.key_dim; ++d) to[d] = to_float(from + d) * (float)c.scale;
+        }
+    }
+
+    template <class T> bool run(const Task& s, const Query* queries, float* states) const {  // false: no memory
+        Work<T> w(*this, s, queries);
+        if (!w.allocate(*this)) return false;
+        load_queries(w);
+        [[maybe_unused]] const Tiles tiles(w.tiled, (int)std::min<int64_t>(16, w.M));
+        const Query& one = queries[s.first];
+        const int32_t* table = c.tables + one.row * c.table_stride;
+        const int64_t start = origin(one.row);
+        prefetch<T>(s, table, std::max(s.low, one.shared));
+        for (int64_t low = s.low, end, part = 0;; low = end, ++part) {
+            end = std::min(s.high, part_end(low, start));
+            const Sums sums = part ? w.next : w.first;
+            int64_t from = low;
+            if (low < one.shared) {
+                resume(one, s.head, part, states, sums), from = std::min(end, one.shared);
+            } else {
+                std::fill(sums.acc, sums.acc + w.M * padded, 0.f);
+                std::fill(sums.top, sums.top + w.M, -kInf), std::fill(sums.sum, sums.sum + w.M, 0.f);
+            }
+            for (int64_t at = (from + start) / kTile * kTile - start; from < end; from = at += kTile)
+                add_tile(w, table, at, (int)(from - at), (int)std::min<int64_t>(kTile, end - at), sums);
+            if (part) merge(w.M, w.first, w.next);
+            if (end >= s.high) break;
+        }
+        if (s.state < 0) write<T>(s, queries, w.first);
+        else std::memcpy(states + s.state, w.first.acc, state_floats(s.count) * sizeof(float));
+        return true;
+    }
+
+    // Tokens [from, to) of the tile that begins at `at`.
+    template <class T>
+    void add_tile(Work<T>& w, const int32_t* table, int64_t at, int from, int to, Sums sums) const {
+        const int low = from / kSub * kSub, whole = (to + kSub - 1) / kSub * kSub;
+        for (int t = from; t < to;) {
+            int64_t block = table[(at + t) / c.block_size], offset = (at + t) % c.block_size;
+            const T* k = tile<T>(c.key, c.key_strides, block, w.s.head);
+            const T* v = tile<T>(c.value, c.value_strides, block, w.s.head);
+            for (; t < to && offset < c.block_size; ++t, ++offset)
+                w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
+        }
+        prefetch<T>(w.s, table, at + kTile);
+        for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // the scores of these are masked below
+        for (int t = to; t < whole; ++t) w.keys[t] = w.keys[from];
+        score(w, low, whole);
+        for (int64_t m = 0; m < w.M; ++m) softmax(w, m, at, low, from, to, whole, sums.top[m], sums.sum[m]);
+        if (w.pairs_values) {
+            add_pairs(w, from, to, sums.acc);
+        } else if (c.value_dim == padded) {
+            add_values(w, w.values, from, to, sums.acc);
+        } else {
+            const float* widened[kTile];
+            for (int t = from; t < to; ++t) {
+                widened[t] = w.wide + t * padded;
+                for (int64_t d = 0; d < padded; ++d)
+                    w.wide[t * padded + d] = d < c.value_dim ? to_float(w.values[t] + d) : 0.f;
+            }
+            add_values(w, widened, from, to, sums.acc);
+        }
+    }
+
+    template <class T> void score(Work<T>& w, int low, int whole) const {
+        if (w.tiled) {
+            for (int t = low; t < whole; t += 16)
+                tile_scores(w.M, (const BFloat16* const*)w.keys + t, (const uint32_t*)w.q, w.scores + t);
+        } else if (w.paired) {
+            score_pairs(w, low, whole);
+        } else if (w.dots) {
+            for (int t = low; t < whole; t += kLanes)
+                with_rows((int)w.M, [&](auto rows) {
+                    if constexpr (rows() <= kDotRows) dot_rows<rows()>(w.q, (int)c.key_dim, w.keys + t, w.scores + t);
+                });
+        } else {
+            for (int t = low; t < whole; t += kSub) {
+                transpose_keys(w.keys + t, (int)c.key_dim, w.kt);
+                transpose_keys(w.keys + t + kLanes, (int)c.key_dim, w.kt + kLanes);
+                for (int64_t m = 0; m < w.M; m += w.step)
+                    with_rows((int)std::min(w.step, w.M - m), [&](auto rows) {
+                        score_rows<rows()>(w.q + m * c.key_dim, (int)c.key_dim, w.kt, w.scores + m * kTile + t);
+                    });
+            }
+        }
+    }
+
+    template <class T> void score_pairs([[maybe_unused]] Work<T>& w, int low, int whole) const {
+#if HAS_PAIRS
+        const int64_t words = c.key_dim / 2;
+        uint32_t* kt = (uint32_t*)w.kt;
+        for (int t = low; t < whole; t += kSub) {
+            transpose_words((const void* const*)(w.keys + t), words, kt);
+            transpose_words((const void* const*)(w.keys + t + kLanes), words, kt + kLanes);
+            for (int64_t m = 0; m < w.M; m += w.step)
+                with_rows((int)std::min(w.step, w.M - m), [&](auto rows) {
+                    pair_rows<rows(), 2>((const uint32_t*)w.q + m * words, words, words, kt, kSub,
+                                         w.scores + m * kTile + t, kTile, nullptr, (float)c.scale);
+                });
+        }
+#else
+        (void)low, (void)whole;
+#endif
+    }
+
+    // acc = acc * alpha + weights @ values, weights rounded and values in pairs of tokens.
+    template <class T> void add_pairs([[maybe_unused]] Work<T>& w, int from, int to, float* acc) const {
+#if HAS_PAIRS
+        const int first = from / 2, last = (to + 1) / 2;
+        uint32_t* pairs = (uint32_t*)w.wide;  // [tokens / 2][padded]
+        for (int j = first; j < last; ++j) {
+            const T* a = 2 * j >= from ? w.values[2 * j] : nullptr;
+            const T* b = 2 * j + 1 < to ? w.values[2 * j + 1] : nullptr;
+            interleave((const BFloat16*)a, (const BFloat16*)b, padded, pairs + j * padded);
+        }
+        for (int64_t m = 0; m < w.M; ++m) round_weights(w.scores + m * kTile);
+        const uint32_t* weights = (const uint32_t*)w.scores;
+        for (int64_t m = 0; m < w.M; m += w.step)
+            with_rows((int)std::min(w.step, w.M - m), [&](auto rows) {
+                constexpr int kWide = rows() <= 4 ? 4 : 2;  // as registers allow
+                for (int64_t d = 0, wide; d < padded; d += wide * kLanes) {
+                    const int64_t left = (padded - d) / kLanes;
+                    wide = left >= kWide ? kWide : left >= 2 ? 2 : 1;
+                    auto add = wide == kWide ? pair_rows<rows(), kWide> : pair_rows<rows(), 2>;
+                    if (wide == 1) add = pair_rows<rows(), 1>;
+                    add(weights + m * kTile + first, last - first, kTile, pairs + first * padded + d, padded,
+                        acc + m * padded + d, padded, w.alpha + m, 1.f);
+                }
+            });
+#else
+        (void)from, (void)to, (void)acc;
+#endif
+    }
+
+    template <class T, class V>
+    void add_values(const Work<T>& w, const V* const* values, int from, int to, float* acc) const {
+        for (int64_t m = 0; m < w.M; m += w.step)
+            with_rows((int)std::min(w.step, w.M - m), [&](auto rows) {
+                constexpr int kWide = LANES == 16 && rows() <= 4 ? 4 : 2;  // as registers allow
+                for (int64_t d = 0, wide; d < padded; d += wide * kLanes) {
+                    const int64_t left = (padded - d) / kLanes;
+                    wide = left >= kWide ? kWide : left >= 2 ? 2 : 1;
+                    auto add = wide == kWide ? value_rows<V, kWide, rows()> : value_rows<V, 2, rows()>;
+                    if (wide == 1) add = value_rows<V, 1, rows()>;
+                    add(w.scores + m * kTile + from, to - from, values + from, (int)d, w.alpha + m,
+                        acc + m * padded + d, (int)padded);
+                }
+            });
+    }
+
+    // One row of scores [low, whole) of a tile to weights, in place, and its running maximum and sum; alpha rescales
+    // what came before.
+    template <class T>
+    void softmax(Work<T>& w, int64_t m, int64_t at, int low, int from, int to, int whole, float& top, float& sum) const {
+        float *x = w.scores + m * kTile, &alpha = w.alpha[m];
+        const Query& q = w.queries[w.s.first + m % w.s.count];
+        const int64_t head = w.s.head * group + m / w.s.count;
+        from = (int)std::clamp<int64_t>(q.low - at, from, to), to = (int)std::clamp<int64_t>(q.high - at, from, to);
+        if (c.softcap > 0)
+            for (int t = low; t < whole; t += kLanes)
+                store_vf(x + t, tanh16(load<vf>(x + t) * (float)(1 / c.softcap)) * (float)c.softcap);
+        if (c.bias) {
+            int64_t first = q.row * c.bias_strides[0] + head * c.bias_strides[1] + q.i * c.bias_strides[2];
+            if (c.bias_dtype == 0 && c.bias_strides[3] == 1) {
+                const float* bias = (const float*)c.bias + first + at;
+                for (int t = from; t < to; ++t) x[t] += bias[t];
+            } else {
+                for (int t = from; t < to; ++t)
+                    x[t] += float_at(c.bias, c.bias_dtype, first + (at + t) * c.bias_strides[3]);
+            }
+        }
+        std::fill(x + low, x + from, -kInf);
+        std::fill(x + to, x + whole, -kInf);
+        vf lanes = splat(top);
+        for (int t = low; t < whole; t += kLanes) lanes = larger(load<vf>(x + t), lanes);
+        const float next = reduce(lanes, larger);
+        alpha = 1.f;
+        // Nothing but -inf so far would make -inf - -inf; a NaN score must go on to poison its own query.
+        const float base = next == -kInf ? 0.f : next;
+        if (next != top) alpha = exp1(top - base);
+        vf total = {};
+        for (int t = low; t < whole; t += kLanes) {
+            vf p = exp16(load<vf>(x + t) - base);
+            total += p;
+            store_vf(x + t, p);
+        }
+        sum = sum * alpha + reduce(total, plus);
+        top = next;
+    }
+
+    template <class T> int execute() const {
+        static thread_local Plan own;
+        static thread_local Scratch storage;
+        Plan& p = own;  // thread_local: the workers must see the caller's
+        p.clear();
+        if (int error = plan(p)) return error;
+        float* states = p.states ? storage.get(p.states) : nullptr;
+        if (p.states && !states) return kNoMemory;
+        std::atomic<bool> failed{false};
+        const Query* queries = p.queries.data();
+        for (const std::vector<Task>* tasks : {&p.shared, &p.tasks}) {
+            const Task* all = tasks->data();
+            const int64_t count = (int64_t)tasks->size();
+            [[maybe_unused]] const bool threaded =
+                c.threads > 1 && count > 1 && p.work * (c.key_dim + c.value_dim) > kAlone;
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (threaded)
+            for (int64_t i = count - 1; i >= 0; --i)  // the last queries see most
+                if (!run<T>(all[i], queries, states)) failed.store(true, std::memory_order_relaxed);
+            if (failed) return kNoMemory;
+        }
+        const int64_t count = (int64_t)p.tasks.size();
+        for (int64_t i = 0, j; i < count; i = j) {
+            const Task& s = p.tasks[i];
+            for (j = i + 1; j < count && p.tasks[j].first == s.first && p.tasks[j].head == s.head;) ++j;
+            if (s.state < 0) continue;
+            const int64_t M = group * s.count;
+            const Sums sums = sums_at(states + s.state, M);
+            for (int64_t k = i + 1; k < j; ++k) merge(M, sums, sums_at(states + p.tasks[k].state, M));
+            write<T>(s, queries, sums);
+        }
+        return 0;
+    }
+};
+
+}  // namespace
+
+extern "C" int hf_paged_attention(const AttentionCall* call) {
+    const AttentionCall& c = *call;  // attention.py has checked sizes and dtypes; a tensor may have lost its memory
+    if (c.query_len < 0) return 4;
+    if (!(c.batch && c.heads && c.num_tokens && c.value_dim)) return 0;
+    if (!(c.query && c.out && c.seq_lens && c.starts)) return 4;
+    if ((c.num_blocks && !(c.key && c.value)) || (c.max_blocks && !c.tables)) return 4;
+    Kernel kernel{c};
+    try {
+        if (c.dtype == 0) return kernel.execute<float>();
+        return c.dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
+}

@@ -1,0 +1,176 @@
+"""Forwards in which a row's bits do not depend on the rows beside it, operation by operation with the kernels of tapes.
+
+PyTorch's products, means and functions of numbers round differently with the number of rows: other blocking, other
+splits among threads, other code for the last numbers of a vector. The idea of computing them in one order whatever the
+batch is is Thinking Machines' `batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM Inference").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..kernels.cpp.build import batch_invariant, kernel, observer
+from ..step import NotCapturable, NotPackable
+from .lower import Call, Entry, Lowering, is_exact
+from .record import Operation, decompose
+from .tape import pack
+from .values import Ref
+
+aten = torch.ops.aten
+
+_MAX_PROGRAMS = 8192
+
+
+class NotInvariant(NotPackable):
+    """An operation for which there is no kernel whose rows do not depend on one another."""
+
+
+class _Program(NamedTuple):
+    """An operation on tensors of some shapes, as kernels."""
+
+    entries: list[Entry]
+    inputs: dict[int, int]  # number of a tensor, by the address that it had
+    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]  # sizes, strides
+    is_single: bool
+    is_in_place: bool
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        made = [torch.empty_strided(*found[:2], dtype=found[2], device="cpu") for found in self.outputs]
+        starts = [tensor.data_ptr() for tensor in tensors]
+        places = [tensor.data_ptr() for tensor in made if tensor.numel()]
+        held: list[Any] = []
+
+        def address(ref: Ref) -> int:
+            return starts[self.inputs[ref.start]] if ref.value is None else places[ref.value] + ref.start
+
+        def keep(data: bytes) -> int:
+            held.append(ctypes.create_string_buffer(data, len(data)))
+            return ctypes.addressof(held[-1])
+
+        for entry in self.entries:
+            name, packed = pack(entry, address, keep)
+            if error := kernel(name)(packed):
+                raise RuntimeError(f"the kernel {name!r} gave up with error {error}")
+        if self.is_in_place:
+            return tensors[0]
+        return made[0] if self.is_single else tuple(made)
+
+
+class _Invariant(TorchDispatchMode):
+    def __init__(self, programs: dict[Hashable, _Program | None]) -> None:
+        super().__init__()
+        self._programs = programs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            found = decompose(func, args, kwargs)
+            if found is NotImplemented and func in _PARTS:
+                found = _PARTS[func](*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func.is_view or not any(tensor.is_floating_point() and tensor.numel() for tensor in tensors):
+            return func(*args, **kwargs)
+        # what lies in one place may be read once
+        first = {tensor.data_ptr(): number for number, tensor in enumerate(reversed(tensors))}
+        key = func, *(_kind(leaf, first) for leaf in leaves)
+        if key not in self._programs:
+            if len(self._programs) >= _MAX_PROGRAMS:
+                self._programs.clear()
+            self._programs[key] = _program(func, args, kwargs, tensors)
+        program = self._programs[key]
+        return func(*args, **kwargs) if program is None else program(tensors)
+
+
+def _sum(x: Tensor, dims: Any, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
+    """Over one dimension that is not the last: of what the experts of a token give, one after the other."""
+    if not x.is_floating_point() or dims is None or len(dims) != 1 or dims[0] % x.dim() == x.dim() - 1:
+        return NotImplemented
+    first, *others = (part.float() for part in x.unbind(dims[0]))
+    total = functools.reduce(torch.add, others, first).to(dtype or x.dtype)
+    return total.unsqueeze(dims[0]) if keepdim else total
+
+
+def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Any:
+    """Rows of `x` by the weights of their group, which ends at `offs`."""
+    if offs is None or x.dim() != 2 or weights.dim() != 3 or others or any(options.values()):
+        return NotImplemented
+    bounds = [0, *offs.tolist()]
+    found = x.new_zeros(x.shape[0], weights.shape[2])
+    for weight, start, end in zip(weights, bounds, bounds[1:]):
+        if start < end:
+            found[start:end] = x[start:end] @ weight
+    return found
+
+
+# what is computed by parts, for each of which there is a kernel
+_PARTS: dict[Any, Callable[..., Any]] = {aten.sum.dim_IntList: _sum, aten._grouped_mm.default: _grouped_mm}
+
+
+def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    if type(leaf) not in (Tensor, torch.nn.Parameter) or not leaf.is_cpu:
+        raise NotInvariant(f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU")
+    return leaf.dtype, leaf.shape, leaf.stride(), first[leaf.data_ptr()]
+
+
+def _program(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> _Program | None:
+    """`None` for what PyTorch computes, as its rows do not depend on one another. Raises [`NotInvariant`] for other
+    operations."""
+    if is_exact(func, args) or not any("Tensor" in str(found.type) for found in func._schema.returns):
+        return None
+    is_in_place = func._schema.is_mutable
+    shaped = args[0] if is_in_place else func(*_on_meta(args), **_on_meta(kwargs))
+    leaves = shaped if isinstance(shaped, (tuple, list)) else (shaped,)
+    outputs = [(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves]
+    if not any(dtype.is_floating_point for *_, dtype in outputs):
+        return None
+    made = [torch.empty_strided(*output[:2], dtype=output[2], device="cpu") for output in outputs]
+    found = args[0] if is_in_place else made[0] if isinstance(shaped, Tensor) else tuple(made)
+    lowering = Lowering(lambda tensor: True)
+    for tensor in () if is_in_place else made:
+        lowering.values.add_outside(tensor)  # else nothing needs what is stored there
+    try:
+        entries = lowering.run([Operation(func, args, kwargs, found)])
+    except NotCapturable as error:
+        raise NotInvariant(str(error)) from None
+    if not entries or any(isinstance(entry, Call) for entry in entries):
+        kinds = "; ".join(f"{x.dtype} {tuple(x.shape)} {x.stride()}" for x in tensors)
+        raise NotInvariant(f"no kernel computes {func} of {kinds}")
+    inputs = {tensor.data_ptr(): number for number, tensor in reversed(list(enumerate(tensors)))}
+    return _Program(entries, inputs, [] if is_in_place else outputs, isinstance(shaped, Tensor), is_in_place)
+
+
+def _on_meta(x: Any) -> Any:
+    return tree_map_only(Tensor, lambda y: torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta"), x)
+
+
+_programs: dict[Hashable, _Program | None] = {}
+
+
+@contextlib.contextmanager
+def in_fixed_order() -> Iterator[None]:
+    """The kernels that this thread calls, and tapes that it records, sum in an order that only a row itself decides."""
+    token = batch_invariant.set(True)
+    try:
+        yield
+    finally:
+        batch_invariant.reset(token)
+
+
+def by_kernels() -> contextlib.AbstractContextManager[Any]:
+    """Within `in_fixed_order`: what this thread computes has the same bits for a row whatever rows stand beside it.
+    Raises [`NotInvariant`] before an operation that cannot. Operations that are recorded are left to the tape."""
+    return _Invariant(_programs) if observer.get() is None else contextlib.nullcontext()

@@ -22,6 +22,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "max_num_seqs": st.integers(1, 10**9),
     "preemption": st.sampled_from(["auto", "recompute", "swap"]),
     "capture": st.booleans(),
+    "batch_invariant": st.booleans(),
     "cache_salt": st.none() | st.text("aé ", min_size=1),
 }
 

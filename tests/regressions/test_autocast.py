@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, check_integrity, last_route
+from hf_paged.attention.backends import cpp as backend
+from hf_paged.kernels import cpp
 from tests.support import models
 
 STEPS = 10
@@ -49,6 +51,14 @@ def test_item_02_every_backend(name: str, backend: str, monkeypatch: pytest.Monk
     plain = outputs(model, inputs, torch.bfloat16)
     paged = outputs(model, inputs, torch.bfloat16, **models.PAGED)
     assert torch.equal(paged.sequences, plain.sequences)
+
+
+@pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+def test_the_kernel_is_checked_without_autocast() -> None:
+    """A first call under autocast made the process do without the kernel: PyTorch's products were bfloat16's."""
+    backend._agrees.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert backend.is_available()
 
 
 def test_item_02_the_engine() -> None:

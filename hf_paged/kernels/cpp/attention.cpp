@@ -29,6 +29,7 @@ namespace {
 constexpr int kNoMemory = 6;  // beside the errors of `plan`
 constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread reads while others wake
 constexpr int64_t kPart = 512;       // tokens that are summed on their own
+constexpr int64_t kFewRows = 8;      // M up to which memory is waited for, so that weights need not be rounded to pairs
 constexpr int64_t kTaskRows = 128;   // M, as far as one query allows
 
 // Sees positions [low, high) of its row's table. Sums of those before `shared` are those of member `place` of
@@ -318,7 +319,7 @@ struct Kernel {
 
         Work(const Kernel& k, const Task& task, const Query* all)
             : s(task), queries(all), M(k.group * task.count), step(even_step(M)), tiled(k.has_tiles<T>()),
-              paired(!tiled && k.pairs_keys<T>()), pairs_values(k.pairs_values<T>()),
+              paired(!tiled && k.pairs_keys<T>()), pairs_values(k.pairs_values<T>() && (k.c.is_fixed || M > kFewRows)),
               dots(!tiled && !paired && !k.c.is_fixed && M <= kDotRows && k.c.key_dim % kLanes == 0) {}
         static int64_t even_step(int64_t M) {
             const int64_t steps = (M + kMaxRows - 1) / kMaxRows;

@@ -29,9 +29,9 @@ import torch
 import hf_paged
 from benchmarks import arrivals, ceilings, generate_tables, kv_memory, latency, machine, report
 from benchmarks.continuous import GenerateBatch, tuned
-from benchmarks.external import VLLM, OpenVINO
 from benchmarks.generate_tables import COLUMNS, Result
 from benchmarks.models import SHAPES, Shape, build
+from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, equal_share
@@ -43,20 +43,23 @@ SHARES = {"W1": 12, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "arrivals": 
 """Of a run's time, in its order; what a part leaves goes to those after it."""
 
 
-def systems_for(workload: Workload, tuned_peer: GenerateBatch | None, quick: bool) -> dict[str, System]:
-    """By name; plain comes first, once for each batch size. Without `tuned_peer` only plain and ours."""
+def systems_for(
+    workload: Workload, tuned_peer: GenerateBatch | None, quick: bool, peers: Sequence[str] = ()
+) -> dict[str, System]:
+    """By name; plain comes first, once for each batch size. Without `tuned_peer` none of transformers' other ways."""
     sizes = workload.batch_sizes or (0,)
     found: dict[str, System] = {f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes}
     engine = Engine()
     found |= {"ours": Generate(cache="paged"), "engine": engine}
     if workload.name == "W2":
         found[SMALL_POOL] = SmallPool(of=engine)
+    found |= {TITLES[name]: Peer(name) for name in peers}
     if tuned_peer is None:
         return found
     found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
     if workload.name in PEERED:
         found |= {"generate_batch": GenerateBatch(fills_memory=not quick), "generate_batch, tuned": tuned_peer}
-    return found | {"vLLM": VLLM(), "OpenVINO GenAI": OpenVINO()}
+    return found
 
 
 def timed(
@@ -211,7 +214,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=machine.devices(), default="cpu")
     parser.add_argument("--model", choices=list(SHAPES), help="(llama-100m; llama-tiny with --quick)")
     parser.add_argument("--only", default="", help="workloads, for example W1,arrivals; without it all, and the memory")
-    parser.add_argument("--no-peers", action="store_true", help="only plain and ours")
+    parser.add_argument("--no-peers", action="store_true", help="no other way of transformers' own")
+    parser.add_argument(
+        "--peers", nargs="+", default=[], choices=list(TITLES), help="engines for processors, each installed apart"
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory measurements")
     parser.add_argument("--repeats", type=int, help="turns of each system in a process, whatever time they take")
     parser.add_argument("--minutes", type=float, help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere")
@@ -300,7 +306,7 @@ def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
 def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | None) -> list[Result]:
     """All turns of one workload, and their rows."""
     args, shape = state.args, SHAPES[state.args.model]
-    systems = systems_for(workload, peer, args.quick)
+    systems = systems_for(workload, peer, args.quick, args.peers)
     floor = floor_of(Cost.of(model, shape), state.limits, workload)
     repeats, fewest = args.repeats or workload.repeats, args.repeats or workload.fewest
     found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from dataclasses import replace
@@ -50,9 +49,6 @@ def test_quick_prints_and_writes_every_workload_and_system(quick):
     found = {(row["workload"], row["system"]): row for row in data["rows"]}
     for name in WORKLOADS:
         assert found[name, "static, compiled"]["time"].startswith("skipped: ")
-        for peer, module in (("vLLM", "vllm"), ("OpenVINO GenAI", "openvino_genai")):
-            if importlib.util.find_spec(module) is None:
-                assert found[name, peer]["time"] == "not installed"
         for system in ("ours", "engine"):
             row = found[name, system]
             assert row["tokens_per_s"] > 0 and row["kv_mib"] > 0 and row["roofline_share"].endswith("%")

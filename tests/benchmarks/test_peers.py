@@ -1,0 +1,76 @@
+"""Engines in a process of their own: what they are asked, and what their failures become."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import peers
+from benchmarks.generate import systems_for
+from benchmarks.models import SHAPES, build
+from benchmarks.systems import NotAvailable
+from benchmarks.workloads import WORKLOADS
+
+ROOT = Path(peers.__file__).parent
+ECHO = """
+import json, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    copies = range(asked["rows_per_prompt"])
+    pairs = zip(asked["prompts"], asked["new_tokens"])
+    print(json.dumps({"rows": [prompt[:1] * length for prompt, length in pairs for _ in copies]}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", peers.TITLES)
+def test_every_peer_has_exact_versions(name: str) -> None:
+    lines = [line for line in (ROOT / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines and all(line.count("==") == 1 for line in lines)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "worker.py"), name, "/nowhere", "1"],
+        capture_output=True,
+        text=True,
+        input="",
+        timeout=60,
+    )
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0 and list(answer) == ["error"] and "Error" in answer["error"]
+
+
+def test_a_worker_answers_in_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text(ECHO)
+    monkeypatch.setattr(peers, "_HERE", tmp_path)
+    monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
+    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
+    model, batch = build(shape, "cpu", torch.bfloat16), workload.batch(0, shape.vocab)
+    system = systems_for(workload, None, True, ["vllm"])["vLLM"]
+    expected = [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
+    assert system(model, shape, workload, batch).rows == expected == system(model, shape, workload, batch).rows
+    system.free()
+    assert isinstance(system, peers.Peer) and system._process is None and system._folder is None
+    with pytest.raises(NotAvailable, match="greedy and sampling only"):
+        system(model, shape, WORKLOADS["W5"], batch)
+
+
+def test_an_engine_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(peers, "_HERE", tmp_path)
+    monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
+    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
+    with pytest.raises(RuntimeError, match="its process ended with 3"):
+        peers.Peer("vllm")(build(shape, "cpu", torch.bfloat16), shape, workload, workload.batch(0, shape.vocab))
+
+
+def test_packages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.txt").write_text("no-such-package-of-anyone==0.0.0\n")
+    monkeypatch.setattr(peers, "_HERE", tmp_path)
+    monkeypatch.setattr(peers, "_ROOT", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(NotAvailable, match="its packages cannot be installed"):
+        peers.environment("vllm")

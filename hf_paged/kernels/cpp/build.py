@@ -23,10 +23,10 @@ import torch  # noqa: F401  before dlopen: the library then shares the OpenMP ru
 
 logger = logging.getLogger(__package__)
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")
 _INCLUDED = ("attention", "draw", "hash", "lanes", "linear", "rows", "tiles")
-_SOURCES = (_SOURCE, *(_SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
-_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
+SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
@@ -88,7 +88,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load() -> ctypes.CDLL:
-    """The library from the cache folder, compiled first if it is not there; or compiled for this process alone."""
+    """The wheel's library; where there is none, that of the cache folder, compiled first if it is not there; or one
+    compiled for this process alone."""
+    from . import prebuilt  # which needs this module
+
+    if (path := prebuilt.find()) is not None:
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.info("the library of the wheel cannot be loaded, one is compiled: %s", error)
     compiler, key = _recipe()
     try:
         folder = _make_private(_cache_dir())
@@ -107,17 +115,23 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(str(_build(_make_private(Path(name)), key, compiler)))
 
 
-def _recipe() -> tuple[str, str]:
-    """The compiler, and a name for what it makes of these sources on this CPU."""
+def find_compiler() -> str:
+    """Raises `RuntimeError` if there is none."""
     if sys.platform == "win32":
         raise RuntimeError("no build on Windows")
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise RuntimeError(f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX")
+    return compiler
+
+
+def _recipe() -> tuple[str, str]:
+    """The compiler, and a name for what it makes of these sources on this CPU."""
+    compiler = find_compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     # A home directory may serve machines with other CPUs, which -march=native would not run on.
-    parts = (*(source.read_bytes() for source in _SOURCES), _FLAGS, _EXTRA_FLAGS, version, _cpu())
+    parts = (*(source.read_bytes() for source in SOURCES), COMMON_FLAGS, _EXTRA_FLAGS, version, _cpu())
     return compiler, hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
@@ -141,7 +155,7 @@ def _build(folder: Path, key: str, compiler: str) -> Path:
     os.close(handle)
     try:
         for extra in _EXTRA_FLAGS:
-            command = [compiler, *_FLAGS, *extra, str(_SOURCE), "-o", name]
+            command = [compiler, *COMMON_FLAGS, *extra, str(SOURCE), "-o", name]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
             if done.returncode == 0:
                 os.chmod(name, 0o700)  # the linker goes by the umask
@@ -164,10 +178,15 @@ def _cache_dir() -> Path:
 
 def _cpu() -> str:
     """Architecture and instruction sets, as far as the system tells."""
+    return f"{platform.machine()} {' '.join(sorted(cpu_flags())) or platform.processor()}"
+
+
+def cpu_flags() -> set[str]:
+    """What Linux says that the processor and the system can do."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()} {flags}"
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return set(found.partition(":")[2].split())
 
 
 def _make_private(folder: Path) -> Path:

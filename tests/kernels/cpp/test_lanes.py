@@ -14,7 +14,7 @@ from hf_paged.kernels import cpp
 _RUN = """
 import sys, pytest
 from hf_paged.kernels.cpp import build
-build._FLAGS += (f"-DLANES={sys.argv[1]}",)
+build.COMMON_FLAGS += (f"-DLANES={sys.argv[1]}",)
 chosen = ["-m", "not slow and not gpu", "tests/attention/test_backends.py"]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *chosen]))
 """

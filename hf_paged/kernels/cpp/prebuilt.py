@@ -1,0 +1,65 @@
+"""The libraries that a wheel holds, one for each level of instructions, and which of them this processor runs.
+`python -m hf_paged.kernels.cpp.prebuilt` builds them into `lib`, as `.ci/release` does. A checkout has none."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .build import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler
+
+FOLDER = Path(__file__).with_name("lib")
+_V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
+_V3 = f"{_V2} avx avx2 bmi1 bmi2 f16c fma movbe"
+_V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+LEVELS = {  # the best first: what the compiler is told, and the flags that Linux calls what it may then use
+    "x86-64-v4-amx": ("-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", f"{_V4} avx512_bf16 amx_tile amx_bf16"),
+    "x86-64-v4-bf16": ("-march=x86-64-v4 -mavx512bf16", f"{_V4} avx512_bf16"),
+    "x86-64-v4": ("-march=x86-64-v4", _V4),
+    "x86-64-v3": ("-march=x86-64-v3", _V3),
+    "x86-64-v2": ("-march=x86-64-v2", _V2),
+}
+
+
+def find(flags: set[str] | None = None) -> Path | None:
+    """The best library that is there for a processor with these `flags`, this one's without them: built from these
+    sources."""
+    if platform.machine() != "x86_64":
+        return None
+    own = cpu_flags() if flags is None else flags
+    paths = (_path(level) for level, (_, needed) in LEVELS.items() if own.issuperset(needed.split()))
+    return next((path for path in paths if path.exists()), None)
+
+
+def _path(level: str) -> Path:
+    return FOLDER / f"kernels-{level}-{_content()}.so"
+
+
+@functools.cache
+def _content() -> str:
+    parts = *(source.read_bytes() for source in SOURCES), COMMON_FLAGS, LEVELS
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Builds every level. Raises `CalledProcessError` where the compiler refuses one."""
+    argparse.ArgumentParser(description=__doc__).parse_args(argv)
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.so"):
+        old.unlink()
+    for level, (flags, _) in LEVELS.items():
+        static = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
+        command = [find_compiler(), *COMMON_FLAGS, *flags.split(), *static, str(SOURCE), "-o", str(_path(level))]
+        subprocess.run(command, check=True, timeout=300)
+        print(_path(level).name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Which library of a wheel a processor gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_paged.kernels.cpp import build, prebuilt
+
+EVERY = {flag for _, needed in prebuilt.LEVELS.values() for flag in needed.split()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    for level in prebuilt.LEVELS:
+        prebuilt._path(level).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("without", "level"),
+    [
+        ((), "x86-64-v4-amx"),
+        (("amx_tile",), "x86-64-v4-bf16"),
+        (("amx_bf16", "avx512_bf16"), "x86-64-v4"),
+        (("avx512vl",), "x86-64-v3"),
+        (("avx512f", "avx2"), "x86-64-v2"),
+    ],
+)
+def test_the_best_that_the_processor_runs(folder: Path, without: tuple[str, ...], level: str) -> None:
+    assert prebuilt.find(EVERY - set(without)) == prebuilt._path(level)
+
+
+def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prebuilt.find({"popcnt"}) is None
+    best = prebuilt._path("x86-64-v4-amx")
+    best.rename(folder / "kernels-x86-64-v4-amx-0123456789abcdef.so")  # of other sources
+    assert prebuilt.find(EVERY) == prebuilt._path("x86-64-v4-bf16")
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "aarch64")
+    assert prebuilt.find(EVERY) is None
+
+
+def test_one_that_cannot_be_loaded_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuilt, "cpu_flags", lambda: EVERY)
+    monkeypatch.setattr(build, "_recipe", lambda: (_ for _ in ()).throw(RuntimeError("compiles")))
+    with pytest.raises(RuntimeError, match="compiles"):
+        build._load()
+
+
+_RUN = """
+import subprocess, sys
+from pathlib import Path
+from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp import build, prebuilt
+prebuilt.FOLDER, flags = Path(sys.argv[1]), prebuilt.LEVELS["x86-64-v2"]
+prebuilt.LEVELS = {"x86-64-v2": (flags[0] + " -O1", "")}
+compiler = build.find_compiler
+assert prebuilt.main([]) == 0
+build._recipe = None  # nothing is compiled
+assert cpp.is_available()
+from hf_paged.attention import backends
+assert backends.cpp.is_available()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="wheels are Linux's")
+def test_a_library_is_built_and_loaded(tmp_path: Path) -> None:
+    environment = os.environ | {"HF_PAGED_CACHE_DIR": str(tmp_path / "none")}
+    command = [sys.executable, "-c", _RUN, str(tmp_path / "lib")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]

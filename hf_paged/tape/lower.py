@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..kernels.cpp.build import batch_invariant
-from ..kernels.cpp.linear import HALVES, MAX_PIECES, MAX_ROWS, MIN_TILE_WIDTH
+from ..kernels.cpp.linear import HALVES, MAX_PIECES, MIN_TILE_WIDTH, max_rows
 from ..step import NotCapturable
 from .record import KernelCall, Operation
 from .rows import Layout, Rows, Shape, is_float, layout, shape_of
@@ -362,7 +362,7 @@ class Lowering:
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool:
         """`weight` as the operation takes it, `(depth, width)`."""
-        is_ours = batch_invariant.get() or (x.dtype in HALVES and x.shape[0] <= MAX_ROWS)
+        is_ours = batch_invariant.get() or (x.dtype in HALVES and x.shape[0] <= max_rows())
         if not is_ours or x.dtype not in FLOATS or not found.numel() or self.values.number(weight) is not None:
             return False
         if weight.dtype is not x.dtype or x.stride(1) != 1 or found.stride(1) != 1:

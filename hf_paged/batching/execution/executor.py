@@ -23,6 +23,7 @@ from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...step import ReadCounters
+from ...tape.products import own_products
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
 from ..decoding.sample import SampleDecoding
@@ -170,7 +171,9 @@ class Executor:
         self.replays = False  # whether graphs are
         self.ahead = RunAhead(memory, scheduler)
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
+        self._products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._num_changes = -1  # of the model, when the runner was last told of it
+        self._is_state_due = False  # whether it is to be told of the model's state
 
     def begin(self, check_weights: bool = True, switch_attention: bool = True, replays: bool = True) -> None:
         """Called first, and while nothing is in flight. Without `check_weights` the prefix cache is not used; without
@@ -215,7 +218,7 @@ class Executor:
 
     def _forget_model(self) -> None:
         """No graph is used before the model's state has been read again, and its modules may have other configs."""
-        self._num_changes, self._configs = -1, None
+        self._num_changes, self._configs, self._is_state_due = -1, None, False
         self.ahead.clear()
         self.runner.begin(None)
 
@@ -224,20 +227,21 @@ class Executor:
         if self.guard.num_changes != self._num_changes:
             self._forget_model()
             self._num_changes = self.guard.num_changes
-            if self.replays and self.runner.can_capture:
-                self.runner.begin(read_state(self.model))
+            self._is_state_due = self.replays and self.runner.can_capture
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
         """Around each step: the model's attention is `"hf_paged"`, and masks are observed by no call."""
         configs = self._configs  # which `begin` forgets, perhaps in the thread of another call
         if configs is None:
-            modules = list(self.model.modules()) if self._switches_attention else []
+            every = list(self.model.modules())
+            modules = every if self._switches_attention else []
+            self._products = own_products(every)
             wrap_expansions(modules)
             configs = self._configs = switchable_configs(modules)
         tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
-            with torch.no_grad(), use_paged_attention(configs):
+            with torch.no_grad(), use_paged_attention(configs), self._products:
                 yield
         finally:
             mask_observer.reset(tokens[0])
@@ -245,6 +249,9 @@ class Executor:
 
     def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
         """[`Runner`]'s logits: of what was launched ahead, then of the rest. Interrupts reach the forward."""
+        if self._is_state_due and all(query_len == 1 for _, query_len in items):  # no prompt waits for it
+            self._is_state_due = False
+            self.runner.begin(read_state(self.model))
         ahead, count = self.ahead.take(items)
         if ahead is None:
             return self._run_by_adapter(items)

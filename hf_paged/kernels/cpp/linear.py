@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 
 from .attention import DTYPES
-from .build import best_path, kernel
+from .build import PATHS, best_path, kernel
 
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, which `MAX_PIECES` pieces follow
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-MAX_ROWS = 256  # up to which reading the weights once decides: PyTorch serves more
+# rows up to which reading the weights once decides, by the path of `build.PATHS`: PyTorch serves more
+MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 MIN_TILE_WIDTH = 16  # of a weight that AMX serves: `linear_path`
 HALVES = (torch.bfloat16, torch.float16)
+
+
+def max_rows() -> int:
+    """That these products serve on this CPU."""
+    return MAX_ROWS[list(PATHS)[best_path()]]
 
 
 def pack(

@@ -1,0 +1,52 @@
+"""Products of few rows in half precision by `linear.cpp`, in forwards that run as modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..kernels import cpp
+from ..kernels.cpp.build import batch_invariant, observer
+from ..kernels.cpp.linear import HALVES, linear, max_rows
+
+
+class OwnProducts(TorchFunctionMode):
+    """`F.linear` of plain tensors on the CPU, without gradients, reads the weight in place; all else is PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._max_rows = max_rows()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and self._takes(*args):
+            x, weight, *bias = args
+            return linear(x.reshape(-1, x.shape[-1]), weight, *bias).view(*x.shape[:-1], weight.shape[0])
+        return func(*args, **(kwargs or {}))
+
+    def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
+        tensors = (x, weight) if bias is None else (x, weight, bias)
+        if any(type(y) not in (Tensor, nn.Parameter) or not y.is_cpu or y.dtype is not x.dtype for y in tensors):
+            return False
+        if x.dtype not in HALVES or not 0 < x.numel() <= self._max_rows * x.shape[-1] or weight.dim() != 2:
+            return False
+        if weight.stride(1) != 1 or x.shape[-1] != weight.shape[1] or (bias is not None and not bias.is_contiguous()):
+            return False
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        return observer.get() is None and not batch_invariant.get()  # else a tape, or its kernels, take them
+
+
+def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+    """The context for forwards of a model; nothing for one that is compiled, or without the kernels."""
+    parts = list(modules)
+    is_compiled = any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in parts)
+    is_half = any(x.dtype in HALVES and x.is_cpu for part in parts for x in part._parameters.values() if x is not None)
+    if is_compiled or not is_half or not cpp.is_available():
+        return contextlib.nullcontext()
+    return OwnProducts()

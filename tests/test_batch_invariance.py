@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.kernels.cpp.build import PATHS, VARIABLE, batch_invariant, best_path
 from hf_paged.step import Lengths, StepMetadata
-from hf_paged.tape.invariant import NotInvariant, by_kernels, in_fixed_order
+from hf_paged.tape.invariant import NotInvariant, _programs, by_kernels, in_fixed_order
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -257,3 +258,105 @@ def test_lengths_hold_origins_of_packed_rows() -> None:
     assert (
         StepMetadata(table, (0, 1, 3), (5, 9), (0, 0), 16, columns=range(9), origins=(0, 4)).on_device.origins is None
     )
+
+
+class _Part(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class _Mixes(_Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x / x.abs().amax())
+
+
+class _Sums(_Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + 1e-3 * x.cumsum(1)
+
+
+class _Weighs(_Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (1 + (x.transpose(1, 2) * 3).softmax(1).transpose(1, 2) * 20)
+
+
+class _InAThread(_Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def run() -> None:
+            with torch.no_grad():
+                found.append(self.inner(x) + (x @ x.new_ones(64, 333) / 8 @ x.new_ones(333, 64)) * 1e-3)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+class _InNumPy(_Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + torch.from_numpy(x.float().numpy()).to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [_Mixes, _Sums, _Weighs, _InNumPy])
+def test_forwards_that_mix_rows_are_refused(kind: type[_Part]) -> None:
+    model = models.build("llama").to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp = kind(layer.mlp)
+    with pytest.raises(ValueError, match="`batch_invariant` is True"):
+        model.generate(
+            torch.ones(1, 4, dtype=torch.long),
+            max_new_tokens=2,
+            cache_implementation="paged",
+            cache_config={"batch_invariant": True},
+        )
+
+
+class _HalfOfOne(torch.nn.Module):
+    """A product of a slice, which has other strides in a step of one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 192), torch.nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(up) * gate[..., :64]
+
+
+def test_products_of_slices() -> None:
+    torch.manual_seed(0)
+    model = models.build("llama")
+    for layer in model.model.layers:
+        layer.mlp = _HalfOfOne()
+    model.to(torch.bfloat16)
+    draw, rows = random.Random(1), dict(enumerate(prompts(6, 3)))
+    with PagedEngine(model, PagedConfig(batch_invariant=True)) as engine:
+        together = run(engine, rows, draw)
+    for number, prompt in rows.items():
+        with PagedEngine(model, PagedConfig(batch_invariant=True)) as engine:
+            assert torch.equal(run(engine, {number: prompt}, draw)[number], together[number])
+
+
+def test_what_a_thread_computes_is_not_frozen_in_a_recording() -> None:
+    """Its numbers were replayed as they were when they were recorded."""
+    model = models.build("llama")
+    for layer in model.model.layers:
+        layer.mlp = _InAThread(layer.mlp)
+    ids = models.token_ids(3, 9)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    plain = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="paged", **options), plain)
+
+
+def test_numbers_that_are_equal_but_not_the_same() -> None:
+    x = torch.randn(5, 41).abs()
+    with torch.no_grad(), in_fixed_order(), by_kernels():
+        zeros = x * 0.0, x * -0.0
+        known = len(_programs)
+        for _ in range(3):
+            x * float("nan")
+        assert len(_programs) <= known + 1
+    assert not torch.signbit(zeros[0]).any() and torch.signbit(zeros[1]).all()

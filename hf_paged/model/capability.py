@@ -121,7 +121,7 @@ def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: M
         return f"it is on {compute_device(model)}"
     if not cpp.is_available() or forced() not in (None, "cpp"):
         return "the C++ kernels are not used"
-    found = _find(self_check, "packed", model, cache, make, kind="batch invariant")
+    found = _find(invariance_check, "packed", model, cache, make)
     return found if isinstance(found, str) else None
 
 
@@ -358,6 +358,29 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     reason = in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
     # or count padding among positions
     return reason or Layout(mixed_lengths=difference(decoded.flatten(0, 1), padded.flatten(0, 1), "logits") is None)
+
+
+def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
+    """Why rows in a step have other bits than alone, or prompts than decodes, if they do. Raises what `self_check`
+    does."""
+    found = self_check(model, cache, make)
+    if isinstance(found, str):
+        return found
+    with _forwards(model):
+        rows = _test_tokens(model)
+    prompts, end = (_FIRST, _SECOND, _LENGTH), _FIRST + 2
+    plans = [
+        (prompts, _PACKED_STEPS),
+        (prompts, (((0, _FIRST),), ((0, 1),), ((0, 1),))),
+        (prompts, (((1, _SECOND),), ((1, 1),))),
+        (prompts, (((2, _LENGTH),),)),
+        ((end, _SECOND, _LENGTH), (((0, end),),)),
+    ]
+    together, first, second, third, at_once = (_step_logits(model, make, Layout(), rows, plan) for plan in plans)
+    alone = torch.stack([first[0], second[0], first[1], second[1], first[2], third[0]])
+    if not torch.equal(together, alone) or not torch.equal(at_once, first[2:]):
+        return "some of what its forward computes is not done row by row"
+    return None
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:

@@ -14,14 +14,16 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .lower import Call, Entry, Lowering, is_exact
-from .record import Operation, decompose
+from .record import NothingRead, Operation, decompose
 from .tape import pack
 from .values import Ref
 
@@ -65,6 +67,9 @@ class _Program(NamedTuple):
         return made[0] if self.is_single else tuple(made)
 
 
+_UNKNOWN: Any = object()
+
+
 class _Invariant(TorchDispatchMode):
     def __init__(self, programs: dict[Hashable, _Program | None]) -> None:
         super().__init__()
@@ -84,12 +89,12 @@ class _Invariant(TorchDispatchMode):
             return func(*args, **kwargs)
         # what lies in one place may be read once
         first = {tensor.data_ptr(): number for number, tensor in enumerate(reversed(tensors))}
-        key = func, *(_kind(leaf, first) for leaf in leaves)
-        if key not in self._programs:
+        key = func, *kwargs, *(_kind(leaf, first) for leaf in leaves)
+        program = self._programs.get(key, _UNKNOWN)
+        if program is _UNKNOWN:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.clear()
-            self._programs[key] = _program(func, args, kwargs, tensors)
-        program = self._programs[key]
+            program = self._programs[key] = _program(func, args, kwargs, tensors)
         return func(*args, **kwargs) if program is None else program(tensors)
 
 
@@ -120,7 +125,7 @@ _PARTS: dict[Any, Callable[..., Any]] = {aten.sum.dim_IntList: _sum, aten._group
 
 def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
     if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
+        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # -0.0 equals 0.0, NaN not itself
     if type(leaf) not in (Tensor, torch.nn.Parameter) or not leaf.is_cpu:
         raise NotInvariant(f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU")
     return leaf.dtype, leaf.shape, leaf.stride(), first[leaf.data_ptr()]
@@ -170,7 +175,26 @@ def in_fixed_order() -> Iterator[None]:
         batch_invariant.reset(token)
 
 
-def by_kernels() -> contextlib.AbstractContextManager[Any]:
+class _OneLinear(TorchFunctionMode):
+    """`F.linear` as one product of rows: when PyTorch adds the bias depends on the input's strides."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        are_plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in args)
+        if func is not F.linear or kwargs or not are_plain:
+            return func(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        rows = x.reshape(-1, x.shape[-1])
+        found = rows.mm(weight.t()) if not bias or bias[0] is None else torch.addmm(bias[0], rows, weight.t())
+        return found.view(*x.shape[:-1], weight.shape[0])
+
+
+@contextlib.contextmanager
+def by_kernels() -> Iterator[None]:
     """Within `in_fixed_order`: what this thread computes has the same bits for a row whatever rows stand beside it.
-    Raises [`NotInvariant`] before an operation that cannot. Operations that are recorded are left to the tape."""
-    return _Invariant(_programs) if observer.get() is None else contextlib.nullcontext()
+    Raises [`NotInvariant`] before an operation that cannot, `NotCapturable` before the content of a tensor goes to
+    NumPy. Operations that are recorded are left to the tape."""
+    with _OneLinear(), contextlib.ExitStack() as stack:
+        if observer.get() is None:
+            stack.enter_context(NothingRead())
+            stack.enter_context(_Invariant(_programs))
+        yield

@@ -78,6 +78,8 @@ _EXACT = frozenset(
     "round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax cumsum histc index_add_ nan_to_num "
     "_local_scalar_dense _unsafe_view _reshape_alias".split()
 )
+# of these, what goes along the last axis: rows, and not their neighbours
+_ALONG_AN_AXIS = frozenset({"amax", "amin", "cumsum", "max", "min", "sort", "topk", "_softmax", "_log_softmax"})
 WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 
 
@@ -131,9 +133,24 @@ class Call:
 Entry = Rows | Kernel | Linear | Call
 
 
+def _axis(function: Any, args: Any) -> int:
+    """The only one that an operation goes along; for several, or for all, one that is not the last."""
+    names = [argument.name for argument in function._schema.arguments]
+    place = names.index("dim") if "dim" in names else len(args)
+    if place < len(args):
+        axis = args[place]
+    else:  # as it is by default
+        axis = function._schema.arguments[place].default_value if place < len(names) else None
+    if isinstance(axis, (list, tuple)):
+        axis = axis[0] if len(axis) == 1 else None
+    return axis if isinstance(axis, int) else -args[0].dim()
+
+
 def is_exact(function: Any, args: Any) -> bool:
     """Whether PyTorch gives a row of the result the same bits whatever rows stand beside it."""
     name = function._schema.name.removeprefix("aten::")
+    if name in _ALONG_AN_AXIS and args[0].is_floating_point():
+        return _axis(function, args) % max(1, args[0].dim()) == args[0].dim() - 1
     is_product = name in ("mm", "bmm") and args[0].shape[-1] == 1  # nothing is summed
     return name in _EXACT or function in _VIEWS_IN_PLACE or is_product
 
@@ -150,10 +167,11 @@ class Lowering:
     values: Values = field(default_factory=Values)
     entries: list[Entry] = field(default_factory=list)
     changed_outside: set[int] = field(default_factory=set)  # addresses of storages; of values, too
+    changed: set[int] = field(default_factory=set)  # with what the last operation writes
     constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
 
     def run(self, operations: list[Operation | KernelCall]) -> list[Entry]:
-        changed = set(_changed(operations))
+        changed = self.changed = set(_changed(operations))
         self.changed_outside = set(_changed(operations[:-1]))  # nothing is read of results, which the last one writes
         for each in operations:
             if isinstance(each, KernelCall):
@@ -187,7 +205,8 @@ class Lowering:
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if self.values.number(tensor) is None:
-                if not self.is_kept(tensor):
+                storage = _storage(tensor)
+                if storage in self.changed or not (storage in self.constants or self.is_kept(tensor)):
                     self.values.held.append(tensor)
                 if _storage(tensor) in self.changed_outside:
                     self.values.add_outside(tensor)

@@ -51,7 +51,7 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-class _NothingRead(TorchFunctionMode):
+class NothingRead(TorchFunctionMode):
     """Raises [`NotCapturable`] before the content of a tensor on the CPU goes to Python or NumPy: what is made of it is
     no operation that would run again."""
 
@@ -111,7 +111,7 @@ def recording() -> Iterator[list[Operation | KernelCall]]:
     operations: list[Operation | KernelCall] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     try:
-        with _NothingRead(), _Recorder(operations):
+        with NothingRead(), _Recorder(operations):
             yield operations
     finally:
         observer.reset(token)

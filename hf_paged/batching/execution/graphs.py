@@ -327,8 +327,16 @@ class Tapes:
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Tape:
         run()  # makes what is made on first use, and the memory of its result
-        kept = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
-        return Tape.record(run, lambda tensor: tensor.untyped_storage().data_ptr() in kept)
+        own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
+        kept = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *own)}
+
+        def is_kept(tensor: Tensor) -> bool:
+            found = tensor.untyped_storage().data_ptr() in kept
+            if not found and tensor.is_floating_point() and tensor.numel():
+                raise NotCapturable("its forward takes numbers that no recorded operation made, perhaps in a thread")
+            return found
+
+        return Tape.record(run, is_kept)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -30,9 +30,27 @@ typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
 
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // of -0, too
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store_vf(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+// a * b + c, rounded once where the CPU can: else compilers decide that for each instance of a template, and a row would
+// get other bits beside other rows.
+#if defined(__FMA__) && LANES == 16
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__FMA__) && LANES == 8
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#elif defined(__FMA__)
+inline vf fma(vf a, vf b, vf c) { return (vf)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c); }
+#else
+inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+#endif
+inline float fma(float a, float b, float c) {
+#if defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; }
 
 #ifdef __clang__
@@ -189,7 +207,7 @@ template <int M, class T> void dot_rows(const float* a, int k, const T* const* t
         vf sum[M] = {};
         for (int d = 0; d < k; d += kLanes) {
             vf b = load_floats(tokens[t] + d);
-            for (int m = 0; m < M; ++m) sum[m] += load<vf>(a + (int64_t)m * k + d) * b;
+            for (int m = 0; m < M; ++m) sum[m] = fma(load<vf>(a + (int64_t)m * k + d), b, sum[m]);
         }
         for (int m = 0; m < M; ++m) s[m][t] = (vu)sum[m];
     }
@@ -208,8 +226,8 @@ template <int M> void score_rows(const float* a, int k, const float* kt, float* 
         vf b0 = load<vf>(kt + (int64_t)d * kSub), b1 = load<vf>(kt + (int64_t)d * kSub + kLanes);
         for (int m = 0; m < M; ++m) {
             vf x = splat(a[(int64_t)m * k + d]);
-            s[m][0] += x * b0;
-            s[m][1] += x * b1;
+            s[m][0] = fma(x, b0, s[m][0]);
+            s[m][1] = fma(x, b1, s[m][1]);
         }
     }
     for (int m = 0; m < M; ++m)
@@ -228,7 +246,7 @@ void value_rows(const float* weights, int n, const T* const* tokens, int column,
         for (int v = 0; v < N; ++v) b[v] = load_floats(tokens[t] + column + v * kLanes);
         for (int m = 0; m < M; ++m) {
             vf x = splat(weights[m * kTile + t]);
-            for (int v = 0; v < N; ++v) s[m][v] += x * b[v];
+            for (int v = 0; v < N; ++v) s[m][v] = fma(x, b[v], s[m][v]);
         }
     }
     for (int m = 0; m < M; ++m)

@@ -59,8 +59,8 @@ void wide_block(const T* w, int64_t stride, const float* x, int64_t depth, const
                 const vu pair = load<vu>(w + r * stride + k);
                 __builtin_prefetch(ahead + (k * R + r * 2 * kLanes) * 2);
                 for (int b = 0; b < B; ++b) {
-                    acc[r][b] += (vf)(pair << 16) * load<vf>(x + b * depth + k);
-                    acc[r][b] += (vf)(pair & 0xffff0000u) * load<vf>(x + b * depth + k + kLanes);
+                    acc[r][b] = fma((vf)(pair << 16), load<vf>(x + b * depth + k), acc[r][b]);
+                    acc[r][b] = fma((vf)(pair & 0xffff0000u), load<vf>(x + b * depth + k + kLanes), acc[r][b]);
                 }
             }
     } else {
@@ -68,13 +68,13 @@ void wide_block(const T* w, int64_t stride, const float* x, int64_t depth, const
             for (int r = 0; r < R; ++r) {
                 const vf v = load_floats(w + r * stride + k);
                 __builtin_prefetch(ahead + (k * R + r * kLanes) * (int64_t)sizeof(T));
-                for (int b = 0; b < B; ++b) acc[r][b] += v * load<vf>(x + b * depth + k);
+                for (int b = 0; b < B; ++b) acc[r][b] = fma(v, load<vf>(x + b * depth + k), acc[r][b]);
             }
     }
     for (int r = 0; r < R; ++r)
         for (int b = 0; b < B; ++b) {
             float sum = reduce(acc[r][b], plus);
-            for (int64_t i = k; i < depth; ++i) sum += to_float(w + r * stride + i) * x[b * depth + i];
+            for (int64_t i = k; i < depth; ++i) sum = fma(to_float(w + r * stride + i), x[b * depth + i], sum);
             sums[r][b] = sum;
         }
 }
@@ -170,7 +170,7 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
                         for (int b = 0; b < B(); ++b) acc[b] = load<vf>(sums[b] + n);
                         for (int64_t i = 0; i < deep; ++i) {
                             const vf v = load_floats(w + i * p->weight_stride + n);
-                            for (int b = 0; b < B(); ++b) acc[b] += v * x[b * c.depth + k + i];
+                            for (int b = 0; b < B(); ++b) acc[b] = fma(v, splat(x[b * c.depth + k + i]), acc[b]);
                         }
                         for (int b = 0; b < B(); ++b) store_vf(sums[b] + n, acc[b]);
                     }
@@ -178,7 +178,7 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
                 for (int64_t n = whole; n < count; ++n)
                     for (int64_t i = 0; i < deep; ++i)
                         for (int64_t b = 0; b < rows; ++b)
-                            sums[b][n] += to_float(w + i * p->weight_stride + n) * x[b * c.depth + k + i];
+                            sums[b][n] = fma(to_float(w + i * p->weight_stride + n), x[b * c.depth + k + i], sums[b][n]);
             }
             for (int64_t b = 0; b < rows; ++b)
                 for (int64_t n = 0; n < count; ++n) finish<T>(*p, m + b, first + n, sums[b][n]);

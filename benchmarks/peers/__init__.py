@@ -49,6 +49,7 @@ class Peer(System):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.is_peer = name == "llamacpp"  # whose rows take turns
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 

@@ -242,7 +242,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, facts: dict[str, Any], limits: ceilings.Ceilings) -> None:
         self.args, self.facts, self.limits = args, facts, limits
         self.start = time.perf_counter()
-        self.name = "-".join(["generate", args.device, args.model, *map(str.lower, args.only)])
+        parts = [] if args.peers else map(str.lower, args.only)
+        self.name = "-".join(["peers" if args.peers else "generate", args.device, args.model, *parts])
         self.rows: list[dict[str, Any]] = []
         self.columns = {k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"}
         self.extra: dict[str, Any] = {"ceilings": asdict(limits), "model": asdict(SHAPES[args.model])}

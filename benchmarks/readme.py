@@ -23,6 +23,7 @@ from benchmarks.linears import TARGET as PRODUCT_TARGET
 from benchmarks.linears import TURNS as PRODUCT_TURNS
 from benchmarks.linears import table as product_table
 from benchmarks.paper.rows import TOLD
+from benchmarks.peers import TITLES
 from benchmarks.report import RESULTS
 from benchmarks.side_by_side import table as side_by_side_table
 from benchmarks.threads import table as thread_table
@@ -33,6 +34,7 @@ WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "pap
 ARCHITECTURES = "architectures"
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
 LINEARS = "linears-cpu"
+PEERS = "peers-cpu-llama-100m"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
@@ -178,11 +180,7 @@ def whole_calls(data: Data) -> str:
         ),
         report.markdown(rows, {key: COLUMNS[key] for key in MORE}),
         f"{slower_tails(rows)} {equality(data)}",
-        flow(
-            f"""{not_run(data["rows"])} Engines made for processors that load a model from files (OpenVINO GenAI, vLLM)
-            run where they are installed; this project's own trials found them faster on a CPU, without a committed
-            figure."""
-        ),
+        flow(f"""{not_run(data["rows"])} Engines made for processors are below, in a run of their own."""),
         flow(
             f"""**Targets** of this run: {len(judged) - len(missed)} of {len(judged)} are met, {len(missed)} are not.
             "a / b" is a's time over b's."""
@@ -203,6 +201,41 @@ def whole_calls(data: Data) -> str:
         ]
     problems = "; ".join(data.get("problems", []))
     return "\n\n".join(parts + ([f"Failed in this run: {problems}."] if problems else []))
+
+
+def processors(data: Data) -> str:
+    """Engines made for processors beside ours."""
+    found: dict[str, dict[str, Data]] = {}
+    for row in data["rows"]:
+        if "seconds" in row and not row["system"].startswith("plain, "):
+            found.setdefault(row["workload"], {})[row["system"]] = row
+    names, rows = list(TITLES.values()), []
+    for workload, systems in found.items():
+        line: dict[str, Any] = {"workload": workload, "turns": len(systems["ours"]["seconds"])}
+        for name in ("plain", "ours", "engine", *names):
+            if name in systems:
+                line[name] = statistics.median(systems[name]["seconds"])
+        peers = [name for name in names if name in line]
+        if peers:
+            best = min(peers, key=lambda name: line[name])
+            line |= {f"{name} / best": line[name] / line[best] for name in ("ours", "engine")}
+            line["best"] = best
+        rows.append(line)
+    columns = ["workload", "turns", "plain", "ours", "engine", *names, "best", "ours / best", "engine / best"]
+    limits, command = data["ceilings"], data["command"].partition(" --results")[0]
+    return "\n\n".join(
+        [
+            flow(
+                f"""**Engines made for processors** on the same weights (`{data["model"]["name"]}`, bfloat16) and
+                prompts: one run of `{command}`, {machine_of(data["facts"])}. Measured ceilings:
+                {limits["bandwidth"] / 1e9:.1f} GB/s, {limits["flops"]["bfloat16"] / 1e12:.3g} TFLOP/s bfloat16. Each
+                runs in a process and an environment of its own, in the versions of `benchmarks/peers/*.txt`, at its
+                defaults, on as many threads. Seconds, medians over the turns, and their ratios: above 1 the best of
+                them is faster than ours. llama.cpp gets one turn, in W6, too."""
+            ),
+            report.markdown(rows, {name: name for name in columns}),
+        ]
+    )
 
 
 def attention(data: Data) -> str:
@@ -339,6 +372,7 @@ def benchmarks_section() -> str:
             JSON files in `benchmarks/results`; a test compares the two."""
         ),
         whole_calls(read(WHOLE_CALLS)),
+        processors(read(PEERS)),
         threads(read(THREADS)),
         products(read(LINEARS)),
         rollouts(read(GRPO)),

@@ -26,7 +26,9 @@ class OwnProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and self._takes(*args):
             x, weight, *bias = args
-            return linear(x.reshape(-1, x.shape[-1]), weight, *bias).view(*x.shape[:-1], weight.shape[0])
+            rows = x.reshape(-1, x.shape[-1])
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            return linear(rows, weight, *bias).view(*x.shape[:-1], weight.shape[0])
         return func(*args, **(kwargs or {}))
 
     def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:

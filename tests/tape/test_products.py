@@ -1,0 +1,92 @@
+"""Products of few rows in forwards that run as modules."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_paged import PagedEngine
+from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.build import batch_invariant, observer
+from hf_paged.kernels.cpp.linear import max_rows
+from hf_paged.tape import products
+from hf_paged.tape.products import OwnProducts, own_products
+from tests.support import models
+
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of the products that are ours."""
+    found: list[torch.Size] = []
+
+    def linear(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        found.append(x.shape)
+        return original(x, *others)
+
+    original = products.linear
+    monkeypatch.setattr(products, "linear", linear)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.no_grad()
+def test_it_computes_what_pytorch_does(dtype: torch.dtype, has_bias: bool, calls: list[torch.Size]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 40, bias=has_bias).to(dtype)
+    for shape in ((1, 7, 96), (3, 96), (96,), (2, 3, 1, 96)):
+        for x in (torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 192).to(dtype)[..., ::2]):
+            expected = F.linear(x.float(), layer.weight.float(), layer.bias.float() if has_bias else None)
+            with OwnProducts():
+                found = layer(x)
+            assert found.shape == expected.shape and found.dtype is dtype
+            torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    assert len(calls) == 8
+
+
+@torch.no_grad()
+def test_what_it_leaves_to_pytorch(calls: list[torch.Size]) -> None:
+    layer, x = nn.Linear(32, 16).bfloat16(), torch.randn(4, 32).bfloat16()
+    left: list[tuple[nn.Module, torch.Tensor, contextlib.AbstractContextManager[Any]]] = [
+        (nn.Linear(32, 16), torch.randn(4, 32), contextlib.nullcontext()),
+        (layer, torch.randn(max_rows() + 1, 32).bfloat16(), contextlib.nullcontext()),
+        (layer, torch.randn(0, 32).bfloat16(), contextlib.nullcontext()),
+        (layer, x, torch.enable_grad()),
+        (layer, x, torch.autocast("cpu", torch.bfloat16)),
+    ]
+    for module, each, context in left:
+        with OwnProducts(), context:
+            assert module(each).shape == (len(each), 16)
+    for variable, value in ((observer, lambda *call: None), (batch_invariant, True)):
+        token = variable.set(value)  # type: ignore[arg-type]
+        try:
+            with OwnProducts():
+                layer(x)
+        finally:
+            variable.reset(token)  # type: ignore[arg-type]
+    with OwnProducts(), pytest.raises(RuntimeError):
+        F.linear(x, torch.randn(16, 31).bfloat16())
+    assert calls == []
+
+
+def test_models_that_get_it() -> None:
+    model = models.build("llama")
+    assert not isinstance(own_products(model.modules()), OwnProducts)  # float32
+    model = model.bfloat16()
+    assert isinstance(own_products(model.modules()), OwnProducts)
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    assert not isinstance(own_products(model.modules()), OwnProducts)
+
+
+def test_prompts_of_an_engine(calls: list[torch.Size]) -> None:
+    model = models.build("llama").bfloat16()
+    with PagedEngine(model, {"capture": False}) as engine:
+        result = engine.generate([[5, 6, 7, 8]], {"max_new_tokens": 3, "do_sample": False})[0]
+    assert result.error is None and {len(shape) for shape in calls} == {2} and {4, 1} <= {rows for rows, _ in calls}

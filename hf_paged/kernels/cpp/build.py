@@ -9,10 +9,8 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -21,12 +19,11 @@ from typing import Any
 
 import torch  # noqa: F401  before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
 
+from . import prebuilt
+from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler
+
 logger = logging.getLogger(__package__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-_INCLUDED = ("attention", "draw", "hash", "lanes", "linear", "rows", "tiles")
-SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 # From the best to what any compiler takes; the first that builds is kept.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
@@ -90,8 +87,6 @@ def library() -> ctypes.CDLL | None:
 def _load() -> ctypes.CDLL:
     """The wheel's library; where there is none, that of the cache folder, compiled first if it is not there; or one
     compiled for this process alone."""
-    from . import prebuilt  # which needs this module
-
     if (path := prebuilt.find()) is not None:
         try:
             return ctypes.CDLL(str(path))
@@ -113,17 +108,6 @@ def _load() -> ctypes.CDLL:
         )
         with tempfile.TemporaryDirectory(prefix="hf_paged-") as name:  # what is loaded needs its file no more
             return ctypes.CDLL(str(_build(_make_private(Path(name)), key, compiler)))
-
-
-def find_compiler() -> str:
-    """Raises `RuntimeError` if there is none."""
-    if sys.platform == "win32":
-        raise RuntimeError("no build on Windows")
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise RuntimeError(f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX")
-    return compiler
 
 
 def _recipe() -> tuple[str, str]:
@@ -179,14 +163,6 @@ def _cache_dir() -> Path:
 def _cpu() -> str:
     """Architecture and instruction sets, as far as the system tells."""
     return f"{platform.machine()} {' '.join(sorted(cpu_flags())) or platform.processor()}"
-
-
-def cpu_flags() -> set[str]:
-    """What Linux says that the processor and the system can do."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return set(found.partition(":")[2].split())
 
 
 def _make_private(folder: Path) -> Path:

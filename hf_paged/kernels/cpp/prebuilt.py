@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .build import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler
+from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler
 
 FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"

@@ -60,7 +60,6 @@ from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp import build, prebuilt
 prebuilt.FOLDER, flags = Path(sys.argv[1]), prebuilt.LEVELS["x86-64-v2"]
 prebuilt.LEVELS = {"x86-64-v2": (flags[0] + " -O1", "")}
-compiler = build.find_compiler
 assert prebuilt.main([]) == 0
 build._recipe = None  # nothing is compiled
 assert cpp.is_available()

@@ -1,0 +1,32 @@
+"""The C++ sources, what every compiler is told of them, and the processor that they are built for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+_INCLUDED = ("attention", "draw", "hash", "lanes", "linear", "rows", "tiles")
+SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
+
+
+def find_compiler() -> str:
+    """Raises `RuntimeError` if there is none."""
+    if sys.platform == "win32":
+        raise RuntimeError("no build on Windows")
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise RuntimeError(f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX")
+    return compiler
+
+
+def cpu_flags() -> set[str]:
+    """What Linux says that the processor and the system can do."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return set(found.partition(":")[2].split())

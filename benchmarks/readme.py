@@ -222,12 +222,12 @@ def processors(data: Data) -> str:
             line["best"] = best
         rows.append(line)
     columns = ["workload", "turns", "plain", "ours", "engine", *names, "best", "ours / best", "engine / best"]
-    limits, command = data["ceilings"], data["command"].partition(" --results")[0]
+    limits = data["ceilings"]
     return "\n\n".join(
         [
             flow(
                 f"""**Engines made for processors** on the same weights (`{data["model"]["name"]}`, bfloat16) and
-                prompts: one run of `{command}`, {machine_of(data["facts"])}. Measured ceilings:
+                prompts: one run of `{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings:
                 {limits["bandwidth"] / 1e9:.1f} GB/s, {limits["flops"]["bfloat16"] / 1e12:.3g} TFLOP/s bfloat16. Each
                 runs in a process and an environment of its own, in the versions of `benchmarks/peers/*.txt`, at its
                 defaults, on as many threads. Seconds, medians over the turns, and their ratios: above 1 the best of

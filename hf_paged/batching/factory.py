@@ -75,6 +75,7 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bo
 
 
 def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
+    """What `batch_invariant` raises where rows would depend on one another, for a `reason` in words."""
     return ValueError(
         f"`batch_invariant` is True, and rows of {type(model).__name__} would depend on one another: {reason}. It "
         "needs packed forwards of token ids, on the CPU, and the C++ kernels: leave it out"

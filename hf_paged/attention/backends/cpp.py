@@ -84,8 +84,12 @@ def _is_long(call: AttentionCall) -> bool:
         return False
     if batch_invariant.get():
         return False
-    starts = call.step.query_start
-    return max((end - start for start, end in itertools.pairwise(starts)), default=0) > MAX_TILE_QUERIES
+    return call.step.plan(_longest) > MAX_TILE_QUERIES
+
+
+def _longest(step: StepMetadata) -> int:
+    """Queries of the row that has most: the same for all layers."""
+    return max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:

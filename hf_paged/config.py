@@ -31,6 +31,11 @@ class PagedConfig:
         max_num_batched_tokens (`int`, defaults to 2048):
             Most tokens in one forward of the engine. Prompts longer than what is left of it after the decoding
             sequences are computed in chunks (SARATHI, arXiv 2308.16369).
+        max_chunk_tokens (`int`, *optional*):
+            Most tokens of prompts in a packed forward that also decodes, so that tokens of running requests come
+            steadily while prompts begin (stall-free batching of Sarathi-Serve, arXiv 2403.02310, section 4.2). Fewer
+            make gaps between tokens shorter, and first tokens later. Prompts that cannot be parted (pictures, sound)
+            begin one a forward then. `None`: 256 on the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
             Most sequences that a `PagedEngine` runs at the same time; `generate` runs the rows it is given.
         preemption (`str`, defaults to `"auto"`):
@@ -64,6 +69,7 @@ class PagedConfig:
     memory_fraction: float | None = None
     prefix_caching: bool = True
     max_num_batched_tokens: int = 2048
+    max_chunk_tokens: int | None = None
     max_num_seqs: int = 256
     preemption: str = "auto"
     capture: bool = True
@@ -74,8 +80,9 @@ class PagedConfig:
         size, fraction = self.block_size, self.memory_fraction
         is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
         self._check("block_size", is_size, f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} (tokens)")
-        if self.num_blocks is not None:
-            self._check("num_blocks", _is_count(self.num_blocks), "None or a whole number of at least 1")
+        for name in ("num_blocks", "max_chunk_tokens"):
+            value = getattr(self, name)
+            self._check(name, value is None or _is_count(value), "None or a whole number of at least 1")
         if fraction is not None:
             is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
             self._check("memory_fraction", is_number and 0 < fraction <= 1, "None or a number above 0 and at most 1")

@@ -19,6 +19,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),
     "prefix_caching": st.booleans(),
     "max_num_batched_tokens": st.integers(1, 10**9),
+    "max_chunk_tokens": st.none() | st.integers(1, 10**9),
     "max_num_seqs": st.integers(1, 10**9),
     "preemption": st.sampled_from(["auto", "recompute", "swap"]),
     "capture": st.booleans(),
@@ -48,7 +49,7 @@ def test_block_sizes_are_powers_of_two(size: Any) -> None:
             PagedConfig(block_size=size)
 
 
-@given(st.sampled_from(["num_blocks", "max_num_batched_tokens", "max_num_seqs"]), st.integers(max_value=0))
+@given(st.sampled_from(["num_blocks", "max_num_batched_tokens", "max_chunk_tokens", "max_num_seqs"]), st.integers(max_value=0))
 def test_counts_are_positive(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is {value}: .*at least 1"):
         PagedConfig(**{name: value})

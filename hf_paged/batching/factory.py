@@ -16,6 +16,7 @@ from ..cache.swap import BlockSwapper
 from ..config import PagedConfig
 from ..model import capability
 from ..model.capability import Layout
+from ..model.forwards import compute_device
 from ..model.weights import WeightsGuard
 from .execution.executor import Executor, Runner
 from .execution.packed import PackedRunner
@@ -25,6 +26,7 @@ from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60
+CPU_CHUNK_TOKENS = 256  # beside decodes: a processor computes no more tokens in a few times a decode step's time
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
@@ -59,7 +61,10 @@ def make_loop(
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
     rope = runner.rope if isinstance(runner, PackedRunner) else None
-    scheduler = Scheduler(preemption, max_tokens, max_num_seqs, rope=rope)
+    max_chunk = config.max_chunk_tokens
+    if max_chunk is None and compute_device(model).type == "cpu":
+        max_chunk = CPU_CHUNK_TOKENS
+    scheduler = Scheduler(preemption, max_tokens, max_num_seqs, max_chunk if is_packed else None, rope=rope)
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
 
 

@@ -48,6 +48,7 @@ class Schedule:
             num_blocks=draw.choice(BUDGETS[name]),
             prefix_caching=draw.random() < 0.8,
             max_num_batched_tokens=draw.choice([3, 8, 17, 40, 2048]),
+            max_chunk_tokens=draw.choice([None, None, 4, 11]),
             max_num_seqs=draw.choice([1, 5, 256, 256]),
             preemption=draw.choice(["auto", "recompute", "swap"]),
         )

@@ -65,6 +65,7 @@ def draw_run(seed: int, number: int) -> Run:
         num_blocks=max(num_blocks * 8 // size, 4),
         prefix_caching=draw.random() < 0.8,
         max_num_batched_tokens=draw.choice([5, 17, 40, 40, 2048, 2048]),
+        max_chunk_tokens=draw.choice([None, None, 4, 11]),
         max_num_seqs=max_num_seqs,
         preemption=("recompute", "swap")[number // len(KINDS) % 2],
     )

@@ -58,13 +58,15 @@ class RopeNamespace(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369) and preemption of
-    whole requests (PagedAttention, arXiv 2309.06180, section 4.5). In the order of `arrival + priority * aging` running
-    requests get their tokens, and preempt later ones; then waiting ones are admitted while the first of them fits."""
+    """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv 2308.16369), which do not
+    stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and preemption of whole requests (PagedAttention,
+    arXiv 2309.06180, section 4.5). In the order of `arrival + priority * aging` running requests get their tokens, and
+    preempt later ones; then waiting ones are admitted while the first of them fits."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # in a step
     max_num_seqs: int  # that run at a time, unless a single request has more, or requests wait for each other
+    max_chunk_tokens: int | None = None  # of prompts, in a step that decodes; `None`: as many as fit into the step
     watermark: float = 0.01  # share of all blocks that admission leaves to those already running
     aging: float = AGING
     rope: Rope | None = None  # where keys of a sequence depend on its length
@@ -159,9 +161,10 @@ class Scheduler:
         return plan
 
     def _continue_running(self) -> int:
-        """Gives running requests their tokens; returns how many tokens are left of the budget."""
+        """Gives running requests their tokens; returns how many are left of the budget for prompts."""
         decodes = self._plan.decodes
         left = self.max_num_batched_tokens
+        beside = left if self.max_chunk_tokens is None else self.max_chunk_tokens  # left of what decodes wait for
         reserved = -1  # tokens for the decodes that are still to come, from the first chunk on
         for request in self._running:  # only requests behind this one, or itself, are taken out meanwhile
             for sequence in request.sequences:
@@ -186,12 +189,13 @@ class Scheduler:
                     if reserved < 0:
                         unfinished = (each for running in self._running for each in running.open_sequences)
                         reserved = sum(each.num_to_compute == 1 for each in unfinished)
-                    limit = left - reserved
+                    limit = min(left - reserved, beside) if decodes or reserved else left
                 query_len = self._catch_up(request, sequence, limit)
                 left -= query_len
+                beside -= query_len if query_len > 1 else 0
                 if request.status is not Status.RUNNING:
                     return left
-        return left
+        return min(left, beside) if decodes else left
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this

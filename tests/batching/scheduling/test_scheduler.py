@@ -79,6 +79,26 @@ def test_a_decode_behind_a_long_prompt_keeps_its_token_of_the_budget() -> None:
     assert counts(scheduler.schedule()) == [("b", 1), ("a", 5)] and c.status is Status.WAITING
 
 
+def test_prompts_beside_decodes_are_few_tokens_whoever_comes_first() -> None:
+    scheduler = make(tokens=20, max_chunk_tokens=3)
+    a = add(scheduler, "a", 12)
+    b = add(scheduler, "b", 2, priority=-1)
+    assert counts(scheduler.schedule()) == [("b", 2), ("a", 12)]  # nothing decodes
+    for each in (a, b):
+        each.sequences[0].token_ids.append(1)
+    c = add(scheduler, "c", 8, priority=-2)
+    d = add(scheduler, "d", 4)
+    assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)] and d.status is Status.WAITING
+    for each in (a, b):
+        each.sequences[0].token_ids.append(1)
+    assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)]  # which comes before them now
+    a.sequences[0].token_ids.append(1)
+    assert counts(scheduler.schedule()) == [("a", 1), ("d", 1), ("c", 2)]
+    assert counts(scheduler.schedule()) == [("d", 3)] and c.status is Status.RUNNING
+    e = add(scheduler, "e", 19)
+    assert counts(scheduler.schedule()) == [("e", 19)] and e.status is Status.RUNNING
+
+
 def test_priority_is_worth_a_number_of_arrivals() -> None:
     scheduler = make(seqs=1, aging=2.5)
     for name, priority in [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 0), ("f", -1)]:

@@ -154,13 +154,14 @@ class Engine(RuleBasedStateMachine):
         is_shared=st.booleans(),
         prefix_caching=st.sampled_from([True, True, False]),
         max_tokens=st.sampled_from([1, 3, 7, 16, 64]),
+        max_chunk=st.sampled_from([None, None, 1, 5, 16]),
         max_seqs=st.integers(1, 8),
         preempt=st.sampled_from(["recompute", "swap", "auto"]),
         watermark=st.sampled_from([0.0, 0.1]),
         seed=st.integers(0, 2**16),
     )
     def begin(
-        self, windows, num_blocks, is_shared, prefix_caching, max_tokens, max_seqs, preempt, watermark, seed
+        self, windows, num_blocks, is_shared, prefix_caching, max_tokens, max_chunk, max_seqs, preempt, watermark, seed
     ) -> None:
         self.random = random.Random(seed)
         self.windows, self.num_blocks, self.is_shared = windows, num_blocks, is_shared
@@ -179,6 +180,7 @@ class Engine(RuleBasedStateMachine):
             Preemption(self.manager, preempt, self.swapper, cost=AnyCost(self.random) if preempt == "auto" else None),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
+            max_chunk_tokens=max_chunk,
             watermark=watermark,
             aging=4,
         )
@@ -283,6 +285,9 @@ class Engine(RuleBasedStateMachine):
         counts = [query_len for _, query_len in batch.items]
         assert sum(counts) <= self.scheduler.max_num_batched_tokens and 0 not in counts
         assert counts == [1] * counts.count(1) + [count for count in counts if count > 1]
+        chunk, new = self.scheduler.max_chunk_tokens, batch.admitted
+        decodes = any(not sequence.num_to_compute and sequence.request not in new for sequence, _ in batch.decodes)
+        assert chunk is None or not decodes or sum(count for count in counts if count > 1) <= chunk
         assert max(Counter(id(sequence) for sequence, _ in batch.items).values(), default=0) <= 1
         for sequence, query_len in batch.items:
             assert sequence.request.status is Status.RUNNING and not sequence.is_finished

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,8 +43,32 @@ SHARES = {"W1": 12, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "arrivals": 
 """Of a run's time, in its order; what a part leaves goes to those after it."""
 
 
+class Kinds(NamedTuple):
+    """
+    Args:
+        int8 (`bool`): Weights of linears as 8-bit integers, one scale a row: torchao's, and the peers' own.
+        invariant (`bool`): The engine once more, with `PagedConfig(batch_invariant=True)`.
+    """
+
+    int8: bool = False
+    invariant: bool = False
+
+
+DEFAULT = Kinds()
+
+
+def model_of(shape: Shape, device: str, int8: bool) -> Any:
+    """Random weights in bfloat16, or those as 8-bit integers."""
+    model = build(shape, device, torch.bfloat16)
+    if int8:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
 def systems_for(
-    workload: Workload, tuned_peer: GenerateBatch | None, quick: bool, peers: Sequence[str] = ()
+    workload: Workload, tuned_peer: GenerateBatch | None, quick: bool, peers: Sequence[str] = (), kinds: Kinds = DEFAULT
 ) -> dict[str, System]:
     """By name; plain comes first, once for each batch size. Without `tuned_peer` none of transformers' other ways."""
     sizes = workload.batch_sizes or (0,)
@@ -53,7 +77,9 @@ def systems_for(
     found |= {"ours": Generate(cache="paged"), "engine": engine}
     if workload.name == "W2":
         found[SMALL_POOL] = SmallPool(of=engine)
-    found |= {TITLES[name]: Peer(name) for name in peers}
+    if kinds.invariant:
+        found["engine, batch_invariant"] = Engine(hf_paged.PagedConfig(batch_invariant=True))
+    found |= {TITLES[name]: Peer(name, kinds.int8) for name in peers}
     if tuned_peer is None:
         return found
     found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
@@ -162,22 +188,25 @@ def run(
     return list(results.values())
 
 
-def apart(device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int) -> list[Result]:
+def apart(
+    device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, kinds: Kinds
+) -> list[Result]:
     """The turns of plain and ours in a process of their own: another layout of memory, another build of the model."""
-    arguments = device, shape, workload, floor, repeats, first, torch.get_num_threads()
+    arguments = device, shape, workload, floor, repeats, first, kinds, torch.get_num_threads()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_apart, *arguments).result()
 
 
 def _apart(
-    device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, threads: int
+    device: str, shape: Shape, workload: Workload, floor: float, repeats: int, first: int, kinds: Kinds, threads: int
 ) -> list[Result]:
     torch.set_num_threads(threads)
     with quiet():
-        model = build(shape, device, torch.bfloat16)
+        model = model_of(shape, device, kinds.int8)
         gc.collect()
         gc.freeze()
-        return run(model, shape, workload, systems_for(workload, None, False), repeats, floor, first=first)
+        systems = systems_for(workload, None, False, kinds=kinds)
+        return run(model, shape, workload, systems, repeats, floor, first=first)
 
 
 def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
@@ -218,6 +247,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="+", default=[], choices=list(TITLES), help="engines for processors, each installed apart"
     )
+    parser.add_argument("--int8", action="store_true", help="weights as 8-bit integers: torchao's, the peers' own")
+    parser.add_argument("--batch-invariant", action="store_true", help="the engine once more, with batch_invariant")
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory measurements")
     parser.add_argument("--repeats", type=int, help="turns of each system in a process, whatever time they take")
     parser.add_argument("--minutes", type=float, help=f"to plan with; {MINUTES:g} on a CPU, without a limit elsewhere")
@@ -243,7 +274,9 @@ class Run:
         self.args, self.facts, self.limits = args, facts, limits
         self.start = time.perf_counter()
         parts = [] if args.peers else map(str.lower, args.only)
-        self.name = "-".join(["peers" if args.peers else "generate", args.device, args.model, *parts])
+        kind = [*(["int8"] if args.int8 else []), "peers" if args.peers else "generate"]
+        kind += ["invariant"] if args.batch_invariant else []
+        self.name = "-".join([*kind, args.device, args.model, *parts])
         self.rows: list[dict[str, Any]] = []
         self.columns = {k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"}
         self.extra: dict[str, Any] = {"ceilings": asdict(limits), "model": asdict(SHAPES[args.model])}
@@ -307,13 +340,15 @@ def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
 def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | None) -> list[Result]:
     """All turns of one workload, and their rows."""
     args, shape = state.args, SHAPES[state.args.model]
-    systems = systems_for(workload, peer, args.quick, args.peers)
-    floor = floor_of(Cost.of(model, shape), state.limits, workload)
+    kinds = Kinds(args.int8, args.batch_invariant)
+    systems = systems_for(workload, peer, args.quick, args.peers, kinds)
+    floor = 0.0 if args.int8 else floor_of(Cost.of(model, shape), state.limits, workload)
     repeats, fewest = args.repeats or workload.repeats, args.repeats or workload.fewest
     found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))
     for process in range(1, workload.processes):
         try:
-            others = {one.system: one for one in apart(args.device, shape, workload, floor, repeats, process * repeats)}
+            found_apart = apart(args.device, shape, workload, floor, repeats, process * repeats, kinds)
+            others = {one.system: one for one in found_apart}
         except Exception as error:  # the turns of this process stay
             state.extra["problems"].append(f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}")
             continue
@@ -343,9 +378,10 @@ def benchmark(args: argparse.Namespace) -> None:
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     if facts["tree"] != machine.CLEAN:
         print(f"This is no run of a revision that others can check out: the work tree is {facts['tree']}.")
-    model = build(shape, args.device, torch.bfloat16)
+    model = model_of(shape, args.device, args.int8)
     cost, state = Cost.of(model, shape), Run(args, facts, limits)
-    print(f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token, bfloat16\n", flush=True)
+    weights = "8-bit weights in bfloat16" if args.int8 else "bfloat16"
+    print(f"{limits}\n{shape.name}: {(cost.body + cost.head) / 1e6:.1f}M parameters a token, {weights}\n", flush=True)
     if args.quick:
         print("A quick run shows that everything runs; its figures and targets say nothing.\n")
     peer: GenerateBatch | None = None

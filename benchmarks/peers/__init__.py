@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Shape
+from benchmarks.models import Shape, build
 from benchmarks.systems import Answer, NotAvailable, System
 from benchmarks.workloads import Batch, Workload
 
@@ -45,10 +45,11 @@ class Peer(System):
 
     Args:
         name (`str`): One of `TITLES`.
+        int8 (`bool`): With its own 8-bit weights, which only OpenVINO makes of these files.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, int8: bool = False) -> None:
+        self.name, self.int8 = name, int8
         self.is_peer = name == "llamacpp"  # whose rows take turns
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -58,8 +59,10 @@ class Peer(System):
             raise NotAvailable("skipped: greedy and sampling only")
         if model.device.type != "cpu":
             raise NotAvailable("skipped: runs on the CPU")
+        if self.int8 and self.name != "openvino":
+            raise NotAvailable("skipped: 8-bit weights are made for OpenVINO only")
         if self._process is None:
-            self._start(model)
+            self._start(build(shape, "cpu", torch.bfloat16) if self.int8 else model)
         asked = {"prompts": batch.prompts, "new_tokens": list(batch.new_tokens)}
         asked |= {"rows_per_prompt": workload.rows_per_prompt, "sampled": workload.sampled}
         return Answer(self._ask(json.dumps(asked))["rows"], [])
@@ -69,7 +72,7 @@ class Peer(System):
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
         self._process = subprocess.Popen(
-            [str(python), str(_HERE / "worker.py"), self.name, self._folder.name, threads],
+            [str(python), str(_HERE / "worker.py"), self.name, self._folder.name, threads, "int8" if self.int8 else ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,5 +1,6 @@
-"""An engine in a process and an environment of its own: `python worker.py NAME DIRECTORY THREADS`. Reads one batch as
-JSON a line, answers with one line: `rows`, the new tokens of each row, or `error`. Imports nothing of this project."""
+"""An engine in a process and an environment of its own: `python worker.py NAME DIRECTORY THREADS [int8]`. Reads one
+batch as JSON a line, answers with one line: `rows`, the new tokens of each row, or `error`. Imports nothing of this
+project."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Run = Callable[[Batch], list[list[int]]]
 NO_TOKEN = 1  # a stop token that engines ask for and, as they are told, ignore
 
 
-def openvino(directory: Path, threads: int) -> Run:
+def openvino(directory: Path, threads: int, int8: bool) -> Run:
     """OpenVINO GenAI's continuous batching at its defaults, with a model that optimum-intel converts."""
     import numpy as np
     import openvino
@@ -23,7 +24,7 @@ def openvino(directory: Path, threads: int) -> Run:
     from optimum.intel import OVModelForCausalLM
 
     converted = directory / "openvino"
-    OVModelForCausalLM.from_pretrained(directory, export=True, load_in_8bit=False).save_pretrained(converted)
+    OVModelForCausalLM.from_pretrained(directory, export=True, load_in_8bit=int8).save_pretrained(converted)
     scheduler = openvino_genai.SchedulerConfig()
     options = {"INFERENCE_NUM_THREADS": threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU", options)
@@ -45,7 +46,7 @@ def openvino(directory: Path, threads: int) -> Run:
     return run
 
 
-def vllm(directory: Path, threads: int) -> Run:
+def vllm(directory: Path, threads: int, int8: bool) -> Run:
     """vLLM's offline `LLM` without a tokenizer, compiled as it is by default."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
@@ -71,7 +72,7 @@ def vllm(directory: Path, threads: int) -> Run:
     return run
 
 
-def llamacpp(directory: Path, threads: int) -> Run:
+def llamacpp(directory: Path, threads: int, int8: bool) -> Run:
     """llama.cpp's server with 32 slots, as xllamacpp builds it, over a Llama that is written as GGUF in bfloat16."""
     import re
     from concurrent.futures import ThreadPoolExecutor
@@ -171,7 +172,7 @@ def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    name, directory, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    name, directory, threads, int8 = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:5] == ["int8"]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes elsewhere
 
@@ -179,7 +180,7 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        run = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name](directory, threads)
+        run = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name](directory, threads, int8)
     except Exception as error:  # the benchmark's table tells it
         return tell(error=f"{type(error).__name__}: {error}")
     tell(ready=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.generate import systems_for
+from benchmarks.generate import Kinds, model_of, systems_for
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import NotAvailable
 from benchmarks.workloads import WORKLOADS
@@ -56,6 +56,32 @@ def test_a_worker_answers_in_its_own_process(tmp_path: Path, monkeypatch: pytest
     assert isinstance(system, peers.Peer) and system._process is None and system._folder is None
     with pytest.raises(NotAvailable, match="greedy and sampling only"):
         system(model, shape, WORKLOADS["W5"], batch)
+
+
+def test_a_peer_makes_its_own_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text(f"import sys\nassert sys.argv[4:] == ['int8']\n{ECHO}")
+    monkeypatch.setattr(peers, "_HERE", tmp_path)
+    monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
+    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
+    model, batch = model_of(shape, "cpu", int8=True), workload.batch(0, shape.vocab)
+    assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
+    systems = systems_for(workload, None, True, ["openvino", "vllm"], Kinds(int8=True))
+    rows = systems["OpenVINO GenAI"](model, shape, workload, batch).rows
+    assert rows == [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
+    systems["OpenVINO GenAI"].free()
+    with pytest.raises(NotAvailable, match="8-bit weights"):
+        systems["vLLM"](model, shape, workload, batch)
+    assert systems["ours"](model, shape, workload, batch).rows == systems["plain"](model, shape, workload, batch).rows
+
+
+def test_the_engine_once_more_with_rows_that_do_not_feel_their_neighbours() -> None:
+    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
+    model, batch = model_of(shape, "cpu", int8=False), workload.batch(0, shape.vocab)
+    systems = systems_for(workload, None, True, kinds=Kinds(invariant=True))
+    assert list(systems) == ["plain", "ours", "engine", "engine, batch_invariant"]
+    rows = systems["engine, batch_invariant"](model, shape, workload, batch).rows
+    assert [len(row) for row in rows] == batch.new_tokens
+    systems["engine, batch_invariant"].free()
 
 
 def test_an_engine_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

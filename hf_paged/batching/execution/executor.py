@@ -56,6 +56,7 @@ class Runner(Protocol):
     num_captured_steps: int = 0  # that were replays
     encoder_blocks: BlockManager | None = None  # what holds the keys and values of encoders
     counters: ReadCounters  # of how its forwards read keys and values
+    products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # around forwards that run as modules
 
     def begin(self, state: ModelState | None) -> None:
         """Work begins on a model in this state; `None`: its state is unknown."""
@@ -171,7 +172,6 @@ class Executor:
         self.replays = False  # whether graphs are
         self.ahead = RunAhead(memory, scheduler)
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
-        self._products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._num_changes = -1  # of the model, when the runner was last told of it
         self._is_state_due = False  # whether it is to be told of the model's state
 
@@ -236,12 +236,12 @@ class Executor:
         if configs is None:
             every = list(self.model.modules())
             modules = every if self._switches_attention else []
-            self._products = own_products(every)
+            self.runner.products = own_products(every)
             wrap_expansions(modules)
             configs = self._configs = switchable_configs(modules)
         tokens = mask_observer.set(None), obstacles.set(self.slowed_by)
         try:
-            with torch.no_grad(), use_paged_attention(configs), self._products:
+            with torch.no_grad(), use_paged_attention(configs):
                 yield
         finally:
             mask_observer.reset(tokens[0])

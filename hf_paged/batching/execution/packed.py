@@ -135,7 +135,7 @@ class PackedRunner(Runner):
         """Rows of prompts, each of which is the item at a place, by the model's own forward: places with logits."""
         blocks = {row: items[place][0].blocks for row, place in rows.items()}
         cache = self.cache.empty_twin(self.cache.memory, self.counters)
-        with self._rotating([]):
+        with self._rotating([]), self.products:
             logits, ahead = prompts.forward(self.model, cache, blocks)
         content = None if ahead is None else prompts.content(self.model.config)
         for row, place in rows.items():
@@ -197,7 +197,7 @@ class PackedRunner(Runner):
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         if self._picks_logits and len(kept) < len(tokens.token_ids):
             arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
-        with self._rotating(tokens.rope_factors):
+        with self._rotating(tokens.rope_factors), self.products:
             logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
         if logits.shape[0] != len(last):  # the forward gives those of every token
             logits = logits[torch.tensor(last, dtype=torch.long, device=logits.device)]

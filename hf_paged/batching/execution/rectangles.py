@@ -268,7 +268,8 @@ class RectangleRunner(Runner):
     def _forward(self, rectangle: Rectangle, begins: bool, num_new: int = 1, rows: list[int] | None = None) -> Tensor:
         """`(rows, vocab)`: after the last token of each row, of which `rows` go on."""
         before = dict(rectangle.inputs)
-        logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
+        with self.products:
+            logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         if begins:
             if rectangle.cache is not None:  # a model may put one of its own beside it
                 rectangle.cache = rectangle.inputs[cache_name(self.model)]

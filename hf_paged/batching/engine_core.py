@@ -227,7 +227,8 @@ class EngineCore:
         if self.loop is None or made_for != self._made_for:
             self.retire()
             cache = empty_cache(model, self.memory)
-            cache.reserve(self.config.num_blocks or MANY_BLOCKS)  # growing step by step would copy what is there
+            # growing step by step would copy what is there
+            cache.reserve(self.config.num_blocks or MANY_BLOCKS, self.config.max_num_seqs)
             self.loop = make_loop(model, cache, layout, self.config, max_num_seqs=self.config.max_num_seqs)
             self.loop.scheduler.timeline = self.timeline
             self.layout, self._counters = layout, cache.counters

@@ -159,7 +159,7 @@ class StepLoop:
 
     def _compute(self, untold: deque[Generation], isolates: bool) -> tuple[StepPlan, Tensor | None]:
         """What was scheduled, and its logits, unless there was nothing to compute or that failed."""
-        with self.executor.lock:
+        with self.executor.lock, self.executor.runner.ordered():
             with self.memory.lock:  # no other thread changes tables before the copies that they await are made
                 batch = self.scheduler.schedule()
                 try:

@@ -70,10 +70,20 @@ class GroupMemory(BlockGroup):
         """Bytes of one block over all layers."""
         return max(self._expected_bytes, self.storage.block_bytes)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the blocks that were ever in use."""
+        return self.pool.num_blocks * self.block_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the memory that is no longer free."""
+        return self.held_bytes if self.storage.is_elastic else max(self.held_bytes, self.storage.nbytes)
+
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
-        as far as that allows before cached blocks are given up; without one, once no cached blocks are left, or no more
-        than a few snapshots of states."""
+        as far as that allows before cached blocks are given up, if there is memory for it without other tensors;
+        without one, once no cached blocks are left, or no more than a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         if self._is_short:  # those of the call that failed went back since
             pool.shrink()
@@ -81,13 +91,15 @@ class GroupMemory(BlockGroup):
             if not pool.num_blocks:
                 self.storage.layers.clear()
         has_budget = config.num_blocks is not None or config.memory_fraction is not None
+        has_rows = self.storage.is_elastic or pool.num_blocks + num_blocks - pool.num_free <= self.storage.num_rows
         memory.make_place(num_blocks, self)
-        grows = has_budget or (self.holds_states and pool.num_cached < KEPT_STATES)
+        grows = (has_budget and has_rows) or (self.holds_states and pool.num_cached < KEPT_STATES)
         missing = num_blocks - (pool.num_free if grows else pool.num_available)
         if missing <= 0:
             return
         step = 0 if self.holds_states else min(GROWTH_STEP, pool.num_blocks)
-        added, affordable = max(missing, step), memory.num_affordable(self)
+        spare = self.storage.num_rows - pool.num_blocks
+        added, affordable = max(missing, step if missing > spare else min(step, spare)), memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
         if num_blocks > pool.num_available + added:
@@ -96,7 +108,7 @@ class GroupMemory(BlockGroup):
         if not added:
             return
         try:
-            self.storage.grow(pool.num_blocks + added, exactly=config.memory_fraction is not None)
+            self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + affordable)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             raise self._no_memory(f"{added} more blocks", error) from error
         pool.grow(added)
@@ -228,15 +240,19 @@ class PagedMemory:
         """Blocks that `memory_fraction` allows `group` beyond those it has."""
         if self.config.memory_fraction is None or not (block_bytes := group.block_bytes):
             return sys.maxsize
+        taken = sum(each.taken_bytes for each in self.groups.values())
         if self._limit_bytes is None:
             layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
             device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + self._held_bytes))
-        return (self._limit_bytes - self._held_bytes) // block_bytes
+            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + taken))
+        left = (self._limit_bytes - taken) // block_bytes
+        return (
+            left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
+        )
 
     @property
     def _held_bytes(self) -> int:
-        return sum(group.pool.num_blocks * group.block_bytes for group in self.groups.values())
+        return sum(group.held_bytes for group in self.groups.values())
 
     def note_peak(self) -> None:
         """Records the blocks in use if they are the most so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,13 @@ from .groups import GroupSpec
 from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
 from .memory import MemoryStats, PagedMemory
 from .rows import CacheRows, LayerGroup
+from .storage import Reservation
 
 # Attributes of a layer that another cache's has its own of.
 _OF_ONE_CACHE = {"group", "index", "num_operations", "packed_handles"}
+
+
+SHARE = 0.5  # of the memory that is free, where no `memory_fraction` says how much may be reserved
 
 
 class _WeaklyBound:
@@ -165,13 +170,19 @@ class PagedCache(DynamicCache):
             if not group.paddings:
                 group.expected_paddings = paddings, length
 
-    def reserve(self, num_blocks: int) -> None:
-        """Expect up to `num_blocks` blocks a layer, so that memory need not grow step by step."""
-        share = 0.5 / max(1, len(self.layers))
+    def reserve(self, num_blocks: int, num_sequences: int) -> None:
+        """Expect up to `num_blocks` blocks a layer, of `num_sequences` at a time, so that memory need not grow step by
+        step."""
+        config, groups = self.memory.config, [group.blocks for group in self.groups.values()]
+        size, chunk = config.block_size, config.max_num_batched_tokens // config.block_size
+        each = {spec: spec.num_spanned(0, num_blocks * size, 1, 0, size) for spec in self.groups}
+        live = {spec: num_sequences * (count + 1) + chunk for spec, count in each.items()}
+        counts = Counter(layer.group.spec for layer in self.layers if isinstance(layer, PagedLayer))
+        num_layers = {spec: max(1, counts[spec]) for spec in self.groups}  # of a cache that was told no layers: one
+        reservation = Reservation(num_blocks, live, num_layers, config.memory_fraction or SHARE)
         with held(), self.memory.lock:
-            for blocks in (group.blocks for group in self.groups.values()):
-                is_used = blocks.pool.num_used or blocks.pool.num_cached
-                blocks.storage.reserve(num_blocks, share, drops=not is_used)
+            for blocks in groups:
+                blocks.storage.reserve(reservation, drops=not (blocks.pool.num_used or blocks.pool.num_cached))
 
     def take(self, rows: list[SequenceBlocks], paddings: tuple[int, ...], length: int | None) -> None:
         """Holds, from now on, what these rows hold, as if the model had written it here; or borrows them for a step.

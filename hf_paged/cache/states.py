@@ -27,12 +27,12 @@ class StateStorage:
     storage itself keeps `StateRows`."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self.capacity, self.block_bytes = 0, 0
+        self.capacity, self.block_bytes, self.nbytes, self.num_rows, self.is_elastic = 0, 0, 0, 0, True
         self.layers: dict[int, Any] = {}  # as a `Storage` has them: no layer has blocks
         self._pool = pool
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
-    def grow(self, num_blocks: int, exactly: bool = False) -> None:
+    def grow(self, num_blocks: int, most: int) -> None:
         self.capacity = max(self.capacity, num_blocks)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

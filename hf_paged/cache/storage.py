@@ -123,26 +123,82 @@ def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
     return [(states.shape[1], states.shape[3], states.device) for states in (keys, values)]
 
 
+class Reservation:
+    """What a call, or an engine, is expected to use, so that memory need not grow step by step: `num_blocks` blocks of
+    each layer, as far as `share` of the memory that is free when the first of them is made allows. Where memory is
+    taken when it is allocated, no more than `live[spec]`, which running sequences hold; what layers do not take is left
+    to the others, `num_layers[spec]` of each spec, all alike."""
+
+    def __init__(self, num_blocks: int, live: dict[GroupSpec, int], num_layers: dict[GroupSpec, int], share: float):
+        self.num_blocks, self._live, self._num_layers = num_blocks, live, num_layers
+        self._share, self._budget = share, -1  # bytes, once they are known
+
+    def limit(self, free: int) -> None:
+        """There are `free` bytes."""
+        self._budget = int(self._share * free)
+
+    def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
+        """Blocks of a layer with this spec, each of which takes these bytes there."""
+        if self._budget < 0:
+            self.limit(free_bytes(device))
+        most = dict.fromkeys(self._live, self.num_blocks)
+        if not commits_when_touched(device):
+            most = {each: min(self.num_blocks, count) for each, count in self._live.items()}
+        left = self._budget // max(block_bytes, 1)
+        others = sorted(most[each] for each, count in self._num_layers.items() for _ in range(count))
+        for number, wanted in enumerate(others):
+            even = left // (len(others) - number)
+            if wanted > even:
+                return min(most[spec], even)
+            left -= wanted
+        return most[spec]
+
+
+def commits_when_touched(device: torch.device) -> bool:
+    """Whether memory that is allocated and not written to yet takes none."""
+    return device.type == "cpu"
+
+
 class Storage:
-    """The block tensors of one layer group, a `KVBlocks` a layer, made when the layer first writes: on CPU as large as
-    `reserve` was told, since the system commits a page only when it is touched. When full they grow by half."""
+    """The block tensors of one layer group, a `KVBlocks` a layer, made when the layer first writes, as large as is
+    reserved. When full they grow to what is reserved, or by half."""
 
     def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION) -> None:
         self.block_size, self.spec = block_size, spec
         self.capacity = 0
         self.layers: dict[int, KVBlocks] = {}
-        self._reserved, self._share = 0, 0.0
+        self._reservation: Reservation | None = None
 
     @property
     def block_bytes(self) -> int:
         return sum(layer.block_bytes for layer in self.layers.values())
 
-    def reserve(self, num_blocks: int, share: float, drops: bool) -> None:
-        """Where untouched memory costs nothing, a layer made from now on holds `num_blocks` blocks, as far as `share`
-        of the memory available allows. With `drops` layers with fewer, whose content no table holds, go."""
-        self._reserved, self._share = num_blocks, share
-        if drops:
+    @property
+    def num_rows(self) -> int:
+        """Blocks for which every layer has memory."""
+        return min((layer.keys.shape[0] for layer in self.layers.values()), default=0)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether blocks that were never used take no memory."""
+        return all(commits_when_touched(layer.keys.device) for layer in self.layers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks for which there is memory, used or not."""
+        return sum(tensor.nbytes for layer in self.layers.values() for tensor in layer.data)
+
+    def reserve(self, reservation: Reservation, drops: bool) -> None:
+        """Layers made from now on, or that grow, do as it says. With `drops` layers go that hold fewer blocks, and for
+        which fewer were wanted; no table holds their content."""
+        before, self._reservation = self._reservation, reservation
+        num_blocks = reservation.num_blocks
+        if drops and (before is None or before.num_blocks < num_blocks):
             self.layers = {index: layer for index, layer in self.layers.items() if layer.keys.shape[0] >= num_blocks}
+
+    def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
+        reservation = self._reservation
+        return 0 if reservation is None else reservation.num_rows(self.spec, block_bytes, device)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """The blocks of layer `index` in a dtype that holds both what is stored and new states. Raises `ValueError` if
@@ -163,12 +219,14 @@ class Storage:
             self.layers[index] = layer = wider
         return layer
 
-    def grow(self, num_blocks: int, exactly: bool = False) -> None:
-        """Makes room for `num_blocks` blocks in every layer; half as much again as there was, unless `exactly`."""
+    def grow(self, num_blocks: int, most: int) -> None:
+        """Makes room for `num_blocks` blocks in every layer: as many as are reserved, or half as many again as there
+        were, and no more than `most`."""
         for index, layer in self.layers.items():
             rows = layer.keys.shape[0]
             if rows < num_blocks:
-                wanted = num_blocks if exactly else max(num_blocks, rows + rows // 2)
+                reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
+                wanted = max(num_blocks, min(max(rows + rows // 2, reserved), most))
                 try:
                     self.layers[index] = layer.grown(wanted)
                 except (MemoryError, RuntimeError):  # torch raises the latter
@@ -182,11 +240,8 @@ class Storage:
         return layer if _sizes(layer.keys, layer.values) == _sizes(keys, values) else None
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        num_blocks = self.capacity
-        if keys.device.type == "cpu" and self._reserved > num_blocks:
-            block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
-            affordable = int(self._share * free_bytes(keys.device) / max(block_bytes, 1))
-            num_blocks = max(num_blocks, min(self._reserved, affordable))
+        block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
+        num_blocks = max(self.capacity, self._num_reserved(block_bytes, keys.device))
         layer, wanted = None, num_blocks
         while layer is None:
             try:
@@ -195,9 +250,11 @@ class Storage:
                 if num_blocks == self.capacity:
                     raise
                 num_blocks = max(self.capacity, num_blocks // 2)
-        if num_blocks < wanted:  # the system promises less than it has: the layers get their shares of what it does
-            self._reserved, layer = int(self._share * num_blocks), None
-            num_blocks = max(self.capacity, self._reserved)
+        if num_blocks < wanted and self._reservation is not None:
+            # there is less than the system promises: the layers get their shares of what there is
+            layer = None
+            self._reservation.limit(num_blocks * block_bytes)
+            num_blocks = max(self.capacity, self._num_reserved(block_bytes, keys.device))
             layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
         self.layers[index] = layer
         return layer

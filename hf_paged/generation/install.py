@@ -105,8 +105,9 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
             prepared.set(call)
         if config is not None and not passed:
             blocks_per_row = (arguments.get("max_cache_length") or 0) // config.block_size + 1
-            num_blocks = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config) * blocks_per_row
-            _swap(memory_for(model, config), num_blocks, model_kwargs, generation_config.is_assistant)
+            num_rows = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config)
+            memory, is_assistant = memory_for(model, config), generation_config.is_assistant
+            _swap(memory, num_rows * blocks_per_row, num_rows, model_kwargs, is_assistant)
         parts = (part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
         if caches := [part for part in parts if isinstance(part, PagedCache)]:
             call.use(caches, generation_config, is_built=not passed)
@@ -119,7 +120,9 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
     return result
 
 
-def _swap(memory: PagedMemory, num_blocks: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:
+def _swap(
+    memory: PagedMemory, num_blocks: int, num_rows: int, model_kwargs: dict[str, Any], is_assistant: bool
+) -> None:
     """Puts a `PagedCache` for each `DynamicCache` that the model just built; `num_blocks` are expected to be used."""
 
     def paged(cache: Any, kind: str) -> Any:
@@ -127,7 +130,7 @@ def _swap(memory: PagedMemory, num_blocks: int, model_kwargs: dict[str, Any], is
             return cache
         twin = PagedCache.from_empty(cache, memory, kind)
         if kind == "self":
-            twin.reserve(num_blocks)
+            twin.reserve(num_blocks, num_rows)
         if is_assistant:
             twin.activate_past_recording()
         return twin

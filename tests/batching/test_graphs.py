@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +18,10 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching.execution import graphs as recording
 from hf_paged.batching.execution.graphs import DecodeGraphs, Key, bucket
+from hf_paged.cache import storage
+from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp
+from hf_paged.model.registry import memory_for
 from hf_paged.model.state import read_state
 from hf_paged.step import NotCapturable
 from hf_paged.tape.record import NothingUnrecorded
@@ -488,6 +492,63 @@ def test_a_capture_that_fails(
     assert keys(bench)
 
 
+def test_a_capture_for_which_there_is_no_memory(
+    graphs: FakeGraphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs there are stay in use; the next attempts come later and later, until one succeeds."""
+    attempts: list[int] = []
+
+    def fail() -> None:
+        attempts.append(num_steps)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 1024)
+    bench = CapturedBench(models.build("llama"), graphs)
+    rows = [Row(tokens(90, seed), bench) for seed in range(2)]
+    bench.run([row.take(4) for row in rows])
+    for _ in range(3):
+        bench.decode(rows[0])
+    graphs.fail = fail
+    with caplog.at_level(logging.WARNING, "hf_paged"):
+        for num_steps in range(12):
+            if num_steps == 9:
+                graphs.fail = None
+            assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+            assert_close(bench.decode(rows[0]), [bench.plain(rows[0])])
+    assert attempts == [1, 5]
+    assert [key.num_rows for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
+    assert len(caplog.records) == 1 and "for now no more of them" in caplog.text
+
+
+def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:
+    """Two models in two threads: the second, whose turn comes within the first's recording, records later."""
+    first, second = (CapturedBench(models.build("llama"), graphs) for _ in range(2))
+    first.run([(a := Row(tokens(60, 0), first)).take(4)])
+    second.run([(b := Row(tokens(60, 1), second)).take(4)])
+    for bench, row in ((first, a), (second, b)):
+        bench.decode(row)
+    seen: list[Any] = []
+
+    def other() -> None:
+        graphs.fail = None
+        backend_addresses, graphs.addresses = graphs.addresses, tuple
+        assert_close(second.decode(b), [second.plain(b)])
+        graphs.addresses = backend_addresses
+        seen.append((gc.isenabled(), keys(second)))
+
+    def fail() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    graphs.addresses, graphs.fail = tuple, fail
+    assert gc.isenabled()
+    assert_close(first.decode(a), [first.plain(a)])
+    assert gc.isenabled() and seen == [(False, [])] and keys(first)
+    assert_close(second.decode(b), [second.plain(b)])
+    assert keys(second)
+
+
 def test_a_forward_that_fails_in_a_capture_and_eagerly(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("on purpose")
@@ -665,3 +726,55 @@ def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
     recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected)), logits, {dtype})
     with pytest.raises(NotCapturable, match="standard deviations from its own"):
         recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected * 1.2 + 0.3)), logits, {dtype})
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device that takes memory when it is allocated; the sizes of tensors that replaced smaller ones."""
+    sizes: list[int] = []
+    right = KVBlocks.grown
+    monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
+    monkeypatch.setattr(KVBlocks, "grown", lambda self, size: (sizes.append(size), right(self, size))[1])
+    return sizes
+
+
+@pytest.mark.parametrize("budget", [{}, {"memory_fraction": 0.5}, {"num_blocks": 200}], ids=lambda budget: str(budget))
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_of_a_device_is_taken_once(
+    name: str, budget: dict[str, Any], graphs: FakeGraphs, grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 64 << 20
+    monkeypatch.setattr(storage, "free_bytes", lambda device: free)
+    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 1024)
+    model = models.get(name)
+    lengths = [(5, 140), (19, 90), (9, 120), (30, 150)]
+    with PagedEngine(model, {"block_size": SIZE, "prefix_caching": True, **budget}) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        for turn in range(2):  # what the first leaves in the prefix cache is given up before tensors grow
+            for number, (prompt, new) in enumerate(lengths):
+                config = {**GREEDY, "max_new_tokens": new}
+                engine.add_request(prompts(prompt, seed=10 * turn + number)[0], generation_config=config)
+                if not (turn or number):
+                    grown.clear()  # of the model's checks, which have memory of their own
+            while engine.has_unfinished:
+                engine.step()
+        taken = sum(group.storage.nbytes for group in engine.memory.groups.values())
+        assert engine.stats().num_steps > 272 and taken <= 0.5 * free
+        assert_drained(engine)
+    assert grown == [] and len(graphs.graphs) <= 3, (grown, len(graphs.graphs))
+
+
+def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> None:
+    """Of layers with windows no more than rows see; a longer call grows once, as the first left cached blocks."""
+    model = models.build("gemma3")
+    for rows, new in ((2, 60), (3, 160)):
+        inputs = models.padded_prompt("gemma3", (26, 14, 20)[:rows])
+        options = {**GREEDY, "max_new_tokens": new}
+        config = {"max_num_batched_tokens": 16}
+        found = generate(model, inputs, **options, cache_config=config)
+        assert torch.equal(found, model.generate(**inputs, **options))
+        groups = memory_for(model, PagedConfig(block_size=SIZE, **config)).groups.values()
+        num_rows = {group.spec.window: group.storage.num_rows for group in groups if group.storage.layers}
+        assert num_rows[None] == rows * ((26 + new) // SIZE + 1) > 2 * min(num_rows.values()), num_rows
+        assert grown.count(num_rows[None]) == len(grown) if rows == 3 else max(grown, default=0) < num_rows[None]
+        grown.clear()  # of the model's checks, too, which have memory of their own

@@ -134,7 +134,7 @@ def test_swap_and_growth() -> None:
 def test_a_replay_does_not_wait_for_the_device() -> None:
     bench = Bench(models.build("gemma3").to("cuda"))
     bench.runner.begin(read_state(bench.model))
-    bench.cache.reserve(64)
+    bench.cache.reserve(64, 64)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
     bench.run([row.take(4) for row in rows])
     for _ in range(recording.MIN_USES + 1):

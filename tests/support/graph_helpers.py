@@ -92,7 +92,7 @@ class CapturedBench(Bench):
 
     def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200) -> None:
         super().__init__(model)
-        self.cache.reserve(reserved)
+        self.cache.reserve(reserved, reserved)
         backend.addresses = addresses_of(model, lambda: self.memory)
         self.begin()
 

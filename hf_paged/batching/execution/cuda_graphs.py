@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...tape.record import NothingUnrecorded
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
+_LATER: list[Any] = []  # graphs, each with its event, that went while their thread captured, where it must not wait
 
 
 class CudaGraphs:
@@ -46,6 +47,8 @@ class CudaGraphs:
                 torch._C._cuda_clearCublasWorkspaces()
                 stack.callback(torch._C._cuda_clearCublasWorkspaces)
                 self._record(graph, run)
+        while _LATER:
+            RecordedGraph(*_LATER.pop())  # and goes
         return RecordedGraph(graph, self._done)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
@@ -91,4 +94,7 @@ class RecordedGraph:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
-            self._done.synchronize()
+            if torch.cuda.is_current_stream_capturing():
+                _LATER.append((self._graph, self._done))
+            else:
+                self._done.synchronize()

@@ -72,6 +72,10 @@ class Runner(Protocol):
         cannot be done before the host has it."""
         return None
 
+    def ordered(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step: its work on the device comes after that of the step before, also on other streams."""
+        return contextlib.nullcontext()
+
     def rest(self) -> None:
         """Nothing is in flight any more."""
         return None

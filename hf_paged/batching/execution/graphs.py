@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +24,7 @@ from ...attention.backends import cpp
 from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
-from ...cache.storage import KVBlocks
+from ...cache.storage import KVBlocks, is_out_of_memory
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
@@ -105,7 +107,8 @@ class DecodeGraphs:
         self._graphs: dict[Key, RecordedStep] = {}  # the one used last at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
         self._costs: list[CascadeCosts] | None = None  # of each group's layers together
-        self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant
+        self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant; below 0 while memory is short
+        self._num_short = 0  # recordings, since the last that succeeded, for which there was no memory
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # that graphs share, by vocabulary and dtype
         self._forward: Forward | None = None  # of the runner whose step this is
 
@@ -179,7 +182,12 @@ class DecodeGraphs:
             return step.logits[:count].clone()  # the next replay overwrites them
 
     def _capture(self, key: Key, tokens: PackedTokens) -> Key | None:
-        """Records a graph; if that fails, says why, and records no more of this model."""
+        """Records a graph; if that fails, says why, and records no more of this model, or fewer where memory is short.
+        `None`, too, while another thread records."""
+        with _alone(self._device) as is_alone:
+            return self._capture_alone(key, tokens) if is_alone else None
+
+    def _capture_alone(self, key: Key, tokens: PackedTokens) -> Key | None:
         start = time.perf_counter()
         outputs: list[Tensor] = []
         try:
@@ -197,16 +205,26 @@ class DecodeGraphs:
                     dtypes = {dtype, getattr(self._model(), "dtype", None)}
                     _check_replay(graph, outputs[0][: len(tokens.token_ids)], dtypes)
         except Exception as error:
+            logger.debug("capturing %s failed", key, exc_info=True)
+            if is_out_of_memory(error):
+                self._num_short += 1
+                self._uses[key.num_rows, key.variant] = -(MIN_USES << self._num_short)
+                _log_once(f"for now no more of them, for want of memory ({_reason(error)})", self._backend.notice)
+                return None
             self.obstacle = _reason(error)
             self._clear()
             _log_once(self.obstacle, self._backend.notice)
-            logger.debug("capturing %s failed", key, exc_info=True)
             return None
+        self._num_short = 0
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = RecordedStep(inputs, outputs[0], graph)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return key
+
+    def in_order(self) -> contextlib.AbstractContextManager[None]:
+        """Work on the device that begins within it comes after that of the last such context, also on other streams."""
+        return self._backend.in_order()
 
     def _output(self, logits: Tensor) -> Tensor:
         num_rows, vocab_size = logits.shape
@@ -284,6 +302,27 @@ def _reason(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[bool]:
+    """Whether no other thread records on `device`, which has one stream for that. No garbage is collected meanwhile:
+    that may free what waits for the device (pytorch#161037), or run a caller's code."""
+    is_alone, collects = False, gc.isenabled()
+    try:
+        is_alone = _capture_lock(device).acquire(blocking=False)
+        gc.disable()
+        yield is_alone
+    finally:
+        if collects:
+            gc.enable()
+        if is_alone:
+            _capture_lock(device).release()
+
+
+@functools.cache
+def _capture_lock(device: torch.device) -> threading.Lock:
+    return threading.Lock()
 
 
 @functools.cache

@@ -66,6 +66,9 @@ class PackedRunner(Runner):
         if state is not None and self._graphs is not None:
             self._graphs.begin(state)
 
+    def ordered(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._graphs is None else self._graphs.in_order()
+
     def rest(self) -> None:
         self._state = None  # which holds the weights
 

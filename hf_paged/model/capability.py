@@ -622,7 +622,8 @@ def _forwards(model: PreTrainedModel) -> Iterator[None]:
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with held(), rng, torch.no_grad():
         held_by = (x for module in model.modules() for x in (vars(module), module._buffers))
-        before = [(attributes, dict(attributes)) for attributes in held_by]
+        # those of a traced or scripted module are no dicts, and its code sets none
+        before = [(attributes, dict(attributes)) for attributes in held_by if isinstance(attributes, dict)]
         drawn = _random_states(devices)
         try:
             with let_in():

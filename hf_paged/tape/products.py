@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..kernels import cpp
@@ -17,7 +18,8 @@ from ..kernels.cpp.linear import HALVES, linear, max_rows
 
 
 class OwnProducts(TorchFunctionMode):
-    """`F.linear` of plain tensors on the CPU, without gradients, reads the weight in place; all else is PyTorch's."""
+    """`F.linear` of plain tensors on the CPU, without gradients, reads the weight in place; all else is PyTorch's, and
+    where code of others traces, transforms or observes what PyTorch computes, everything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,16 +34,29 @@ class OwnProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
+        if torch.compiler.is_compiling():  # first: Dynamo reads what is below
+            return False
         tensors = (x, weight) if bias is None else (x, weight, bias)
         if any(type(y) not in (Tensor, nn.Parameter) or not y.is_cpu or y.dtype is not x.dtype for y in tensors):
             return False
+        if any(y.layout is not torch.strided or y.is_neg() for y in tensors) or x.is_nested:
+            return False
         if x.dtype not in HALVES or not 0 < x.numel() <= self._max_rows * x.shape[-1] or weight.dim() != 2:
             return False
-        if weight.stride(1) != 1 or x.shape[-1] != weight.shape[1] or (bias is not None and not bias.is_contiguous()):
+        if weight.stride(1) != 1 or not 1 < x.shape[-1] == weight.shape[1]:  # strides of one number say nothing
             return False
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
+            return False
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _is_observed():
             return False
         return observer.get() is None and not batch_invariant.get()  # else a tape, or its kernels, take them
+
+
+def _is_observed() -> bool:
+    """Whether operations go through a mode, a transform of `torch.func`, forward derivatives, or a trace."""
+    transforms: Any = torch._C._functorch.peek_interpreter_stack()
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    return has_modes or transforms is not None or forward_ad._current_level >= 0 or torch.jit.is_tracing()
 
 
 def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:

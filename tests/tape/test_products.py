@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_paged import PagedEngine
 from hf_paged.kernels import cpp
@@ -74,6 +76,64 @@ def test_what_it_leaves_to_pytorch(calls: list[torch.Size]) -> None:
     with OwnProducts(), pytest.raises(RuntimeError):
         F.linear(x, torch.randn(16, 31).bfloat16())
     assert calls == []
+
+
+@torch.no_grad()
+def test_tensors_whose_numbers_are_not_where_they_seem(calls: list[torch.Size]) -> None:
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((4, 32), (16, 32), (32,)))
+    for each in (
+        (torch._neg_view(x), weight),
+        (x, torch._neg_view(weight)),
+        (x.to_sparse(), weight),
+        (x, weight, bias[:1]),
+        (x, weight, bias[:16].view(1, 16)),
+        (x, weight, bias[0]),
+        (x, weight, bias[::2]),
+        (x.t()[:1].t(), weight[:, :1]),
+        (x[:1].t()[:1].t(), weight[:1].t()[:1].t()),
+    ):
+        expected = F.linear(*each)
+        with OwnProducts():
+            assert torch.equal(F.linear(*each), expected)
+    assert calls == []
+
+
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.vmap,
+        torch.func.functionalize,
+        _compiled,
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+        lambda f: torch.jit.trace(f, torch.ones(4, 32).bfloat16()),
+        lambda f: make_fx(f)(torch.ones(4, 32).bfloat16()),
+    ],
+    ids=["vmap", "functionalize", "compile", "jvp", "jit", "make_fx"],
+)
+@torch.no_grad()
+def test_what_transforms_and_traces_see(transform: Any, calls: list[torch.Size]) -> None:
+    layer, x = nn.Linear(32, 16, bias=False).bfloat16().requires_grad_(False), torch.randn(4, 32).bfloat16()
+    with OwnProducts():
+        found = transform(lambda x: F.linear(x, layer.weight))
+        found = found(x)
+    torch.testing.assert_close(found, layer(x))
+    calls.clear()
+    with OwnProducts(), FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 2 * 4 * 32 * 16 and calls == []
+
+
+def test_a_traced_module_in_a_model() -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", (9, 5))
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.up_proj = torch.jit.trace(mlp.up_proj, torch.randn(1, 3, mlp.up_proj.in_features))
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), model.generate(**inputs, **options))
 
 
 def test_models_that_get_it() -> None:

@@ -190,6 +190,8 @@ class Scheduler:
                         unfinished = (each for running in self._running for each in running.open_sequences)
                         reserved = sum(each.num_to_compute == 1 for each in unfinished)
                     limit = min(left - reserved, beside) if decodes or reserved else left
+                    if (first := self.first_waiting) is not None and first.key < request.key:
+                        limit -= limit // 2  # a request with more priority may begin, if there are blocks for it
                 query_len = self._catch_up(request, sequence, limit)
                 left -= query_len
                 beside -= query_len if query_len > 1 else 0

@@ -110,12 +110,12 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(str(_build(_make_private(Path(name)), key, compiler)))
 
 
-def _recipe() -> tuple[str, str]:
+def _recipe() -> tuple[list[str], str]:
     """The compiler, and a name for what it makes of these sources on this CPU."""
     compiler = find_compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    version = subprocess.run([compiler[0], "--version"], capture_output=True, check=True, timeout=60).stdout
     # A home directory may serve machines with other CPUs, which -march=native would not run on.
-    parts = (*(source.read_bytes() for source in SOURCES), COMMON_FLAGS, _EXTRA_FLAGS, version, _cpu())
+    parts = (*(source.read_bytes() for source in SOURCES), COMMON_FLAGS, _EXTRA_FLAGS, compiler[1:], version, _cpu())
     return compiler, hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
@@ -134,19 +134,19 @@ def _find(folder: Path, key: str) -> Path | None:
     return None
 
 
-def _build(folder: Path, key: str, compiler: str) -> Path:
+def _build(folder: Path, key: str, compiler: list[str]) -> Path:
     handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
         for extra in _EXTRA_FLAGS:
-            command = [compiler, *COMMON_FLAGS, *extra, str(SOURCE), "-o", name]
+            command = [*compiler, *COMMON_FLAGS, *extra, str(SOURCE), "-o", name]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
             if done.returncode == 0:
                 os.chmod(name, 0o700)  # the linker goes by the umask
                 path = folder / f"cpp-{key}-{hashlib.sha256(_read_private(Path(name))).hexdigest()}.so"
                 os.replace(name, path)  # atomic: another process sees no file or a whole one
                 return path
-        raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"{compiler[0]} failed: {done.stderr.strip()[-500:]}")
     finally:
         Path(name).unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -13,15 +14,16 @@ SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
 
 
-def find_compiler() -> str:
-    """Raises `RuntimeError` if there is none."""
+def find_compiler() -> list[str]:
+    """What calls it, with the options that `CXX` gives. Raises `RuntimeError` if there is none."""
     if sys.platform == "win32":
         raise RuntimeError("no build on Windows")
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    own = shlex.split(os.environ.get("CXX") or "")
+    names = own[:1] or ["c++", "g++", "clang++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise RuntimeError(f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX")
-    return compiler
+    return [compiler, *own[1:]]
 
 
 def cpu_flags() -> set[str]:

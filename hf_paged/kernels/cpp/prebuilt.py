@@ -28,21 +28,22 @@ LEVELS = {  # the best first: what the compiler is told, and the flags that Linu
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """The best library that is there for a processor with these `flags`, this one's without them: built from these
-    sources."""
+    """The best library for a processor with these `flags`, this one's without them, that was built from these sources
+    and is whole: its name ends with the hash of its content."""
     if platform.machine() != "x86_64":
         return None
     own = cpu_flags() if flags is None else flags
-    paths = (_path(level) for level, (_, needed) in LEVELS.items() if own.issuperset(needed.split()))
-    return next((path for path in paths if path.exists()), None)
+    levels = [level for level, (_, needed) in LEVELS.items() if own.issuperset(needed.split())]
+    paths = (path for level in levels for path in FOLDER.glob(f"kernels-{level}-{_of_sources()}-*.so"))
+    return next((path for path in paths if path.is_file() and path.stem.endswith(_hash(path))), None)
 
 
-def _path(level: str) -> Path:
-    return FOLDER / f"kernels-{level}-{_content()}.so"
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 @functools.cache
-def _content() -> str:
+def _of_sources() -> str:
     parts = *(source.read_bytes() for source in SOURCES), COMMON_FLAGS, LEVELS
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -55,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         old.unlink()
     for level, (flags, _) in LEVELS.items():
         static = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
-        command = [find_compiler(), *COMMON_FLAGS, *flags.split(), *static, str(SOURCE), "-o", str(_path(level))]
+        path = FOLDER / f"{level}.so"
+        command = [*find_compiler(), *COMMON_FLAGS, *flags.split(), *static, str(SOURCE), "-o", str(path)]
         subprocess.run(command, check=True, timeout=300)
-        print(_path(level).name)
+        print(path.rename(path.with_name(f"kernels-{level}-{_of_sources()}-{_hash(path)}.so")).name)
     return 0
 
 

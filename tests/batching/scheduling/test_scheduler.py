@@ -99,6 +99,19 @@ def test_prompts_beside_decodes_are_few_tokens_whoever_comes_first() -> None:
     assert counts(scheduler.schedule()) == [("e", 19)] and e.status is Status.RUNNING
 
 
+def test_a_long_prompt_leaves_half_to_more_urgent_ones() -> None:
+    scheduler = make(tokens=20, max_chunk_tokens=8)
+    a = add(scheduler, "a", 2)
+    add(scheduler, "b", 60)
+    assert counts(scheduler.schedule()) == [("a", 2), ("b", 18)]
+    a.sequences[0].token_ids.append(1)
+    add(scheduler, "c", 5)
+    add(scheduler, "d", 3, priority=-2)
+    assert counts(scheduler.schedule()) == [("a", 1), ("c", 1), ("b", 4), ("d", 3)]
+    a.sequences[0].token_ids.append(1)
+    assert counts(scheduler.schedule()) == [("a", 1), ("b", 8)]
+
+
 def test_priority_is_worth_a_number_of_arrivals() -> None:
     scheduler = make(seqs=1, aging=2.5)
     for name, priority in [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 0), ("f", -1)]:

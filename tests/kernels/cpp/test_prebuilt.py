@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -19,8 +20,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
     for level in prebuilt.LEVELS:
-        prebuilt._path(level).touch()
+        content = level.encode()
+        name = f"kernels-{level}-{prebuilt._of_sources()}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+        (tmp_path / name).write_bytes(content)
     return tmp_path
+
+
+def level_of(path: Path | None) -> str | None:
+    """Of a library of the fixture's."""
+    return None if path is None else path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -34,14 +42,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_best_that_the_processor_runs(folder: Path, without: tuple[str, ...], level: str) -> None:
-    assert prebuilt.find(EVERY - set(without)) == prebuilt._path(level)
+    assert level_of(prebuilt.find(EVERY - set(without))) == level
 
 
 def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prebuilt.find({"popcnt"}) is None
-    best = prebuilt._path("x86-64-v4-amx")
-    best.rename(folder / "kernels-x86-64-v4-amx-0123456789abcdef.so")  # of other sources
-    assert prebuilt.find(EVERY) == prebuilt._path("x86-64-v4-bf16")
+    best = prebuilt.find(EVERY)
+    assert best is not None
+    best.rename(best.with_name(best.name.replace(prebuilt._of_sources(), "0123456789abcdef")))  # of other sources
+    second = prebuilt.find(EVERY)
+    assert second is not None and level_of(second) == "x86-64-v4-bf16"
+    second.write_bytes(second.read_bytes()[:-1])  # cut short: what is loaded would end the process
+    assert level_of(prebuilt.find(EVERY)) == "x86-64-v4"
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "aarch64")
     assert prebuilt.find(EVERY) is None
 

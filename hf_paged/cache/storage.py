@@ -140,7 +140,10 @@ class Reservation:
     def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
         """Blocks of a layer with this spec, each of which takes these bytes there."""
         if self._budget < 0:
-            self.limit(free_bytes(device))
+            try:
+                self.limit(free_bytes(device))
+            except ValueError:  # it is not known: blocks are made as they are used
+                self.limit(0)
         most = dict.fromkeys(self._live, self.num_blocks)
         if not commits_when_touched(device):
             most = {each: min(self.num_blocks, count) for each, count in self._live.items()}
@@ -268,9 +271,16 @@ class Storage:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of memory free on `device`; on the CPU no more than the process may still map (`ulimit -v`)."""
+    """Bytes of memory free on `device`; on the CPU no more than the process may still map (`ulimit -v`). Raises
+    `ValueError` for a device of which torch does not tell."""
+    if device.type == "mps":
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     if device.type != "cpu":
-        return int(getattr(torch, device.type).mem_get_info(device)[0])
+        tell = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+        if tell is None:
+            message = f"torch does not tell how much memory is free on {device}: leave `memory_fraction` out, set "
+            raise ValueError(message + "`num_blocks`")
+        return int(tell(device)[0])
     free = int(psutil.virtual_memory().available)
     limit = resource.getrlimit(resource.RLIMIT_AS)[0] if resource is not None else _UNLIMITED
     return free if limit == _UNLIMITED else max(0, min(free, limit - psutil.Process().memory_info().vms))

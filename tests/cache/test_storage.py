@@ -1,0 +1,71 @@
+"""How much memory is reserved, and asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.cache import storage
+from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
+from hf_paged.cache.storage import Reservation, free_bytes
+from tests.support import models
+
+CPU, WINDOW = torch.device("cpu"), GroupSpec(window=64)
+MPS = torch.device("mps")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "free_bytes", lambda device: 200_000)
+
+
+def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
+    """Blocks of 100 bytes of two layers with full attention, and of six with a window; of half of 200,000 bytes."""
+    counts = {FULL_ATTENTION: 2, WINDOW: 6}
+    reservation = Reservation(most, {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5)
+    full, window = (reservation.num_rows(spec, 100, device) for spec in counts)
+    return full, window
+
+
+def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(free: None) -> None:
+    assert rows(1 << 30, 50) == ((1000 - 6 * 50) // 2, 50)
+    assert rows(1 << 30, 1 << 30) == (125, 125)
+    assert rows(100, 50) == (100, 50) and rows(100, 1 << 30) == (100, 100)
+    assert rows(1 << 30, 50, CPU) == (125, 125), "what is not touched costs nothing there"
+    assert rows(40, 50, CPU) == (40, 40)
+
+
+def test_what_is_free_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter((1000, 10))
+    monkeypatch.setattr(storage, "free_bytes", lambda device: next(told))
+    reservation = Reservation(1 << 30, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
+    assert [reservation.num_rows(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
+
+
+def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = SimpleNamespace(recommended_max_memory=lambda: 900, driver_allocated_memory=lambda: 300)
+    monkeypatch.setattr(torch, "mps", mps)
+    assert free_bytes(MPS) == 600
+    unknown: Any = torch.device("privateuseone")
+    with pytest.raises(ValueError, match=r"how much memory is free on privateuseone.*`num_blocks`"):
+        free_bytes(unknown)
+    reservation = Reservation(1 << 30, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
+    assert reservation.num_rows(FULL_ATTENTION, 10, unknown) == 0
+
+
+def test_a_device_of_which_nothing_is_known_grows_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(device: torch.device) -> int:
+        raise ValueError(f"torch does not tell how much memory is free on {device}")
+
+    monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
+    monkeypatch.setattr(storage, "free_bytes", unknown)
+    model = models.build("llama")
+    inputs = models.padded_prompt("llama", (20, 7))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
+    found = model.generate(**inputs, **options, cache_implementation="paged")
+    assert torch.equal(found, model.generate(**inputs, **options))
+    hf_paged.check_integrity(model)

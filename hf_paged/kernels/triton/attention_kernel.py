@@ -85,8 +85,10 @@ def _attend_tile(
     is_seen = (position >= low) & (position < high)
     if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE: this one lies within one block
         block = tl.zeros([TILE], dtype=tl.int64) + tl.load(block_table + first_key // BLOCK_SIZE).to(tl.int64)
-    else:
-        block = tl.load(block_table + position // BLOCK_SIZE, mask=position < high, other=0).to(tl.int64)
+    else:  # one load a block
+        firsts = first_key + tl.arange(0, TILE // BLOCK_SIZE) * BLOCK_SIZE
+        blocks = tl.load(block_table + firsts // BLOCK_SIZE, mask=firsts < high, other=0).to(tl.int64)
+        block = tl.reshape(tl.broadcast_to(blocks[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE])
     offset = (position % BLOCK_SIZE).to(tl.int64)
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]

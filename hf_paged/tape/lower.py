@@ -381,7 +381,7 @@ class Lowering:
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool:
         """`weight` as the operation takes it, `(depth, width)`."""
-        is_ours = batch_invariant.get() or (x.dtype in HALVES and x.shape[0] <= max_rows())
+        is_ours = batch_invariant.get() or (x.dtype in HALVES and x.shape[0] <= max_rows(x.dtype))
         if not is_ours or x.dtype not in FLOATS or not found.numel() or self.values.number(weight) is not None:
             return False
         if weight.dtype is not x.dtype or x.stride(1) != 1 or found.stride(1) != 1:

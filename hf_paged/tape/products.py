@@ -1,4 +1,5 @@
-"""Products of few rows in half precision by `linear.cpp`, in forwards that run as modules."""
+"""Products in half precision, in forwards that run as modules: of few rows by `linear.cpp`, of many in float32 where
+PyTorch has none for the dtype."""
 
 from __future__ import annotations
 
@@ -14,23 +15,26 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels import cpp
 from ..kernels.cpp.build import batch_invariant, observer
-from ..kernels.cpp.linear import HALVES, linear, max_rows
+from ..kernels.cpp.linear import HALVES, MIN_WIDENED_ROWS, is_native, linear, max_rows, widened
+
+MANY = 1 << 60
 
 
 class OwnProducts(TorchFunctionMode):
-    """`F.linear` of plain tensors on the CPU, without gradients, reads the weight in place; all else is PyTorch's, and
-    where code of others traces, transforms or observes what PyTorch computes, everything."""
+    """`F.linear` of plain tensors on the CPU, without gradients, is ours where that is faster; all else is PyTorch's,
+    and where code of others traces, transforms or observes what PyTorch computes, everything."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._max_rows = max_rows()
+        self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and self._takes(*args):
             x, weight, *bias = args
             rows = x.reshape(-1, x.shape[-1])
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            return linear(rows, weight, *bias).view(*x.shape[:-1], weight.shape[0])
+            is_wide = len(rows) >= MIN_WIDENED_ROWS and self._max_rows[x.dtype] == MANY
+            return (widened if is_wide else linear)(rows, weight, *bias).view(*x.shape[:-1], weight.shape[0])
         return func(*args, **(kwargs or {}))
 
     def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
@@ -41,7 +45,7 @@ class OwnProducts(TorchFunctionMode):
             return False
         if any(y.layout is not torch.strided or y.is_neg() for y in tensors) or x.is_nested:
             return False
-        if x.dtype not in HALVES or not 0 < x.numel() <= self._max_rows * x.shape[-1] or weight.dim() != 2:
+        if x.dtype not in HALVES or weight.dim() != 2 or not 0 < x.numel() <= self._max_rows[x.dtype] * x.shape[-1]:
             return False
         if weight.stride(1) != 1 or not 1 < x.shape[-1] == weight.shape[1]:  # strides of one number say nothing
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_paged import PagedEngine
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp import linear as kernel
 from hf_paged.kernels.cpp.build import batch_invariant, observer
-from hf_paged.kernels.cpp.linear import max_rows
+from hf_paged.kernels.cpp.compiler import cpu_flags
 from hf_paged.tape import products
 from hf_paged.tape.products import OwnProducts, own_products
 from tests.support import models
@@ -53,12 +55,49 @@ def test_it_computes_what_pytorch_does(dtype: torch.dtype, has_bias: bool, calls
     assert len(calls) == 8
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
 @torch.no_grad()
-def test_what_it_leaves_to_pytorch(calls: list[torch.Size]) -> None:
+def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
+    dtype: torch.dtype, has_bias: bool, calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "WIDENED_NUMBERS", 96 * 7)
+    layer = nn.Linear(96, 40, bias=has_bias).to(dtype)
+    x = torch.randn(3, 50, 96).to(dtype)
+    expected = F.linear(x.float(), layer.weight.float(), layer.bias.float() if has_bias else None)
+    widened: list[int] = []
+
+    def observed(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        widened.append(len(x))
+        return kernel.widened(x, *others)
+
+    monkeypatch.setattr(products, "widened", observed)
+    monkeypatch.setattr(kernel, "MAX_ROWS", dict.fromkeys(kernel.MAX_ROWS, 64))
+    for is_native in (True, False):
+        for module in (products, kernel):
+            monkeypatch.setattr(module, "is_native", lambda dtype, found=is_native: found)
+        with OwnProducts():
+            found = layer(x)
+        assert widened == ([] if is_native else [150]) and calls == []
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_which_products_pytorch_has() -> None:
+    if platform.machine() == "x86_64":
+        assert kernel.is_native(torch.bfloat16) is ("avx512bw" in cpu_flags())
+    assert kernel.is_native(torch.float32)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not kernel.is_native(torch.bfloat16) and kernel.max_rows(torch.bfloat16) == kernel.MAX_ROWS_ALONE
+
+
+@torch.no_grad()
+def test_what_it_leaves_to_pytorch(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (products, kernel):
+        monkeypatch.setattr(module, "is_native", lambda dtype: True)
     layer, x = nn.Linear(32, 16).bfloat16(), torch.randn(4, 32).bfloat16()
     left: list[tuple[nn.Module, torch.Tensor, contextlib.AbstractContextManager[Any]]] = [
         (nn.Linear(32, 16), torch.randn(4, 32), contextlib.nullcontext()),
-        (layer, torch.randn(max_rows() + 1, 32).bfloat16(), contextlib.nullcontext()),
+        (layer, torch.randn(kernel.max_rows(torch.bfloat16) + 1, 32).bfloat16(), contextlib.nullcontext()),
         (layer, torch.randn(0, 32).bfloat16(), contextlib.nullcontext()),
         (layer, x, torch.enable_grad()),
         (layer, x, torch.autocast("cpu", torch.bfloat16)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import DTYPES
@@ -15,13 +16,25 @@ PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
 # rows up to which reading the weights once decides, by the path of `build.PATHS`: PyTorch serves more
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
+# rows up to which these products serve where PyTorch converts number by number, and from which `widened` is faster
+MAX_ROWS_ALONE, MIN_WIDENED_ROWS = 256, 129
+WIDENED_NUMBERS = 1 << 21  # of a weight that are converted at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # of a weight that AMX serves: `linear_path`
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def max_rows() -> int:
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's products of this dtype are oneDNN's on this CPU, which has instructions for it or AVX-512. Else
+    they convert number by number, at a sixth of float32's speed."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    if name is None:
+        return True
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and getattr(torch.ops.mkldnn, name)()
+
+
+def max_rows(dtype: torch.dtype) -> int:
     """That these products serve on this CPU."""
-    return MAX_ROWS[list(PATHS)[best_path()]]
+    return MAX_ROWS[list(PATHS)[best_path()]] if is_native(dtype) else MAX_ROWS_ALONE
 
 
 def pack(
@@ -52,4 +65,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | No
     head = x.data_ptr(), x.dtype, *x.shape, x.stride(0)
     if error := kernel("linear")(pack(head, False, [piece], best_path() if path is None else path)):
         raise MemoryError("not enough memory for the rows of a product") if error == 6 else ValueError(f"error {error}")
+    return out
+
+
+def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch's products of float32, each sum rounded once."""
+    numbers, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
+    count = max(1, WIDENED_NUMBERS // max(1, weight.shape[1]))
+    for first in range(0, weight.shape[0], count):
+        part = slice(first, first + count)
+        out[:, part] = F.linear(numbers, weight[part].float(), None if bias is None else bias[part].float())
     return out

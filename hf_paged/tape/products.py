@@ -21,16 +21,17 @@ MANY = 1 << 60
 
 
 class OwnProducts(TorchFunctionMode):
-    """`F.linear` of plain tensors on the CPU, without gradients, is ours where that is faster; all else is PyTorch's,
-    and where code of others traces, transforms or observes what PyTorch computes, everything."""
+    """`F.linear` (and `Conv1D`'s `addmm`) of plain tensors on the CPU, without gradients, is ours where that is faster;
+    all else is PyTorch's, and where code of others traces, transforms or observes what PyTorch computes, everything."""
 
     def __init__(self) -> None:
         super().__init__()
         self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and self._takes(*args):
-            x, weight, *bias = args
+        given = args if func is F.linear else _of_conv1d(*args) if func is torch.addmm and len(args) == 3 else ()
+        if given and not kwargs and self._takes(*given):
+            x, weight, *bias = given
             rows = x.reshape(-1, x.shape[-1])
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
             is_wide = len(rows) >= MIN_WIDENED_ROWS and self._max_rows[x.dtype] == MANY
@@ -47,13 +48,21 @@ class OwnProducts(TorchFunctionMode):
             return False
         if x.dtype not in HALVES or weight.dim() != 2 or not 0 < x.numel() <= self._max_rows[x.dtype] * x.shape[-1]:
             return False
-        if weight.stride(1) != 1 or not 1 < x.shape[-1] == weight.shape[1]:  # strides of one number say nothing
+        if not 1 < x.shape[-1] == weight.shape[1] or weight.shape[0] == 1:  # strides of one number say nothing
+            return False
+        if weight.stride(1) != 1 and (weight.stride(0) != 1 or self._max_rows[x.dtype] != MANY):
             return False
         if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
             return False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _is_observed():
             return False
         return observer.get() is None and not batch_invariant.get()  # else a tape, or its kernels, take them
+
+
+def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
+    """What `F.linear` would be given in place of `torch.addmm`, which transformers' `Conv1D` calls."""
+    fits = all(type(y) in (Tensor, nn.Parameter) for y in (x, weight)) and x.dim() == weight.dim() == 2
+    return (x, weight.t(), bias) if fits else ()
 
 
 def _is_observed() -> bool:

@@ -92,7 +92,8 @@ def test_tensors_that_it_does_not_take() -> None:
     with pytest.raises(TypeError, match="the same for all"):
         linear(x, weight.float())
     with pytest.raises(TypeError, match="contiguous rows"):
-        linear(x, make(16, 8, 1, torch.bfloat16)[1].t())
+        linear(x, torch.ones(16, 16).bfloat16()[::2, ::2].repeat(1, 4)[:, ::2])
+    torch.testing.assert_close(linear(x, weight.t().contiguous().t(), bias), F.linear(x, weight, bias))  # Conv1D's
     with pytest.raises(ValueError, match="goes with"):
         linear(x, weight[:, :8])
     with pytest.raises(ValueError, match="goes with"):

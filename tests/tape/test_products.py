@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
 
 from hf_paged import PagedEngine
 from hf_paged.kernels import cpp
@@ -115,6 +116,26 @@ def test_what_it_leaves_to_pytorch(calls: list[torch.Size], monkeypatch: pytest.
     with OwnProducts(), pytest.raises(RuntimeError):
         F.linear(x, torch.randn(16, 31).bfloat16())
     assert calls == []
+
+
+@pytest.mark.parametrize("rows", [1, 5, 128, 140])
+@torch.no_grad()
+def test_conv1d_where_pytorch_converts_each_number(
+    rows: int, calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = Conv1D(40, 96).bfloat16(), torch.randn(1, rows, 96).bfloat16()
+    expected = layer.float()(x.float())
+    layer.bfloat16()
+    for is_native, count in ((True, 0), (False, int(rows <= 128))):
+        for module in (products, kernel):
+            monkeypatch.setattr(module, "is_native", lambda dtype, found=is_native: found)
+        with OwnProducts():
+            torch.testing.assert_close(layer(x).float(), expected, rtol=1e-2, atol=1e-2)
+        assert len(calls) == count
+    with OwnProducts():  # other ways to call it
+        found = torch.addmm(layer.bias, x[0], layer.weight, alpha=2.0, beta=0.0)
+        torch.addmm(layer.bias, mat1=x[0], mat2=layer.weight)
+    assert found.shape == (rows, 40) and len(calls) == count
 
 
 @torch.no_grad()

@@ -51,8 +51,10 @@ def pack(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | None = None) -> Tensor:
     """`F.linear` of `(rows, depth)` and `(width, depth)`, all of one float dtype, on the CPU, the last dimensions
-    contiguous: `(rows, width)`. A row's result does not depend on the others. Raises `TypeError` for other tensors."""
-    tensors = (x, weight) if bias is None else (x, weight, bias)
+    contiguous, of the weight either: `(rows, width)`. A row's result does not depend on the others. Raises `TypeError`
+    for other tensors."""
+    is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` keeps it
+    tensors = (x, weight.t() if is_transposed else weight, *(() if bias is None else (bias,)))
     if any(not y.is_cpu or y.dtype not in DTYPES or y.dtype is not x.dtype or y.stride(-1) != 1 for y in tensors):
         message = "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for all, on the CPU"
         raise TypeError(message)
@@ -61,9 +63,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | No
         raise ValueError(f"{tuple(x.shape)} and {tuple(weight.shape)}: (rows, depth) goes with (width, depth)")
     out = x.new_empty(x.shape[0], weight.shape[0])
     bias_at = 0 if bias is None else bias.data_ptr()
-    piece = weight.data_ptr(), bias_at, out.data_ptr(), weight.shape[0], weight.stride(0), out.stride(0)
+    stride = weight.stride(1 if is_transposed else 0)
+    piece = weight.data_ptr(), bias_at, out.data_ptr(), weight.shape[0], stride, out.stride(0)
     head = x.data_ptr(), x.dtype, *x.shape, x.stride(0)
-    if error := kernel("linear")(pack(head, False, [piece], best_path() if path is None else path)):
+    if error := kernel("linear")(pack(head, is_transposed, [piece], best_path() if path is None else path)):
         raise MemoryError("not enough memory for the rows of a product") if error == 6 else ValueError(f"error {error}")
     return out
 

@@ -34,7 +34,9 @@ WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "pap
 ARCHITECTURES = "architectures"
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
 LINEARS = "linears-cpu"
-PEERS = "peers-cpu-llama-100m"
+PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
+PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
+INVARIANT = "generate-invariant-cpu-llama-100m-avx2-w6"
 STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
 TIMES = ("workload", "system", "turns", "time", "tokens_per_s", "plain_over", "interval", "target")
 MORE = ("workload", "system", "equal", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mib")
@@ -203,8 +205,20 @@ def whole_calls(data: Data) -> str:
     return "\n\n".join(parts + ([f"Failed in this run: {problems}."] if problems else []))
 
 
-def processors(data: Data) -> str:
+def processors(runs: Sequence[Data]) -> str:
     """Engines made for processors beside ours."""
+    said = flow(
+        f"""**Engines made for processors** on the same weights (`{runs[0]["model"]["name"]}`, bfloat16; with `--int8`
+        8-bit weights, torchao's for plain and ours, their own for the others) and prompts. Each runs in a process and
+        an environment of its own, in the versions of `benchmarks/peers/*.txt`, at its defaults, on as many threads.
+        Seconds, medians over the turns, and their ratios: above 1 the best of them is faster than ours. llama.cpp gets
+        one turn, in W6, too."""
+    )
+    return "\n\n".join([said, *map(_beside_engines, runs)])
+
+
+def _beside_engines(data: Data) -> str:
+    """The table of one run."""
     found: dict[str, dict[str, Data]] = {}
     for row in data["rows"]:
         if "seconds" in row and not row["system"].startswith("plain, "):
@@ -223,19 +237,22 @@ def processors(data: Data) -> str:
         rows.append(line)
     columns = ["workload", "turns", "plain", "ours", "engine", *names, "best", "ours / best", "engine / best"]
     limits = data["ceilings"]
-    return "\n\n".join(
-        [
-            flow(
-                f"""**Engines made for processors** on the same weights (`{data["model"]["name"]}`, bfloat16) and
-                prompts: one run of `{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings:
-                {limits["bandwidth"] / 1e9:.1f} GB/s, {limits["flops"]["bfloat16"] / 1e12:.3g} TFLOP/s bfloat16. Each
-                runs in a process and an environment of its own, in the versions of `benchmarks/peers/*.txt`, at its
-                defaults, on as many threads. Seconds, medians over the turns, and their ratios: above 1 the best of
-                them is faster than ours. llama.cpp gets one turn, in W6, too."""
-            ),
-            report.markdown(rows, {name: name for name in columns}),
-        ]
+    said = flow(
+        f"""`{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings: {limits["bandwidth"] / 1e9:.1f} GB/s,
+        {limits["flops"]["bfloat16"] / 1e12:.3g} TFLOP/s bfloat16:"""
     )
+    problems = not_run(data["rows"])
+    return "\n\n".join([said, report.markdown(rows, {name: name for name in columns}), problems])
+
+
+def invariance(data: Data) -> str:
+    """What `batch_invariant` costs."""
+    columns = {key: COLUMNS[key] for key in ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")}
+    said = flow(
+        f"""**The same bits in any batch** (`PagedConfig(batch_invariant=True)`) beside the engine without it,
+        `{data["command"]}`, {machine_of(data["facts"])}:"""
+    )
+    return f"{said}\n\n{report.markdown(data['rows'], columns)}"
 
 
 def attention(data: Data) -> str:
@@ -372,7 +389,8 @@ def benchmarks_section() -> str:
             JSON files in `benchmarks/results`; a test compares the two."""
         ),
         whole_calls(read(WHOLE_CALLS)),
-        processors(read(PEERS)),
+        processors(list(map(read, PEERS))),
+        invariance(read(INVARIANT)),
         threads(read(THREADS)),
         products(read(LINEARS)),
         rollouts(read(GRPO)),

@@ -245,6 +245,25 @@ def _beside_engines(data: Data) -> str:
     return "\n\n".join([said, report.markdown(rows, {name: name for name in columns}), problems])
 
 
+def stages(runs: Sequence[Data]) -> str:
+    """Where the time of calls goes, as far as their tokens tell."""
+    rows = []
+    for data in runs:
+        for row in data["rows"]:
+            if row["system"] in ("plain", *OURS) and "ttft_p99_ms" in row:
+                seconds, share = statistics.median(row["seconds"]), float(row["roofline_share"].rstrip("%")) / 100
+                first, floor = row["ttft_p99_ms"] / 1000, share * seconds
+                line = {"CPU": data["facts"]["isa"], "workload": row["workload"], "system": row["system"]}
+                line |= {"seconds": seconds, "until all first tokens": first, "after them": seconds - first}
+                rows.append(line | {"roofline": floor})
+    said = flow(
+        """**Where the time goes** in those runs: seconds until the first token of the last row (prompts, and what
+        decodes beside them), after it, and what the roofline gives the whole call (weights read once a step, products
+        at the best measured rate). W6 aims at 1.5 times the roofline:"""
+    )
+    return f"{said}\n\n{report.markdown(rows)}"
+
+
 def invariance(data: Data) -> str:
     """What `batch_invariant` costs."""
     columns = {key: COLUMNS[key] for key in ("workload", "system", "time", "turns", "ttft_p50_ms", "tpot_p50_ms")}
@@ -390,6 +409,7 @@ def benchmarks_section() -> str:
         ),
         whole_calls(read(WHOLE_CALLS)),
         processors(list(map(read, PEERS))),
+        stages([read(name) for name in PEERS if "int8" not in name]),
         invariance(read(INVARIANT)),
         threads(read(THREADS)),
         products(read(LINEARS)),

@@ -102,6 +102,7 @@ def settings(device: str, quick: bool) -> list[Setting]:
             *(Case(f"{b} x {n}", "decode", (n,) * b) for b, n in ((1, 1024), (1, 32768), (8, 4096), (64, 1024))),
             Case("32 x 64..8192", "decode", _ragged(64, 8192, 32)),
             Case("256 x 1024", "decode", (1024,) * 256),
+            Case("64 x 8192", "decode", (8192,) * 64),
             Case("8 x 512 of 4096", "chunk", (4096,) * 8, 512),
             Case("1 x 2048 of 16384", "chunk", (16384,), 2048),
             Case("8 x 1024", "prefill", (1024,) * 8, 1024),

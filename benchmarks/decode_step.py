@@ -1,5 +1,7 @@
 """
-One decode step of `generate`: a Qwen2.5-0.5B-shaped random model, plain against `cache_implementation="paged"`.
+One decode step of `generate` on random weights: plain against `cache_implementation="paged"`.
+
+    python -m benchmarks.decode_step [--device cuda --model llama-3.1-8b --case 64x8192] [--json PATH]
 
 Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so that it covers all that
 `generate` does for a token; the prefill is not in it.
@@ -17,22 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_paged
 from benchmarks.machine import devices, facts
-
-QWEN2_5_0_5B = dict(
-    vocab_size=151936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    max_position_embeddings=32768,
-)
-QUICK = QWEN2_5_0_5B | dict(vocab_size=4096, hidden_size=224, intermediate_size=512, num_hidden_layers=2)
+from benchmarks.models import SHAPES, Shape, build
 
 
 @dataclass(frozen=True)
@@ -44,8 +35,11 @@ class Case:
     turns: int
 
 
-def cases(quick: bool) -> list[Case]:
-    """The three cases of the issue, smaller with `quick`."""
+def cases(quick: bool, asked: str = "") -> list[Case]:
+    """Three, smaller with `quick`, or that which is asked for as `ROWSxTOKENS`."""
+    if asked:
+        rows, length = map(int, asked.split("x"))
+        return [Case(asked, (length,) * rows, 5)]
     if quick:
         return [Case("1x128", (128,), 3), Case("4 rows of 32..256", (32, 100, 180, 256), 3)]
     ragged = tuple(64 + round(i * (1024 - 64) / 31) for i in range(32))
@@ -92,16 +86,12 @@ def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, 
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.long().to(device)}
 
 
-def run(device: str, quick: bool, new_tokens: int, only: str = "") -> list[dict[str, Any]]:
+def run(device: str, shape: Shape, some: list[Case], new_tokens: int) -> list[dict[str, Any]]:
     """Rows of the table."""
-    torch.manual_seed(0)
-    config = Qwen2Config(**(QUICK if quick else QWEN2_5_0_5B), pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
+    model = build(shape, device, torch.bfloat16)
     rows = []
-    for case in cases(quick):
-        if not re.search(only, case.name):
-            continue
-        inputs = padded(case.lengths, config.vocab_size, device)
+    for case in some:
+        inputs = padded(case.lengths, shape.vocab, device)
         seconds: dict[str, list[float]] = {"plain": [], "paged": []}
         options: dict[str, dict[str, Any]] = {"plain": {}, "paged": {"cache_implementation": "paged"}}
         short = {name: tensor[:, -8:] for name, tensor in inputs.items()}
@@ -142,18 +132,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=devices(), default="cpu")
+    parser.add_argument("--model", choices=list(SHAPES), help="(qwen2.5-0.5b; llama-tiny with --quick)")
+    parser.add_argument("--case", default="", help="one of your own, ROWSxTOKENS of the prompts")
     parser.add_argument("--quick", action="store_true", help="a small model: only to see that it runs")
     parser.add_argument("--only", default="", help="regular expression on the case's name")
     parser.add_argument("--new-tokens", type=int, help="steps timed in each turn (24; 4 with --quick)")
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
-    rows = run(args.device, args.quick, args.new_tokens or (4 if args.quick else 24), args.only)
+    shape = SHAPES[args.model or ("llama-tiny" if args.quick else "qwen2.5-0.5b")]
+    some = [case for case in cases(args.quick, args.case) if re.search(args.only, case.name)]
+    rows = run(args.device, shape, some, args.new_tokens or (4 if args.quick else 24))
     print(table(rows))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"machine": facts(args.device), "rows": rows}, file, indent=1)
+            json.dump({"machine": facts(args.device), "model": shape.name, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ def test_decode_step(tmp_path, capsys):
     assert len(rows) == 2 and all(row["route"]["in_place"] for row in rows)
 
 
+def test_decode_step_of_a_case_of_ones_own(capsys):
+    decode_step.main(["--quick", "--case", "3x40", "--only", "40"])
+    assert "| 3x40 |" in capsys.readouterr().out
+
+
 def test_decode_step_names_the_devices(capsys):
     with pytest.raises(SystemExit):
         decode_step.main(["--device", "abacus"])

@@ -73,6 +73,15 @@ def fingerprint(model: nn.Module) -> bytes | None:
         return None
 
 
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Those that a tensor consists of: itself, unless it is of a subclass that tells others."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
 class ModelState:
     """What of a model decides what its forward computes, read now; it is asked within the same window, in which no code
     of the user's runs. Covered are all parameters, buffers, tensors and arrays; attributes of modules and configs that

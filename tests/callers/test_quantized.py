@@ -18,6 +18,7 @@ from transformers import DeepseekV3ForCausalLM, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.kernels import cpp
 from tests.callers.test_callers import BEAMS, GREEDY, assert_used_pool
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -86,6 +87,29 @@ def test_item_03_torchao_on_an_engine(scheme: str) -> None:
                 expected = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
                 assert_same_tokens(expected[:, len(prompt) :], torch.tensor([result.token_ids]))
             engine.check_integrity()
+
+
+@pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> None:
+    model, inputs = quantized("llama", scheme), models.padded_prompt("llama", LENGTHS)
+    options = {**GREEDY, "max_new_tokens": 24}
+    for change in (None, "in place", "others"):
+        with torch.no_grad():
+            weight = model.model.layers[0].mlp.up_proj.weight
+            names, _ = weight.__tensor_flatten__()
+            scale = next(x for x in (getattr(weight, name) for name in names) if x.is_floating_point())
+            if change == "in place":
+                scale.mul_(-2.0)
+            elif change == "others":
+                up = models.build("llama", seed=5).model.layers[0].mlp.up_proj
+                quantize_(torch.nn.Sequential(up), SCHEMES[scheme]())
+                model.model.layers[0].mlp.up_proj = up
+        expected = model.generate(**inputs, **options)
+        for _ in range(2):
+            assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), str(change))
+            route = hf_paged.last_route(model)
+            assert route is not None and route.num_captured_steps > 10, (change, route)
 
 
 def test_item_03_torchao_quantizes_between_two_calls() -> None:

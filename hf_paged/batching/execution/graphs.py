@@ -29,7 +29,7 @@ from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
-from ...model.state import ModelState
+from ...model.state import ModelState, plain_tensors
 from ...step import NotCapturable, StepMetadata
 from ...tape.tape import Tape
 from .cuda_graphs import CudaGraphs
@@ -367,7 +367,8 @@ class Tapes:
     def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Tape:
         run()  # makes what is made on first use, and the memory of its result
         own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
-        kept = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *own)}
+        all_of = (part for x in (*model.parameters(), *model.buffers(), *own) for part in plain_tensors(x))
+        kept = {part.untyped_storage().data_ptr() for part in all_of}
 
         def is_kept(tensor: Tensor) -> bool:
             found = tensor.untyped_storage().data_ptr() in kept

@@ -90,13 +90,16 @@ class GroupMemory(BlockGroup):
             self.storage.capacity = pool.num_blocks
             if not pool.num_blocks:
                 self.storage.layers.clear()
-        has_budget = config.num_blocks is not None or config.memory_fraction is not None
-        has_rows = self.storage.is_elastic or pool.num_blocks + num_blocks - pool.num_free <= self.storage.num_rows
         memory.make_place(num_blocks, self)
-        grows = (has_budget and has_rows) or (self.holds_states and pool.num_cached < KEPT_STATES)
-        missing = num_blocks - (pool.num_free if grows else pool.num_available)
+        missing = num_blocks - pool.num_free
         if missing <= 0:
             return
+        has_budget = config.num_blocks is not None or config.memory_fraction is not None
+        has_rows = self.storage.is_elastic or pool.num_blocks + missing <= self.storage.num_rows
+        if not (has_budget and has_rows or self.holds_states and pool.num_cached < KEPT_STATES):
+            missing -= pool.num_cached
+            if missing <= 0:
+                return
         step = 0 if self.holds_states else min(GROWTH_STEP, pool.num_blocks)
         spare = self.storage.num_rows - pool.num_blocks
         added, affordable = max(missing, step if missing > spare else min(step, spare)), memory.num_affordable(self)

@@ -96,7 +96,7 @@ class GroupMemory(BlockGroup):
             return
         has_budget = config.num_blocks is not None or config.memory_fraction is not None
         has_rows = self.storage.is_elastic or pool.num_blocks + missing <= self.storage.num_rows
-        if not (has_budget and has_rows or self.holds_states and pool.num_cached < KEPT_STATES):
+        if not ((has_budget and has_rows) or (self.holds_states and pool.num_cached < KEPT_STATES)):
             missing -= pool.num_cached
             if missing <= 0:
                 return

@@ -224,18 +224,60 @@ struct Kernel {
         return (const T*)blocks + block * strides[0] + head * strides[1];
     }
 
-    // Inlined by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
-    template <class T>
-    inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, int64_t start) const {
-        for (int64_t t = std::max(s.low, start), end = std::min(s.high, start + kTile); t < end;) {
-            const int64_t block = table[t / c.block_size], offset = t % c.block_size;
-            const int64_t count = std::min(c.block_size - offset, end - t);
-            const T* k = tile<T>(c.key, c.key_strides, block, s.head) + offset * c.key_strides[2];
-            const T* v = tile<T>(c.value, c.value_strides, block, s.head) + offset * c.value_strides[2];
-            for (int64_t i = 0; i < count * c.key_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(k + i, 0, 2);
-            for (int64_t i = 0; i < count * c.value_strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(v + i, 0, 2);
-            t += count;
+    // Memory of a task, and how it computes.
+    template <class T> struct Work {
+        const Task& s;
+        const Query* queries;
+        const int32_t* table;
+        int64_t upcoming = 0;  // where the tile behind this one begins
+        const int64_t M, step;  // rows of M at once
+        const bool tiled, paired, pairs_values, dots;
+        const T *keys[kTile], *values[kTile];
+        float *q, *kt, *scores, *alpha, *wide;  // q and kt hold pairs where these are multiplied
+        Sums first, next;
+
+        Work(const Kernel& k, const Task& task, const Query* all)
+            : s(task), queries(all), table(k.c.tables + all[task.first].row * k.c.table_stride),
+              M(k.group * task.count), step(even_step(M)), tiled(k.has_tiles<T>()),
+              paired(!tiled && k.pairs_keys<T>()), pairs_values(k.pairs_values<T>() && (k.c.is_fixed || M > kFewRows)),
+              dots(!tiled && !paired && !k.c.is_fixed && M <= kDotRows && k.c.key_dim % kLanes == 0) {}
+        static int64_t even_step(int64_t M) {
+            const int64_t steps = (M + kMaxRows - 1) / kMaxRows;
+            return steps ? (M + steps - 1) / steps : 1;
         }
+        bool allocate(const Kernel& k) {
+            static thread_local Scratch scratch;
+            const int64_t rows = (M + 15) / 16 * 16, dim = k.c.key_dim, sums = rows * (k.padded + 2);
+            float* at = scratch.get(rows * (dim + kTile + 1) + dim * kTile + kTile * k.padded + 2 * sums + 128);
+            if (!at) return false;
+            q = Scratch::take<float>(at, rows * dim), scores = Scratch::take<float>(at, rows * kTile);
+            kt = Scratch::take<float>(at, dim * kTile), wide = Scratch::take<float>(at, kTile * k.padded);
+            alpha = Scratch::take<float>(at, rows);
+            first = k.sums_at(Scratch::take<float>(at, sums), M), next = k.sums_at(Scratch::take<float>(at, sums), M);
+            return true;
+        }
+    };
+
+    // Keys or values of `count` tokens from position `start` on. A processor has few misses in flight: what is asked for
+    // at once is small. Inlined by force: GCC takes a function that only prefetches for one without effect, and drops
+    // its calls.
+    template <class T>
+    inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, const void* blocks,
+                                                        const int64_t* strides, int64_t start, int64_t count) const {
+        for (int64_t t = std::max(s.low, start), end = std::min(s.high, start + count); t < end;) {
+            const int64_t offset = t % c.block_size, here = std::min(c.block_size - offset, end - t);
+            const T* p = tile<T>(blocks, strides, table[t / c.block_size], s.head) + offset * strides[2];
+            for (int64_t i = 0; i < here * strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+            t += here;
+        }
+    }
+    // Of the next tile, from its token `t` on.
+    template <class T> inline __attribute__((always_inline)) void prefetch_keys(const Work<T>& w, int t, int count) const {
+        prefetch<T>(w.s, w.table, c.key, c.key_strides, w.upcoming + t, count);
+    }
+    template <class T>
+    inline __attribute__((always_inline)) void prefetch_values(const Work<T>& w, int64_t t, int64_t count) const {
+        prefetch<T>(w.s, w.table, c.value, c.value_strides, w.upcoming + t, count);
     }
 
     template <class T> const T* query_at(const Task& s, const Query* queries, int64_t m) const {
@@ -307,37 +349,6 @@ struct Kernel {
     void tile_scores(int64_t, const BFloat16* const*, const uint32_t*, float*) const {}
 #endif
 
-    // Memory of a task, and how it computes.
-    template <class T> struct Work {
-        const Task& s;
-        const Query* queries;
-        const int64_t M, step;  // rows of M at once
-        const bool tiled, paired, pairs_values, dots;
-        const T *keys[kTile], *values[kTile];
-        float *q, *kt, *scores, *alpha, *wide;  // q and kt hold pairs where these are multiplied
-        Sums first, next;
-
-        Work(const Kernel& k, const Task& task, const Query* all)
-            : s(task), queries(all), M(k.group * task.count), step(even_step(M)), tiled(k.has_tiles<T>()),
-              paired(!tiled && k.pairs_keys<T>()), pairs_values(k.pairs_values<T>() && (k.c.is_fixed || M > kFewRows)),
-              dots(!tiled && !paired && !k.c.is_fixed && M <= kDotRows && k.c.key_dim % kLanes == 0) {}
-        static int64_t even_step(int64_t M) {
-            const int64_t steps = (M + kMaxRows - 1) / kMaxRows;
-            return steps ? (M + steps - 1) / steps : 1;
-        }
-        bool allocate(const Kernel& k) {
-            static thread_local Scratch scratch;
-            const int64_t rows = (M + 15) / 16 * 16, dim = k.c.key_dim, sums = rows * (k.padded + 2);
-            float* at = scratch.get(rows * (dim + kTile + 1) + dim * kTile + kTile * k.padded + 2 * sums + 128);
-            if (!at) return false;
-            q = Scratch::take<float>(at, rows * dim), scores = Scratch::take<float>(at, rows * kTile);
-            kt = Scratch::take<float>(at, dim * kTile), wide = Scratch::take<float>(at, kTile * k.padded);
-            alpha = Scratch::take<float>(at, rows);
-            first = k.sums_at(Scratch::take<float>(at, sums), M), next = k.sums_at(Scratch::take<float>(at, sums), M);
-            return true;
-        }
-    };
-
     template <class T> void load_queries(Work<T>& w) const {
         if (w.tiled) return pair_queries(w.s, w.queries, (uint32_t*)w.q);
         for (int64_t m = 0; m < w.M; ++m) {
@@ -359,9 +370,9 @@ struct Kernel {
         load_queries(w);
         [[maybe_unused]] const Tiles tiles(w.tiled, (int)std::min<int64_t>(16, w.M));
         const Query& one = queries[s.first];
-        const int32_t* table = c.tables + one.row * c.table_stride;
         const int64_t start = origin(one.row);
-        prefetch<T>(s, table, std::max(s.low, one.shared));
+        w.upcoming = std::max(s.low, one.shared);
+        prefetch_keys(w, 0, kTile), prefetch_values(w, 0, kTile);
         for (int64_t low = s.low, end, part = 0;; low = end, ++part) {
             end = std::min(s.high, part_end(low, start));
             const Sums sums = part ? w.next : w.first;
@@ -373,7 +384,7 @@ struct Kernel {
                 std::fill(sums.top, sums.top + w.M, -kInf), std::fill(sums.sum, sums.sum + w.M, 0.f);
             }
             for (int64_t at = (from + start) / kTile * kTile - start; from < end; from = at += kTile)
-                add_tile(w, table, at, (int)(from - at), (int)std::min<int64_t>(kTile, end - at), sums);
+                add_tile(w, at, (int)(from - at), (int)std::min<int64_t>(kTile, end - at), sums);
             if (part) merge(w.M, w.first, w.next);
             if (end >= s.high) break;
         }
@@ -384,30 +395,32 @@ struct Kernel {
 
     // Tokens [from, to) of the tile that begins at `at`.
     template <class T>
-    void add_tile(Work<T>& w, const int32_t* table, int64_t at, int from, int to, Sums sums) const {
+    void add_tile(Work<T>& w, int64_t at, int from, int to, Sums sums) const {
         const int low = from / kSub * kSub, whole = (to + kSub - 1) / kSub * kSub;
+        w.upcoming = at + kTile;
         for (int t = from; t < to;) {
-            int64_t block = table[(at + t) / c.block_size], offset = (at + t) % c.block_size;
+            int64_t block = w.table[(at + t) / c.block_size], offset = (at + t) % c.block_size;
             const T* k = tile<T>(c.key, c.key_strides, block, w.s.head);
             const T* v = tile<T>(c.value, c.value_strides, block, w.s.head);
             for (; t < to && offset < c.block_size; ++t, ++offset)
                 w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
         }
-        prefetch<T>(w.s, table, at + kTile);
         for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // the scores of these are masked below
         for (int t = to; t < whole; ++t) w.keys[t] = w.keys[from];
         score(w, low, whole);
         for (int64_t m = 0; m < w.M; ++m) softmax(w, m, at, low, from, to, whole, sums.top[m], sums.sum[m]);
         if (w.pairs_values) {
             add_pairs(w, from, to, sums.acc);
-        } else if (c.value_dim == padded) {
+        } else if (c.value_dim == padded && (w.M <= w.step || std::is_same<T, float>::value)) {
             add_values(w, w.values, from, to, sums.acc);
-        } else {
+        } else {  // once for all rows of M
             const float* widened[kTile];
             for (int t = from; t < to; ++t) {
-                widened[t] = w.wide + t * padded;
-                for (int64_t d = 0; d < padded; ++d)
-                    w.wide[t * padded + d] = d < c.value_dim ? to_float(w.values[t] + d) : 0.f;
+                float* wide = w.wide + t * padded;
+                int64_t d = 0;
+                for (; d + kLanes <= c.value_dim; d += kLanes) store_vf(wide + d, load_floats(w.values[t] + d));
+                for (; d < padded; ++d) wide[d] = d < c.value_dim ? to_float(w.values[t] + d) : 0.f;
+                widened[t] = wide;
             }
             add_values(w, widened, from, to, sums.acc);
         }
@@ -415,17 +428,22 @@ struct Kernel {
 
     template <class T> void score(Work<T>& w, int low, int whole) const {
         if (w.tiled) {
-            for (int t = low; t < whole; t += 16)
+            for (int t = low; t < whole; t += 16) {
+                prefetch_keys(w, t, 16);
                 tile_scores(w.M, (const BFloat16* const*)w.keys + t, (const uint32_t*)w.q, w.scores + t);
+            }
         } else if (w.paired) {
             score_pairs(w, low, whole);
         } else if (w.dots) {
-            for (int t = low; t < whole; t += kLanes)
+            for (int t = low; t < whole; t += kLanes) {
+                prefetch_keys(w, t, kLanes);
                 with_rows((int)w.M, [&](auto rows) {
                     if constexpr (rows() <= kDotRows) dot_rows<rows()>(w.q, (int)c.key_dim, w.keys + t, w.scores + t);
                 });
+            }
         } else {
             for (int t = low; t < whole; t += kSub) {
+                prefetch_keys(w, t, kSub);
                 transpose_keys(w.keys + t, (int)c.key_dim, w.kt);
                 transpose_keys(w.keys + t + kLanes, (int)c.key_dim, w.kt + kLanes);
                 for (int64_t m = 0; m < w.M; m += w.step)
@@ -441,6 +459,7 @@ struct Kernel {
         const int64_t words = c.key_dim / 2;
         uint32_t* kt = (uint32_t*)w.kt;
         for (int t = low; t < whole; t += kSub) {
+            prefetch_keys(w, t, kSub);
             transpose_words((const void* const*)(w.keys + t), words, kt);
             transpose_words((const void* const*)(w.keys + t + kLanes), words, kt + kLanes);
             for (int64_t m = 0; m < w.M; m += w.step)
@@ -460,6 +479,7 @@ struct Kernel {
         const int first = from / 2, last = (to + 1) / 2;
         uint32_t* pairs = (uint32_t*)w.wide;  // [tokens / 2][padded]
         for (int j = first; j < last; ++j) {
+            prefetch_values(w, 2 * j, 2);
             const T* a = 2 * j >= from ? w.values[2 * j] : nullptr;
             const T* b = 2 * j + 1 < to ? w.values[2 * j + 1] : nullptr;
             interleave((const BFloat16*)a, (const BFloat16*)b, padded, pairs + j * padded);
@@ -493,6 +513,7 @@ struct Kernel {
                     wide = left >= kWide ? kWide : left >= 2 ? 2 : 1;
                     auto add = wide == kWide ? value_rows<V, kWide, rows()> : value_rows<V, 2, rows()>;
                     if (wide == 1) add = value_rows<V, 1, rows()>;
+                    if (!m) prefetch_values(w, d * kTile / padded, wide * kLanes * kTile / padded);
                     add(w.scores + m * kTile + from, to - from, values + from, (int)d, w.alpha + m,
                         acc + m * padded + d, (int)padded);
                 }

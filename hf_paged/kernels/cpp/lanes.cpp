@@ -19,8 +19,8 @@ namespace {
 
 enum Path { kWide = 0, kDots = 1, kTiles = 2 };  // products of bfloat16: float32 lanes; AVX512-BF16; AMX
 constexpr int kLanes = LANES, kTile = 64, kSub = 2 * kLanes;  // tokens in a tile; tokens transposed at once
-constexpr int kMaxRows = LANES == 16 ? 8 : 4;                 // rows of M kept in registers
-constexpr int kDotRows = 3;  // rows of M up to which dot products beat a transpose of the keys
+constexpr int kMaxRows = LANES == 16 ? 8 : LANES == 8 ? 6 : 4;  // rows of M kept in registers
+constexpr int kDotRows = LANES == 8 ? 4 : 3;  // rows of M up to which dot products beat a transpose of the keys
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
@@ -102,9 +102,12 @@ inline vf widen(Float16*, vu h) {
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
-template <class T> inline vf load_floats(const T* p) {
-    return widen((T*)nullptr, __builtin_convertvector(load<vh>(p), vu));
-}
+#if defined(__AVX2__) && LANES == 8  // GCC would widen each half by itself
+inline vu load_words(const void* p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+#else
+inline vu load_words(const void* p) { return __builtin_convertvector(load<vh>(p), vu); }
+#endif
+template <class T> inline vf load_floats(const T* p) { return widen((T*)nullptr, load_words(p)); }
 inline vf load_floats(const float* p) { return load<vf>(p); }
 template <class T> inline float to_float(const T* p) { return widen((T*)nullptr, vu{} + (uint32_t)p->bits)[0]; }
 inline float to_float(const float* p) { return *p; }
@@ -165,6 +168,25 @@ inline vf tanh16(vf x) {
     return 1.f - 2.f / (exp16(y + y) + 1.f);
 }
 
+#if defined(__AVX__) && LANES == 8
+// Within halves of registers as long as it goes: what crosses them takes AVX2 three instructions.
+inline void transpose(vu* r) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = (vu)_mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        r[i + 4] = (vu)_mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+}
+#else
 // Interleaving rows i and i + kLanes / 2 rotates the bits of (row, lane) by one; as often as there are bits transposes.
 inline void transpose(vu* r) {
     for (int stage = 1; stage < kLanes; stage *= 2) {
@@ -176,6 +198,7 @@ inline void transpose(vu* r) {
         for (int i = 0; i < kLanes; ++i) r[i] = t[i];
     }
 }
+#endif
 
 // Word w of kLanes tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type.
 inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }

@@ -20,6 +20,13 @@ from torch import Tensor
 Plan = TypeVar("Plan")
 
 
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the CPU as one on `device`. The host does not wait for what is in flight on a CUDA device, as it does
+    for a copy from memory that is not pinned."""
+    is_cuda = device.type == "cuda"
+    return (host.pin_memory() if is_cuda else host).to(device, non_blocking=is_cuda)
+
+
 class NotPackable(RuntimeError):
     """The model did something with packed keys, values or masks that is only right for one sequence a row."""
 
@@ -172,7 +179,7 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
     # an array's buffer becomes a tensor three times as fast as a list does
     origins = step.origins if step.columns is None else ()
     buffer = array("i", (*step.seq_lens, *step.starts, *step.query_start, *origins))
-    copied = torch.frombuffer(buffer, dtype=torch.int32).to(step.block_tables.device, non_blocking=True)
+    copied = to_device(torch.frombuffer(buffer, dtype=torch.int32), step.block_tables.device)
     seq_lens, starts, query_start, last = copied.split((step.num_rows, step.num_rows, step.num_rows + 1, len(origins)))
     return Lengths(seq_lens, starts, query_start, last if origins else None)
 

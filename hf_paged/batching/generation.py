@@ -19,6 +19,7 @@ from ..cache.block_manager import SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import let_in, step_lock
 from ..model.own_loop import select_rows, tensors_of
+from ..step import to_device
 from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
@@ -85,7 +86,7 @@ class Generation:
         first, end = wanted[0], wanted[0] + len(wanted)
         if wanted == list(range(first, end)):
             return logits[first:end]  # a view needs no copy
-        return logits[torch.tensor(wanted, device=logits.device)]
+        return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
 
     def take_logits(self) -> Tensor | None:
         """The logits of all open rows, in order, if they are here; they are handed out once."""

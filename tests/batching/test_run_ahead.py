@@ -249,15 +249,43 @@ def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> 
         assert seen["used"] == before + 1 and list(graphs) == [*others, used]
 
 
-def test_requests_of_several_kinds_wait_for_the_host(seen: collections.Counter[str]) -> None:
-    """Their tokens are chosen one kind after the other."""
-    model, jobs = models.get("llama"), [job(5, 30, 0), job(9, 30, 1)]
-    jobs[1][1]["generation_config"]["repetition_penalty"] = 1.3
-    with PagedEngine(model, CONFIG) as engine:
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "a waiting queue": [{}],
+    "greedy and sampled": [{}, SAMPLED, {"repetition_penalty": 1.3}, {**SAMPLED, "repetition_penalty": 1.2}],
+    "seeds": [{**SAMPLED, "seed": 3}, SAMPLED, {**SAMPLED, "seed": 5}],
+    "all of it": [{}, {**SAMPLED, "seed": 3}, {"repetition_penalty": 1.3}, SAMPLED, {"return_logprobs": True}],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_every_kind_are_launched_ahead(
+    kind: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while requests wait for a seat. What is left are the first steps of a size, and those behind an admission
+    that no one foresaw: of a request that came meanwhile."""
+    schedule, model, jobs = Scheduler.schedule, models.get("llama"), []
+
+    def counted(self: Scheduler) -> Any:
+        plan = schedule(self)
+        seen["decode steps"] += bool(plan.decodes) and not plan.chunks
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    for number in range(24):
+        own = dict(KINDS[kind][number % len(KINDS[kind])])
+        arguments = {name: own.pop(name) for name in ("seed", "return_logprobs") if name in own}
+        options = {**GREEDY, "max_new_tokens": 30 + 5 * (number % 4), **own}
+        jobs.append((prompts(5 + number % 7, seed=number)[0], {"generation_config": options, **arguments}))
+    with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_seqs=4)) as engine:
         found = results(engine, jobs)
         assert_drained(engine)
-    check(model, jobs, found)
-    assert not seen["launched"]
+    for (prompt, arguments), result in zip(jobs, found):
+        options = arguments["generation_config"]
+        assert result.error is None and len(result.token_ids) == options["max_new_tokens"]
+        if not options["do_sample"] or "seed" in arguments:
+            assert_same_as_lone(lone_run(model, prompt, options, arguments.get("seed")), result, GREEDY, kind)
+    assert seen["used"] >= 0.9 * seen["decode steps"] > 100, seen
 
 
 def test_only_what_was_launched_is_taken() -> None:
@@ -330,6 +358,13 @@ def test_what_is_reserved() -> None:
     manager.free(twin)
     assert not scheduler.reserve_next([]), "another request runs"
     assert scheduler.reserve_next([], 1), "... but ends"
+    scheduler.max_num_seqs = 1
     scheduler.add(Request("b", [Sequence([1])], 2))
-    assert not scheduler.reserve_next([sequence]), "a request waits"
+    assert not scheduler.reserve_next([sequence]), "a request waits that may be admitted"
+    sequence.token_ids.append(5)
+    scheduler.schedule()
+    assert scheduler.reserve_next([sequence]), "there is no seat for it"
+    assert not scheduler.reserve_next([], 1), "there will be one"
+    scheduler.add(Request("c", [Sequence([1])], 2, priority=-1))
+    assert not scheduler.reserve_next([sequence]), "another comes first"
     manager.check_integrity()

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as known
 
 from ...interrupts import let_in
+from ...step import to_device
 
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
 
@@ -83,7 +84,7 @@ def stop_string_hits(criterion: known.StopStringCriteria, rows: list[list[int]])
     width = criterion.maximum_token_len
     nothing = len(criterion.embedding_vec) - 1  # stands for a token that matches nothing
     padded = [[nothing] * (width - len(tokens)) + tokens[-width:] for tokens in rows]
-    return hits(criterion, torch.tensor(padded, device=criterion.embedding_vec.device), None)
+    return hits(criterion, torch.tensor(padded, device="cpu"), None)  # where no device is waited for
 
 
 class Decoding:
@@ -121,7 +122,7 @@ class Decoding:
     def input_ids(self) -> Tensor:
         """`(rows, cur_len)` int64 (prompts as they came), contiguous; a later step makes a new tensor."""
         if self._new:
-            columns = torch.tensor(self._new, dtype=torch.long, device=self._ids.device).t()
+            columns = to_device(torch.tensor(self._new, dtype=torch.long, device="cpu"), self._ids.device).t()
             self._ids = torch.cat([self._ids, columns], dim=-1)  # int64 from the first token on, as transformers' are
             self._new = []
         return self._ids
@@ -135,5 +136,5 @@ class Decoding:
         if len(values) == self.num_rows:
             return values
         every = torch.ones((self.num_rows, values.shape[-1]), device=values.device)
-        every[self.open_rows] = values
+        every[to_device(torch.tensor(self.open_rows, dtype=torch.long, device="cpu"), values.device)] = values
         return every

@@ -12,9 +12,8 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 
 from ... import compat
 from ...interrupts import let_in
-from ...kernels import cpp
 from .base import Decoding, LoopInputs, SampledTokens, hits
-from .scores import BatchableProcessors, are_row_wise, for_rows, pick
+from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
 class RowStreamers(BaseStreamer):
@@ -118,7 +117,7 @@ class SampleDecoding(Decoding):
         raw = logits.clone() if self.record_logprobs else logits
         scores = logits
         if self.logits_processor or not self._runs_known_code:
-            ids = self.input_ids[rows] if narrows else self.input_ids
+            ids = pick(self.input_ids, rows) if narrows else self.input_ids
             if self._narrows and self._narrowed[0] != rows:
                 self._narrowed = (rows, for_rows(self.logits_processor, rows, self.num_rows))
             with self._callers_code():
@@ -136,7 +135,7 @@ class SampleDecoding(Decoding):
         device, probs = probs.device, self._of_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        return pick(cpp.multinomial(probs, self.generator), self.open_rows).to(device)
+        return pick(draw(probs, self.generator), self.open_rows).to(device)
 
     def tail(self, row: int, count: int) -> list[int]:
         new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]

@@ -1,118 +1,163 @@
-"""One step of many decodings: logits to tokens."""
+"""One step of many decodings: logits to tokens, which are chosen on the device and accepted on the host."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...step import to_device
 from .base import Decoding, Fetch, SampledTokens, stop_string_hits
 from .beam import BeamDecoding
 from .sample import SampleDecoding
-from .scores import argmax, invert, logprobs_of, pick, together
+from .scores import argmax, invert, logprobs_of, pick, stack_rows, together
 
 Result = SampledTokens | BaseException
+_NO_TOKEN = -1  # of a row whose scores have none to draw
+
+
+@dataclass
+class Choice:
+    """The next tokens of a batch of decodings, on their device."""
+
+    places: list[int]  # of the decodings among those of the step
+    batch: list[SampleDecoding]
+    tokens: Tensor  # (open rows,) int64, `_NO_TOKEN` included
+    logprobs: list[Tensor]  # (recorded rows,) of the model's own distribution, and of the processed one, if any is
+
+    def pairs(self) -> list[tuple[float, float]]:
+        """The log-probabilities of each open row, zeros where they are not recorded; nothing if none is."""
+        recorded = zip(*(values.tolist() for values in self.logprobs))
+        rows = [decoding for decoding in self.batch for _ in decoding.open_rows] if self.logprobs else []
+        return [next(recorded) if decoding.record_logprobs else (0.0, 0.0) for decoding in rows]
 
 
 @torch.no_grad()
 def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
     """One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. Decodings of one row
     and of equal `batch_key` are one batch and, without a generator of their own, draw by `invert`. What goes wrong or
-    interrupts a caller's code is the entry of its decoding alone. `fetch` brings tokens to the host, at most once."""
+    interrupts a caller's code is the entry of its decoding alone. `fetch` brings the tokens of all open rows to the
+    host, those of each decoding behind the one before's; it is called at most once, and only if all have tokens."""
     groups: dict[Hashable, list[int]] = {}
     for place, (decoding, _) in enumerate(ready):
         key = decoding.batch_key if isinstance(decoding, SampleDecoding) else None
         groups.setdefault(place if key is None else key, []).append(place)
-    if len(groups) > 1 or fetch is None:
-        fetch = Tensor.tolist
     results: dict[int, Result] = {}
+    choices: list[Choice] = []
     for places in groups.values():
-        results.update(zip(places, _step([ready[place] for place in places], fetch)))
+        _choose_or_fail([(place, *ready[place]) for place in places], choices, results)
+    if results or fetch is None:
+        fetch = Tensor.tolist
+    for choice, tokens in zip(choices, _fetch(choices, fetch)):
+        results.update(zip(choice.places, _accept(choice.batch, tokens, choice.pairs())))
     return [results[place] for place in range(len(ready))]
 
 
-def _step(ready: list[tuple[Any, Tensor]], fetch: Fetch) -> list[Result]:
-    batch = [decoding for decoding, _ in ready]
+def _choose_or_fail(members: list[tuple[int, Any, Tensor]], choices: list[Choice], results: dict[int, Result]) -> None:
+    """Adds a choice of these decodings, which share a batch, or of each that has one where the batch fails."""
+    (place, decoding, logits), *others = members
     try:
-        if isinstance(batch[0], BeamDecoding):
-            return [batch[0].step(ready[0][1])]
-        rows = [(decoding, row) for decoding in batch for row in decoding.open_rows]
-        tokens, logprobs, failed = _choose(batch, rows, _stack([logits for _, logits in ready]), fetch)
-        stopped = _stopped(rows, tokens)
+        if isinstance(decoding, BeamDecoding):
+            results[place] = decoding.step(logits)
+        else:
+            places, batch, parts = zip(*members)
+            choices.append(_choose(list(places), list(batch), stack_rows(parts)))
     except BaseException as error:
-        if len(ready) == 1:
-            return [error]
+        if not others:
+            results[place] = error
+            return
         if not isinstance(error, Exception):
             raise
-        return [_step([each], Tensor.tolist)[0] for each in ready]
-    results: list[Result] = []
-    start = 0
-    for decoding in batch:
-        end = start + len(decoding.open_rows)
-        try:
-            if start in failed:
-                raise RuntimeError("the scores of the next token contain nan, or no token has a finite one")
-            pairs = [logprobs[i] for i in range(start, end)] if decoding.record_logprobs else ()
-            stops = [i in stopped for i in range(start, end)] if stopped else ()
-            results.append(decoding.accept(tokens[start:end], pairs, stops))
-        except BaseException as error:
-            results.append(error)
-        start = end
-    return results
+        for member in members:
+            _choose_or_fail([member], choices, results)
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    """`(1, vocab)` each, to `(n, vocab)`: a view where they lie one after the other in one tensor."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    start, size = first.data_ptr(), first.nbytes
-    room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
-    if room >= len(parts) * size and first.is_contiguous():
-        if all(part.data_ptr() == start + i * size for i, part in enumerate(parts)):
-            return first.as_strided((len(parts), first.shape[1]), (first.shape[1], 1))
-    return torch.cat(parts)
-
-
-def _choose(
-    batch: list[SampleDecoding], rows: list[tuple[SampleDecoding, int]], logits: Tensor, fetch: Fetch
-) -> tuple[list[int], dict[int, tuple[float, float]], list[int]]:
-    """The next tokens of all rows by `(n, vocab)` logits, log-probabilities by row, and which rows have no token."""
+def _choose(places: list[int], batch: list[SampleDecoding], logits: Tensor) -> Choice:
+    """Of `(n, vocab)` logits of all open rows."""
     if all(decoding.takes_maximum for decoding in batch):
-        return fetch(argmax(logits)), {}, []
+        return Choice(places, batch, argmax(logits), [])
     if len(batch) == 1:
         raw, scores = batch[0].process(logits)
     else:
         raw = logits.to(torch.float32)
         scores = together(raw, [each.batchable for each in batch if each.batchable is not None])
-    chosen, failed = _draw(batch, scores) if batch[0].do_sample else (argmax(scores), [])
-    logprobs: dict[int, tuple[float, float]] = {}
-    recorded = [i for i, (decoding, _) in enumerate(rows) if decoding.record_logprobs]
+    tokens = _draw(batch, scores) if batch[0].do_sample else argmax(scores)
+    records = (decoding.record_logprobs for decoding in batch for _ in decoding.open_rows)
+    recorded = [row for row, is_recorded in enumerate(records) if is_recorded]
+    logprobs: list[Tensor] = []
     if recorded:
-        of_rows = (logprobs_of(pick(values, recorded), pick(chosen, recorded)) for values in (raw, scores))
-        logprobs = dict(zip(recorded, zip(*of_rows)))
-    return fetch(chosen), logprobs, failed
+        chosen = pick(tokens, recorded).clamp_min(0)
+        logprobs = [logprobs_of(pick(values, recorded), chosen) for values in (raw, scores)]
+    return Choice(places, batch, tokens, logprobs)
 
 
-def _draw(batch: list[SampleDecoding], scores: Tensor) -> tuple[Tensor, list[int]]:
-    """Tokens `(n,)` drawn by `(n, vocab)` scores; and which rows of a batch of several decodings have none to draw."""
+def _draw(batch: list[SampleDecoding], scores: Tensor) -> Tensor:
+    """Tokens `(n,)` drawn by `(n, vocab)` scores. Raises torch's error for scores of a single decoding on the CPU that
+    have none to draw."""
     probs = torch.nn.functional.softmax(scores, dim=-1)
+    if len(batch) == 1 and probs.is_cpu:
+        return batch[0].draw(probs)
+    is_drawn = probs.sum(dim=-1) > 0
+    if not probs.is_cpu or not is_drawn.all():
+        probs = torch.where(is_drawn[:, None], probs, 1.0)  # the others draw what they would draw anyway
+    return torch.where(is_drawn, _draw_rows(batch, probs), _NO_TOKEN)
+
+
+def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
     if len(batch) == 1:
-        return batch[0].draw(probs), []
-    failed = [i for i, total in enumerate(probs.sum(dim=-1).tolist()) if not total > 0]
-    if failed:
-        probs[failed] = 1.0  # the others draw what they would draw anyway
+        return batch[0].draw(probs)
     own = [i for i, decoding in enumerate(batch) if decoding.generator is not None]
     if not own:
-        return invert(probs), failed
-    drawn = torch.empty(len(batch), dtype=torch.long, device=probs.device)
-    drawn[own] = torch.cat([batch[i].draw(row) for i, row in zip(own, pick(probs, own).split(1))])
-    if len(own) < len(batch):
-        shared = [i for i, decoding in enumerate(batch) if decoding.generator is None]
-        drawn[shared] = invert(probs[shared])
-    return drawn, failed
+        return invert(probs)
+    seeded = torch.cat([batch[i].draw(row) for i, row in zip(own, pick(probs, own).split(1))])
+    shared = [i for i, decoding in enumerate(batch) if decoding.generator is None]
+    if not shared:
+        return seeded
+    order = sorted(range(len(batch)), key=[*own, *shared].__getitem__)
+    return torch.cat([seeded, invert(pick(probs, shared))])[to_device(torch.tensor(order, device="cpu"), probs.device)]
+
+
+def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:
+    """The tokens of each choice on the host, all by one call of `fetch`."""
+    if len(choices) < 2:
+        return [fetch(choice.tokens) for choice in choices]
+    device = choices[0].tokens.device
+    parts: dict[int, Tensor] = {}
+    for choice in choices:
+        sizes = [len(decoding.open_rows) for decoding in choice.batch]
+        parts.update(zip(choice.places, choice.tokens.to(device).split(sizes)))
+    found = iter(fetch(torch.cat([parts[place] for place in sorted(parts)])))
+    by_place = {place: [next(found) for _ in range(len(parts[place]))] for place in sorted(parts)}
+    return [[token for place in choice.places for token in by_place[place]] for choice in choices]
+
+
+def _accept(batch: list[SampleDecoding], tokens: list[int], logprobs: list[tuple[float, float]]) -> list[Result]:
+    """What each decoding makes of the tokens of its open rows, of which `logprobs` are given if it records them."""
+    ends = list(itertools.accumulate(len(decoding.open_rows) for decoding in batch))
+    parts = [slice(end - len(decoding.open_rows), end) for decoding, end in zip(batch, ends)]
+    try:
+        stopped = _stopped([(decoding, row) for decoding in batch for row in decoding.open_rows], tokens)
+    except BaseException as error:
+        if len(batch) == 1:
+            return [error]
+        if not isinstance(error, Exception):
+            raise
+        return [_accept([decoding], tokens[part], logprobs[part])[0] for decoding, part in zip(batch, parts)]
+    results: list[Result] = []
+    for decoding, part in zip(batch, parts):
+        try:
+            if _NO_TOKEN in tokens[part]:
+                raise RuntimeError("the scores of the next token contain nan, or no token has a finite one")
+            pairs = logprobs[part] if decoding.record_logprobs else ()
+            stops = [i in stopped for i in range(part.start, part.stop)] if stopped else ()
+            results.append(decoding.accept(tokens[part], pairs, stops))
+        except BaseException as error:
+            results.append(error)
+    return results
 
 
 def _stopped(rows: list[tuple[SampleDecoding, int]], tokens: list[int]) -> set[int]:

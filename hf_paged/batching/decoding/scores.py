@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as known
+
+from ...kernels import cpp
+from ...step import to_device
 
 _PENALTY = known.RepetitionPenaltyLogitsProcessor
 CHUNK = 128  # tokens of the vocabulary whose maximum, or sum, is taken at once
@@ -96,8 +100,8 @@ class BatchableProcessors:
         self.bound = [(_LENGTH_BOUND[type(p)], p) for p in processors if type(p) in _LENGTH_BOUND]
         self.key = tuple((type(p), *(() if type(p) is _PENALTY else _constants(p))) for p in self.processors)
         ignored = next((int(p.prompt_ignore_length or 0) for p in self.processors if type(p) is _PENALTY), None)
-        self.unseen: list[int] = [] if ignored is None else input_ids[0, ignored:].tolist()  # not in `_seen` yet
-        self._seen: Tensor | None = None  # [vocab] bool
+        self.unseen: list[int] = [] if ignored is None else input_ids[0, ignored:].tolist()  # not in `seen` yet
+        self.seen: Tensor | None = None  # (1, vocab) bool: the tokens that are penalised for having been there
 
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
@@ -107,13 +111,36 @@ class BatchableProcessors:
         is_plain = type(processors) is LogitsProcessorList
         return cls(processors, input_ids) if is_plain and batchable == len(processors) else None
 
-    def seen(self, vocab: int, device: torch.device) -> Tensor:
-        """`(vocab,)` bool: the tokens that are penalised for having been there."""
-        if self._seen is None:
-            self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
-        self._seen[[token for token in self.unseen if token < vocab]] = True
-        self.unseen = []
-        return self._seen
+
+def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.device) -> Tensor:
+    """`(members, vocab)` bool: the tokens that were there. Rows that were asked for together lie side by side from
+    then on, so that the next step copies none of them and writes its tokens at once."""
+    for member in members:
+        if member.seen is None:
+            member.seen = torch.zeros((1, vocab), dtype=torch.bool, device=device)
+    seen = stack_rows([member.seen for member in members if member.seen is not None])
+    for row, member in enumerate(members):
+        member.seen = seen[row : row + 1]
+    new = [(row, token) for row, member in enumerate(members) for token in member.unseen if token < vocab]
+    if new:
+        rows, tokens = to_device(torch.tensor(new, device="cpu").t().contiguous(), device)
+        seen[rows, tokens] = True
+    for member in members:
+        member.unseen = []
+    return seen
+
+
+def stack_rows(parts: Sequence[Tensor]) -> Tensor:
+    """`(1, vocab)` each, to `(n, vocab)`: a view where they lie one after the other in one tensor."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    start, size = first.data_ptr(), first.nbytes
+    room = first.untyped_storage().nbytes() - first.storage_offset() * first.element_size()
+    if room >= len(parts) * size and first.is_contiguous():
+        if all(part.data_ptr() == start + i * size for i, part in enumerate(parts)):
+            return first.as_strided((len(parts), first.shape[1]), (first.shape[1], 1))
+    return torch.cat(list(parts))
 
 
 def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
@@ -123,23 +150,28 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
         name = _SEQUENCE_FREE.get(type(first))
         values = [getattr(processor, name) for processor in stage] if name else []
         if type(first) is _PENALTY:
-            seen = torch.stack([member.seen(scores.shape[1], scores.device) for member in members])
-            penalty = torch.tensor([p.penalty for p in stage], device=scores.device)[:, None]
+            seen = _seen_by(members, scores.shape[1], scores.device)
+            penalty = _column([p.penalty for p in stage], scores)
             scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
         elif name is None or values.count(values[0]) == len(values):
             scores = first(None, scores)
         elif name == "top_k":
-            sizes = torch.tensor(values, device=scores.device).clamp(max=scores.shape[1])[:, None]
+            sizes = _column([min(value, scores.shape[1]) for value in values], scores)
             best = torch.topk(scores, min(max(values), scores.shape[1]))[0]
             scores = scores.masked_fill(scores < best.gather(1, sizes - 1), first.filter_value)
         else:  # transformers' formula takes a `(rows, 1)` column as well
-            column = torch.tensor(values, dtype=torch.double, device=scores.device)[:, None]
+            column = _column(values, scores, torch.double)
             # as transformers rounds them: top_p once it is subtracted from 1, the others as they are
             column = 1 - (1 - column).float().double() if name == "top_p" else column.float()
             shared = copy.copy(first)
             setattr(shared, name, column)
             scores = shared(None, scores)
     return scores
+
+
+def _column(values: list[Any], scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`(len(values), 1)`, beside the scores."""
+    return to_device(torch.tensor(values, dtype=dtype, device="cpu"), scores.device)[:, None]
 
 
 def argmax(scores: Tensor) -> Tensor:
@@ -152,6 +184,31 @@ def argmax(scores: Tensor) -> Tensor:
     chunks = scores.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
     first = chunks.amax(dim=-1).argmax(dim=-1)  # [rows]
     return first * CHUNK + chunks[torch.arange(rows, device="cpu"), first].argmax(dim=-1)
+
+
+def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """`torch.multinomial(probs, 1, generator=generator).squeeze(1)` of `(rows, vocab)`: the same tokens, and the
+    generator left in the same state. On a device without waiting for it, and for rows that torch refuses any tokens."""
+    if probs.is_cpu or not _races(probs.device):
+        return cpp.multinomial(probs, generator)
+    return race(probs, generator)
+
+
+def race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A token for each row: the first of independent exponential clocks of these rates to ring, as in `multinomial`."""
+    return probs.div(torch.empty_like(probs).exponential_(1, generator=generator)).argmax(dim=-1)
+
+
+@functools.cache
+def _races(device: torch.device) -> bool:
+    """Whether `race` draws what this build of torch draws on `device`, whose algorithm torch does not promise."""
+    first, second = (torch.Generator(device).manual_seed(0) for _ in range(2))
+    for rows, vocab in ((1, 777), (5, 32000)):
+        probs = torch.randn((rows, vocab), generator=second.clone_state(), device=device).mul_(3).softmax(dim=-1)
+        drawn = torch.multinomial(probs, num_samples=1, generator=first).squeeze(1)
+        if not torch.equal(race(probs, second), drawn) or not torch.equal(first.get_state(), second.get_state()):
+            return False
+    return True
 
 
 def invert(probs: Tensor) -> Tensor:
@@ -175,12 +232,14 @@ def values_at(scores: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     return scores[rows, tokens.clamp(max=last)].masked_fill(tokens > last, float("-inf"))
 
 
-def logprobs_of(scores: Tensor, tokens: Tensor) -> list[float]:
-    """Log-probabilities of one token a row under `(rows, vocab)` scores."""
+def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities `(rows,)` of one token a row under `(rows, vocab)` scores."""
     rows = torch.arange(len(scores), device=scores.device)
-    return (values_at(scores, rows, tokens.to(scores.device)) - scores.logsumexp(dim=-1)).tolist()
+    return values_at(scores, rows, tokens.to(scores.device)) - scores.logsumexp(dim=-1)
 
 
 def pick(values: Tensor, rows: list[int]) -> Tensor:
-    """`values[rows]`, which waits for the device, unless it is all of them in order."""
-    return values if len(rows) == len(values) else values[rows]
+    """`values[rows]`; the tensor itself where these are all of its rows, in order."""
+    if len(rows) == len(values):
+        return values
+    return values[to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), values.device)]

@@ -22,7 +22,7 @@ from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
-from ...step import ReadCounters
+from ...step import ReadCounters, to_device
 from ...tape.products import own_products
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
@@ -131,7 +131,7 @@ class RunAhead:
             is_next = len(tokens) == len(sequences) and self._scheduler.reserve_next(chosen, num_leaving)
         if going and is_next:
             if len(going) < len(sequences):
-                tokens = tokens[torch.tensor(going, device=tokens.device)]
+                tokens = tokens[to_device(torch.tensor(going, device="cpu"), tokens.device)]
             try:
                 logits = launch(chosen, tokens)
             except Exception:  # the step is computed later then, and raises what is wrong
@@ -159,7 +159,7 @@ class RunAhead:
             return None, 0
         logits = launched.logits
         if found != list(range(len(logits))):
-            logits = logits[torch.tensor(found, device=logits.device)]
+            logits = logits[to_device(torch.tensor(found, device="cpu"), logits.device)]
         return logits, len(found)
 
 

@@ -22,7 +22,7 @@ from ...model.forwards import compute_device
 from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
-from ...step import StepMetadata
+from ...step import StepMetadata, to_device
 from ...tape.invariant import by_kernels, in_fixed_order
 from ..request import Sequence
 from .executor import Runner, in_order
@@ -175,11 +175,11 @@ class PackedRunner(Runner):
             buffer.extend(group.slots)
         for axis in tokens.axes or ():
             buffer.extend(axis)
-        inputs = torch.frombuffer(buffer, dtype=torch.long).view(-1, len(tokens.token_ids)).to(self.device)
+        inputs = to_device(torch.frombuffer(buffer, dtype=torch.long).view(-1, len(tokens.token_ids)), self.device)
         query_start = tuple(tokens.query_start)
         steps = [
             StepMetadata(
-                self._rows[number].tensor(tables).to(self.device),
+                to_device(self._rows[number].tensor(tables), self.device),
                 query_start,
                 tuple(seq_lens),
                 (0,) * len(seq_lens),
@@ -199,11 +199,11 @@ class PackedRunner(Runner):
             own = inputs[2 + len(tokens.groups) :]
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         if self._picks_logits and len(kept) < len(tokens.token_ids):
-            arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
+            arguments["logits_to_keep"] = to_device(torch.tensor(kept, dtype=torch.long, device="cpu"), self.device)
         with self._rotating(tokens.rope_factors), self.products:
             logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
         if logits.shape[0] != len(last):  # the forward gives those of every token
-            logits = logits[torch.tensor(last, dtype=torch.long, device=logits.device)]
+            logits = logits[to_device(torch.tensor(last, dtype=torch.long, device="cpu"), logits.device)]
         return logits
 
     def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:

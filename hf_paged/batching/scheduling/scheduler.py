@@ -80,6 +80,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by key; preempted ones may have nothing to compute until they get a token
         self._num_rows = 0  # open rows of running requests
         self._arrivals = 0
+        self._refused: Request | None = None  # the first waiting one, for which this step had no seats or blocks
         self._plan = StepPlan()
 
     @property
@@ -133,7 +134,8 @@ class Scheduler:
                 self.blocks.register(sequence.blocks, sequence.keys, sequence.num_computed_tokens, namespace)
             self.blocks.trim(sequence.blocks)  # what only these could see
         self.blocks.index.begin_step()
-        plan = self._plan = StepPlan()
+        plan, self._refused = StepPlan(), None
+        self._plan = plan
         if self.rope is not None and self.rope.restarts:
             for request in list(self._running):
                 if self._turn(request):
@@ -253,8 +255,10 @@ class Scheduler:
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Takes the blocks for one more token of each sequence, all of which have their logits, if the next step will
-        be that and nothing else: none waits, and the others that run, `num_ending`, end before."""
-        if self._waiting or self._num_rows != len(sequences) + num_ending:
+        be that and nothing else: the others that run, `num_ending`, end before, and none that waits can be admitted."""
+        if self._num_rows != len(sequences) + num_ending:
+            return False
+        if self._waiting and (num_ending or self._refused is None or self._refused is not self.first_waiting):
             return False
         for sequence in sequences:
             blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
@@ -273,11 +277,13 @@ class Scheduler:
                 return
             is_alone = not self._running
             if not (is_alone or any_rows) and self._num_rows + request.num_open_rows > self.max_num_seqs:
+                self._refused = request
                 return
             reserve = 0 if is_alone else int(self.watermark * self.blocks.num_total)
             # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             if not self.preemption.bring_in(request, chunk, reserve, is_alone):
+                self._refused = request
                 return
             self._waiting.remove(request)
             request.status = Status.RUNNING

@@ -1,1 +1,1 @@
-"""A forward on the CPU as a tape: its operations, recorded once, run again on the same memory by one C++ call."""
+"""A forward as a tape: recorded once, run again, on the CPU by one C++ call, on a GPU in fewer launches."""

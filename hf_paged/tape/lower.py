@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, MAX_PIECES, MIN_TILE_WIDTH, max_rows
 from ..step import NotCapturable
-from .record import KernelCall, Operation
-from .rows import Layout, Rows, Shape, is_float, layout, shape_of
+from .record import KernelCall, Launched, Operation, Recorded
+from .rows import Layout, Rows, Shape, layout, shape_of
 from .values import DTYPES, FLOATS, Ref, Values
 
 aten = torch.ops.aten
@@ -130,7 +130,19 @@ class Call:
     writes: set[int]
 
 
-Entry = Rows | Kernel | Linear | Call
+@dataclass(eq=False)
+class Launch:
+    """A launch of a Triton kernel, whose tensors are [`Ref`]s."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: list[Any]
+    tree: Any
+    reads: set[int]
+    writes: set[int]
+
+
+Entry = Rows | Kernel | Linear | Call | Launch
 
 
 def _axis(function: Any, args: Any) -> int:
@@ -161,21 +173,27 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Lowering:
-    """What becomes of a recording. `is_kept` tells tensors from outside whose owner keeps them where they are."""
+    """What becomes of a recording on `device`. `is_kept` tells tensors from outside whose owner keeps them where they
+    are. Only with `has_kernels` products and lookups become the C++ kernels', and sums go over rows of any width."""
 
     is_kept: Callable[[Tensor], bool]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    has_kernels: bool = True
     values: Values = field(default_factory=Values)
     entries: list[Entry] = field(default_factory=list)
     changed_outside: set[int] = field(default_factory=set)  # addresses of storages; of values, too
     changed: set[int] = field(default_factory=set)  # with what the last operation writes
     constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
 
-    def run(self, operations: list[Operation | KernelCall]) -> list[Entry]:
+    def run(self, operations: list[Recorded]) -> list[Entry]:
         changed = self.changed = set(_changed(operations))
         self.changed_outside = set(_changed(operations[:-1]))  # nothing is read of results, which the last one writes
         for each in operations:
             if isinstance(each, KernelCall):
                 self._kernel(each)
+                continue
+            if isinstance(each, Launched):
+                self._launch(each)
                 continue
             inputs, found = list(tensors_in((each.args, each.kwargs))), list(tensors_in(each.found))
             known = {_storage(tensor) for tensor in inputs}
@@ -186,7 +204,7 @@ class Lowering:
             is_empty = "empty" in each.function.name()
             if not (is_mutable or is_empty or made & changed) and known <= self.constants:
                 self.constants |= made
-                self.values.held += found
+                self.values.constants += found
                 continue
             for tensor in found:
                 if _storage(tensor) not in known:
@@ -225,7 +243,7 @@ class Lowering:
             return self._compute("copy", args[1:2], args[0], in_place=True)
         if function is aten.gelu.default:
             return self._compute("gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu", args[:1], each.found)
-        if function is aten.softplus.default and len(args) == 1:
+        if function is aten.softplus.default and len(args) == 1 and self.has_kernels:
             return self._compute("softplus", args, each.found)
         if function is aten.pow.Tensor_Scalar and args[1] in (2, 3):
             return self._power(args[0], int(args[1]), each.found)
@@ -235,6 +253,8 @@ class Lowering:
             return self._layer_norm(each.found, *args)
         if function is aten.cat.default:
             return self._cat(each)
+        if not self.has_kernels:
+            return False
         if function is aten.embedding.default:
             return self._pick(args[0], args[1], each.found)
         if function is aten.mm.default:
@@ -268,7 +288,9 @@ class Lowering:
         tensors = [x for x in args if isinstance(x, Tensor)]
         if found.dtype not in FLOATS or not found.numel() or not tensors or not isinstance(args[0], Tensor):
             return False
-        if any(not x.is_cpu or x.dtype not in (DTYPES if op == "copy" else FLOATS) for x in (*tensors, found)):
+        if any(x.device != self.device for x in (*tensors, found)):
+            return False
+        if any(x.dtype not in (DTYPES if op == "copy" else FLOATS) for x in (*tensors, found)):
             return False
         sizes = self._sizes(found)
         layouts = [layout(self.values.ref(x), sizes) for x in tensors]
@@ -318,7 +340,9 @@ class Lowering:
     def _reduce(self, op: str, each: Operation) -> bool:
         x, dims = each.args[0], each.args[1] if len(each.args) > 1 else None
         found: Tensor = each.found
-        if not is_float(x) or found.dtype not in FLOATS or x.dim() == 0 or not isinstance(dims, (list, tuple)):
+        if not self._is_float(x) or found.dtype not in FLOATS or not isinstance(dims, (list, tuple)):
+            return False
+        if x.dim() == 0 or not (self.has_kernels or x.shape[-1] <= MAX_REDUCED_WIDTH):
             return False
         if [dim % x.dim() for dim in dims] != [x.dim() - 1] or x.shape[-1] == 1 or not x.numel():
             return False
@@ -333,7 +357,9 @@ class Lowering:
 
     def _layer_norm(self, found: Any, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> bool:
         out = found[0]
-        if len(shape) != 1 or not is_float(x) or out.dtype not in FLOATS or not x.numel() or x.shape[-1] == 1:
+        if len(shape) != 1 or not self._is_float(x) or out.dtype not in FLOATS or not x.numel() or x.shape[-1] == 1:
+            return False
+        if not self.has_kernels and x.shape[-1] > MAX_REDUCED_WIDTH:
             return False
         sizes = tuple(x.shape)
         others = [y for y in (weight, bias) if y is not None]
@@ -359,7 +385,7 @@ class Lowering:
     def _cat(self, each: Operation) -> bool:
         parts, axis = each.args[0], each.args[1] if len(each.args) > 1 else 0
         found: Tensor = each.found
-        if any(not is_float(part) or part.dim() != found.dim() or part.dtype is not found.dtype for part in parts):
+        if any(not self._is_float(x) or x.dim() != found.dim() or x.dtype is not found.dtype for x in parts):
             return False
         start = 0
         for part in parts:
@@ -398,6 +424,10 @@ class Lowering:
         self.entries.append(Linear(self.values.ref(x), is_transposed, [refs]))
         return True
 
+    def _is_float(self, x: Any) -> bool:
+        is_plain = isinstance(x, Tensor) and x.device == self.device and x.layout is torch.strided
+        return is_plain and x.dtype in FLOATS
+
     def _add(self, name: str, packed: bytes, refs: dict[int, Ref], reads: Iterable[int], writes: Iterable[int]) -> None:
         touched = [{refs[place].value for place in places} - {None} for places in (reads, writes)]
         self.entries.append(Kernel(name, packed, refs, *touched))  # type: ignore[arg-type]
@@ -406,6 +436,14 @@ class Lowering:
         self._hold((*call.reads.values(), *call.writes.values()))
         refs = {place: self.values.ref(tensor) for place, tensor in (call.reads | call.writes).items()}
         self._add(call.name, call.packed, refs, call.reads, call.writes)
+
+    def _launch(self, each: Launched) -> None:
+        leaves, tree = tree_flatten((each.args, each.kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._hold(tensors)
+        args = [self.values.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        touched = [{self.values.number(x) for x in group} - {None} for group in (tensors, each.writes)]
+        self.entries.append(Launch(each.kernel, each.grid, args, tree, *touched))  # type: ignore[arg-type]
 
     def _call(self, each: Operation, inputs: list[Tensor], found: list[Tensor]) -> None:
         leaves, tree = tree_flatten((each.args, each.kwargs))
@@ -509,6 +547,7 @@ class Lowering:
 
 
 _REACH = 6  # entries that are looked back
+MAX_REDUCED_WIDTH = 16384  # of rows that a program of a device holds, where something is summed over them
 
 
 def _depend(later: Entry, sooner: Entry) -> bool:
@@ -523,11 +562,13 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _changed(operations: list[Operation | KernelCall]) -> Iterator[int]:
+def _changed(operations: list[Recorded]) -> Iterator[int]:
     """Storages that an operation writes after they were made."""
     for each in operations:
         if isinstance(each, KernelCall):
             yield from map(_storage, each.writes.values())
+        elif isinstance(each, Launched):
+            yield from map(_storage, each.writes)
         elif each.function._schema.is_mutable and each.function not in _VIEWS_IN_PLACE:
             for argument, value in zip(each.function._schema.arguments, each.args):
                 if argument.alias_info is not None and argument.alias_info.is_write:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import observer
+from ..kernels.triton import launch
 from ..step import NotCapturable
 
 aten = torch.ops.aten
@@ -86,8 +87,21 @@ class KernelCall(NamedTuple):
     writes: dict[int, Tensor]
 
 
+class Launched(NamedTuple):
+    """A launch of one of our Triton kernels: its arguments by place and by name, and what it wrote."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: list[Tensor]
+
+
+Recorded = Operation | KernelCall | Launched
+
+
 class _Recorder(NothingUnrecorded):
-    def __init__(self, operations: list[Operation | KernelCall]) -> None:
+    def __init__(self, operations: list[Recorded]) -> None:
         super().__init__()
         self._operations = operations
 
@@ -106,12 +120,14 @@ class _Recorder(NothingUnrecorded):
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Operation | KernelCall]]:
+def recording() -> Iterator[list[Recorded]]:
     """What this thread computes within it. Raises [`NotCapturable`] for what cannot be run again as it was."""
-    operations: list[Operation | KernelCall] = []
+    operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
+    other = launch.observer.set(lambda *call: operations.append(Launched(*call)))
     try:
         with NothingRead(), _Recorder(operations):
             yield operations
     finally:
+        launch.observer.reset(other)
         observer.reset(token)

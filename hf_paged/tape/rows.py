@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from .values import DTYPES, FLOATS, Ref
+from .values import DTYPES, Ref
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu gelu "
@@ -234,7 +233,3 @@ class Rows:
                 if last[register] == place:
                     free[bool(self.narrow[register])].append(found[register])
         return found, narrow
-
-
-def is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_cpu and x.dtype in FLOATS and x.layout is torch.strided

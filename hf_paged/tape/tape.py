@@ -52,7 +52,7 @@ class Tape:
 
     def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
         self._arena = Arena(lowering.values, lowering.spans())
-        self._held: list[Any] = [lowering.values.held]
+        self._held: list[Any] = [lowering.values.constants, lowering.values.held]
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order
         self._num_batches = 0  # of these, one call each

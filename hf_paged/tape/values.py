@@ -36,7 +36,9 @@ class Values:
         self.sizes: list[int] = []  # bytes of each
         self._numbers: dict[int, int] = {}  # by address of the storage
         self.fixed: dict[int, int] = {}  # values that are made outside, by number: their addresses
+        self.constants: list[Tensor] = []  # made once, by the recording
         self.held: list[Tensor] = []  # from outside, which must live as long as the tape
+        self.outside: dict[int, torch.UntypedStorage] = {}  # what operations touched there, by address
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -56,6 +58,9 @@ class Values:
 
     def ref(self, tensor: Tensor) -> Ref:
         number = self.number(tensor)
+        if number is None or number in self.fixed:
+            storage = tensor.untyped_storage()
+            self.outside[storage.data_ptr()] = storage
         start = tensor.data_ptr() - (0 if number is None else tensor.untyped_storage().data_ptr())
         return Ref(number, start, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 

@@ -723,9 +723,9 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 50).to(dtype)
     expected = logits.clone()
-    recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected)), logits, {dtype})
+    recording._check_replay(lambda: logits.copy_(expected), logits, {dtype})
     with pytest.raises(NotCapturable, match="standard deviations from its own"):
-        recording._check_replay(SimpleNamespace(replay=lambda: logits.copy_(expected * 1.2 + 0.3)), logits, {dtype})
+        recording._check_replay(lambda: logits.copy_(expected * 1.2 + 0.3), logits, {dtype})
 
 
 @pytest.fixture

@@ -39,14 +39,14 @@ class FakeGraphs:
         fail (`Callable`, *optional*): Called in each capture after the dry run.
     """
 
-    runs_ahead, misses_cascade, is_checked, notice = True, True, False, logging.WARNING
+    runs_ahead, misses_cascade, notice = True, True, logging.WARNING
 
     def __init__(self, device: Any = None) -> None:
         self.addresses: Callable[[], Any] = tuple
         self.graphs: list[FakeGraph] = []
         self.fail: Callable[[], None] | None = None
 
-    def capture(self, run: Callable[[], None], model: Any = None) -> FakeGraph:
+    def capture(self, run: Callable[[], None], model: Any = None, check: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
         with NothingUnrecorded():
             run()

@@ -6,12 +6,18 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ...model.capability import first_line
 from ...tape.record import NothingUnrecorded
+
+if TYPE_CHECKING:
+    from ...tape.device import DeviceTape
+
+logger = logging.getLogger(__name__)
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
 _LATER: list[Any] = []  # graphs, each with its event, that went while their thread captured, where it must not wait
@@ -21,22 +27,27 @@ class CudaGraphs:
     """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after the
     other, and nothing reads what one of them left there but the graph itself."""
 
-    runs_ahead, misses_cascade, is_checked, notice = True, True, False, logging.WARNING
+    runs_ahead, misses_cascade, notice = True, True, logging.WARNING
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, capture_stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._done = torch.cuda.Event()
 
-    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> RecordedGraph:
-        """Runs `run` once as it is, then records it. Waits for the device. Raises what `run` raised, [`NotCapturable`]
-        if it does what cannot be recorded; streams, random state and memory are then as before."""
+    def capture(
+        self, run: Callable[[], None], model: PreTrainedModel, check: Callable[[Callable[[], None]], None]
+    ) -> RecordedGraph:
+        """Runs `run` once as it is, then records it, in fewer launches where that passes the check. Waits for the
+        device. Raises what `run` raised, [`NotCapturable`] if it does what cannot be recorded; streams, random state
+        and memory are then as before."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
             # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
-            with torch.cuda.stream(self._stream), NothingUnrecorded():
-                run()
+            with torch.cuda.stream(self._stream):
+                with NothingUnrecorded():
+                    run()
+                tape = fuse(run, self._device, check)
             before.wait_stream(self._stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
@@ -46,10 +57,10 @@ class CudaGraphs:
                 # others, such as torch.compile's own graphs, free them
                 torch._C._cuda_clearCublasWorkspaces()
                 stack.callback(torch._C._cuda_clearCublasWorkspaces)
-                self._record(graph, run)
+                self._record(graph, run if tape is None else tape.replay)
         while _LATER:
             RecordedGraph(*_LATER.pop())  # and goes
-        return RecordedGraph(graph, self._done)
+        return RecordedGraph(graph, self._done, [] if tape is None else tape.constants)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         generator = torch.cuda.default_generators[self._device.index]
@@ -83,11 +94,27 @@ class CudaGraphs:
                 self._done.record(stream)
 
 
-class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` comes after its last replay."""
+def fuse(
+    run: Callable[[], None], device: torch.device, check: Callable[[Callable[[], None]], None]
+) -> DeviceTape | None:
+    """`run` in fewer launches; `None` where that cannot be recorded, fails, or does not pass the check."""
+    from ...tape.device import DeviceTape  # needs Triton
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
-        self._graph, self._done = graph, done
+    try:
+        tape = DeviceTape.record(run, device)
+        check(functools.partial(tape.replay, spoils=True))
+    except Exception as error:  # a kernel of another library writes unseen; a list of operations may not compile
+        logger.info("decode steps are recorded as they are, without fused operations: %s", first_line(error))
+        return None
+    return tape
+
+
+class RecordedGraph:
+    """A CUDA graph that is not freed while it runs: `done` comes after its last replay. `held`: what it reads that has
+    no other owner."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event, held: list[Any] | None = None) -> None:
+        self._graph, self._done, self._held = graph, done, held
 
     def replay(self) -> None:
         self._graph.replay()
@@ -95,6 +122,6 @@ class RecordedGraph:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
             if torch.cuda.is_current_stream_capturing():
-                _LATER.append((self._graph, self._done))
+                _LATER.append((self._graph, self._done, self._held))
             else:
                 self._done.synchronize()

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[Tensor, Tensor, list[StepMetadata]], Tensor]
 """Token ids and positions `(1, n)` and each group's step to logits `(1, n, vocab_size)`."""
 
+Check = Callable[[Callable[[], None]], None]
+"""Raises `NotCapturable` unless what it is given does what the recorded forward just did."""
+
 # steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
 MIN_USES = 3
 MAX_GRAPHS = 48  # that are kept: up to 256 rows there are 27 sizes; the rest is for tables that grow, and adapters
@@ -197,13 +200,13 @@ class DecodeGraphs:
             uncached = torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False)
             with self._backend.in_order():
                 inputs.fill(tokens)
+                dtypes = {dtype, getattr(self._model(), "dtype", None)}
                 with uncached:
                     graph = self._backend.capture(
-                        functools.partial(_record, weakref.ref(self), inputs, outputs), self._model()
+                        functools.partial(_record, weakref.ref(self), inputs, outputs),
+                        self._model(),
+                        lambda replay: _check_replay(replay, outputs[0][: len(tokens.token_ids)], dtypes),
                     )
-                if self._backend.is_checked:
-                    dtypes = {dtype, getattr(self._model(), "dtype", None)}
-                    _check_replay(graph, outputs[0][: len(tokens.token_ids)], dtypes)
         except Exception as error:
             logger.debug("capturing %s failed", key, exc_info=True)
             if is_out_of_memory(error):
@@ -283,12 +286,12 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
     outputs[0].copy_(logits)
 
 
-def _check_replay(graph: Graph, logits: Tensor, dtypes: set[torch.dtype | None]) -> None:
+def _check_replay(replay: Callable[[], None], logits: Tensor, dtypes: set[torch.dtype | None]) -> None:
     """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` that its recording left, computed in
     `dtypes`."""
     expected = logits.float().clone()  # of float32, too, which the next line overwrites
     logits.zero_()
-    graph.replay()
+    replay()
     gap = (logits.float() - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-6)
     half = max((HALF_TOLERANCE[x] for x in (logits.dtype, *dtypes) if x in HALF_TOLERANCE), default=None)
     # in half precision a router may choose another expert for a row
@@ -343,12 +346,11 @@ class GraphBackend(Protocol):
 
     runs_ahead: bool  # whether a replay goes on while the host does something else
     misses_cascade: bool  # whether an eager step reads blocks that rows share once, and a replay for each row
-    is_checked: bool  # whether a replay computes in ways of its own, and is compared with what it was recorded of
     notice: int  # the level at which the log tells why nothing is recorded
 
-    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Graph:
-        """Runs `run` once or twice, and records it. Raises what `run` raised, `NotCapturable` if it does what cannot
-        be recorded."""
+    def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Graph:
+        """Runs `run` once or twice, and records it. What computes in ways of its own is checked. Raises what `run`
+        raised, `NotCapturable` if it does what cannot be recorded."""
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         """Work that begins within it comes after the work of the last such context."""
@@ -362,9 +364,9 @@ class Graph(Protocol):
 class Tapes:
     """[`Tape`]s, on the CPU. Each holds its own memory."""
 
-    runs_ahead, misses_cascade, is_checked, notice = False, False, True, logging.INFO
+    runs_ahead, misses_cascade, notice = False, False, logging.INFO
 
-    def capture(self, run: Callable[[], None], model: PreTrainedModel) -> Tape:
+    def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Tape:
         run()  # makes what is made on first use, and the memory of its result
         own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
         all_of = (part for x in (*model.parameters(), *model.buffers(), *own) for part in plain_tensors(x))
@@ -376,7 +378,9 @@ class Tapes:
                 raise NotCapturable("its forward takes numbers that no recorded operation made, perhaps in a thread")
             return found
 
-        return Tape.record(run, is_kept)
+        tape = Tape.record(run, is_kept)
+        check(tape.replay)
+        return tape
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

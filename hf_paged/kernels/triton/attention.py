@@ -17,6 +17,7 @@ from . import MAX_BATCH
 from .attention_kernel import attention_kernel
 from .cascade import Cascade
 from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim
+from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
@@ -177,18 +178,19 @@ def _launch(
     query = query if query.stride(2) == 1 else query.contiguous()
     key_tiles = split_dim(key_dim)
     is_plain = given.get("softcap") is None and given.get("bias") is None
-    with torch.accelerator.device_index(query.device.index):
-        attention_kernel[grid](
-            query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
-            step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),
-            *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
-            HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
-            CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
-            SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
-            DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype), TILE=config.tile,
-            KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
-            num_warps=config.num_warps, num_stages=config.num_stages, **given,
-        )  # fmt: skip
+    written = out, lse, *(given.get(name) for name in ("part_out", "part_lse", "row_items"))
+    launch(
+        attention_kernel, grid,
+        query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
+        step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),
+        *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
+        HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
+        CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
+        SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
+        DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype), TILE=config.tile,
+        KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
+        num_warps=config.num_warps, num_stages=config.num_stages, writes=written, **given,
+    )  # fmt: skip
 
 
 def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .attention_kernel import LN_2, LOG2_E
+from .launch import launch
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -101,10 +101,10 @@ def merge(
     step = min(most, 8, max(2, 2048 // width))  # of parts; more would spill registers
     # Two at least: Triton vectorises no loads of a tile with a dimension of one.
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
-    with torch.accelerator.device_index(out.device.index):
-        merge_kernel[(positions, triton.cdiv(heads, block_heads))](
-            partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts,
-            *partials.stride()[:3], *partials_lse.stride()[:2],
-            QUERY_LEN=queries if row_items is not None else 1, HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
-            BLOCK_HEADS=block_heads, BLOCK_PARTS=most, STEP=step,
-        )  # fmt: skip
+    launch(
+        merge_kernel, (positions, triton.cdiv(heads, block_heads)),
+        partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts,
+        *partials.stride()[:3], *partials_lse.stride()[:2],
+        QUERY_LEN=queries if row_items is not None else 1, HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
+        BLOCK_HEADS=block_heads, BLOCK_PARTS=most, STEP=step, writes=(out, out_lse),
+    )  # fmt: skip

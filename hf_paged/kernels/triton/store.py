@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import launch
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])
@@ -49,10 +50,11 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     block_key, block_value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     # About 2048 elements a program: 16 of each thread of four warps.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
-    with torch.accelerator.device_index(keys.device.index):
-        _store_kernel[(batch * tokens, triton.cdiv(heads, block_heads))](
-            keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
-            *keys.stride(), *values.stride(), *key_blocks.stride(), *value_blocks.stride(),
-            HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
-            BLOCK_HEADS=block_heads, BLOCK_KEY=block_key, BLOCK_VALUE=block_value,
-        )  # fmt: skip
+    launch(
+        _store_kernel, (batch * tokens, triton.cdiv(heads, block_heads)),
+        keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
+        *keys.stride(), *values.stride(), *key_blocks.stride(), *value_blocks.stride(),
+        HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
+        BLOCK_HEADS=block_heads, BLOCK_KEY=block_key, BLOCK_VALUE=block_value,
+        writes=(key_blocks, value_blocks),
+    )  # fmt: skip

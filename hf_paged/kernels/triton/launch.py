@@ -1,0 +1,28 @@
+"""Launches of our Triton kernels, of which a recording is told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+# what records launches: gets the kernel, the grid, arguments by place and by name, and the tensors that are written
+observer: ContextVar[Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any], list[Tensor]], None] | None]
+observer = ContextVar("observer", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, writes: Sequence[Tensor | None], **kwargs: Any) -> None:
+    """`kernel[grid](*args, **kwargs)` on the device of what it `writes`, all tensors that it writes to."""
+    written = [tensor for tensor in writes if tensor is not None]
+    note = observer.get()
+    # Triton's interpreter copies tensors with operations of PyTorch
+    unseen = contextlib.nullcontext() if note is None else _disable_current_modes()
+    with torch.accelerator.device_index(written[0].device.index), unseen:
+        kernel[grid](*args, **kwargs)
+    if note is not None:
+        note(kernel, grid, args, kwargs, written)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels import cpp, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
+from .copies import BlockCopies
 from .groups import FULL_ATTENTION, GroupSpec
 
 try:
@@ -171,6 +172,7 @@ class Storage:
         self.capacity = 0
         self.layers: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
+        self._copies = BlockCopies()
 
     @property
     def block_bytes(self) -> int:
@@ -263,11 +265,8 @@ class Storage:
         return layer
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        pairs = torch.tensor(copies, device="cpu")
-        for layer in self.layers.values():
-            for tensor in layer.data:
-                sources, targets = pairs.to(tensor.device).unbind(1)
-                tensor[targets] = tensor[sources]
+        """Block `source` to block `target` in every layer, for each pair; all are read before one is written."""
+        self._copies.make((tensor for layer in self.layers.values() for tensor in layer.data), copies)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_a_table_whose_write_was_interrupted_is_written_again(monkeypatch: pytes
 
     rows = TableRows()
     rows.tensor([[1, 2], [5]])
-    for tables in ([[3, 4], [5]], [[1, 2], [6]], [list(range(99)), [5]]):
+    for tables in ([[3, 4], [5]], [[1, 2], [6]], [[1, 2, 7], [6, 8, 9]], [list(range(99)), [5]]):
         with monkeypatch.context() as patch:
             patch.setattr(inputs, "array", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -211,12 +212,31 @@ def test_a_table_whose_write_was_interrupted_is_written_again(monkeypatch: pytes
         assert [row[: len(table)].tolist() for row, table in zip(found, tables)] == tables
 
 
+def test_of_a_table_that_grew_only_the_new_blocks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[list[int]] = []
+
+    def spied(kind: str, items: Any) -> Any:
+        written.append(list(items))
+        return array(kind, items)
+
+    rows, tables = TableRows(), [[1, 2], [], [5] * 8]
+    rows.tensor(tables)
+    monkeypatch.setattr(inputs, "array", spied)
+    tables[0] += [3, 4]
+    tables[1].append(7)
+    found = rows.tensor(tables)
+    assert [row[: len(table)].tolist() for row, table in zip(found, tables)] == tables
+    tables[0][2] = 9
+    rows.tensor(tables)
+    assert written == [[3, 4], [7], [1, 2, 9, 4]]
+
+
 def test_table_rows_follow_every_change() -> None:
-    """Rows appear, grow, change in the middle, move up when one in front goes, and widen past what there was."""
+    """Rows appear, grow, shrink, change in the middle, move up when one in front goes, and widen past all before."""
     draw, rows = random.Random(0), TableRows()
     tables = [[draw.randrange(100) for _ in range(draw.randint(1, 4))] for _ in range(3)]
-    for step in range(60):
-        action = draw.choice(["append", "change", "remove", "add", "drop", "none"])
+    for step in range(90):
+        action = draw.choice(["append", "append", "change", "remove", "add", "drop", "pop", "none"])
         row = draw.randrange(len(tables)) if tables else 0
         if action == "add" or not tables:
             tables.insert(row, [draw.randrange(100) for _ in range(draw.randint(1, 2 + step // 10))])
@@ -228,6 +248,8 @@ def test_table_rows_follow_every_change() -> None:
             del tables[row]
         elif action == "drop" and len(tables[row]) > 1:
             del tables[row][0]
+        elif action == "pop" and len(tables[row]) > 1:
+            tables[row].pop()
         tensor = rows.tensor(tables)
         assert tensor.dtype == torch.int32 and tensor.shape[0] == len(tables) and tensor.is_contiguous()
         assert [tensor[i, : len(ids)].tolist() for i, ids in enumerate(tables)] == tables

@@ -33,13 +33,16 @@ class PackedTokens(NamedTuple):
 
 
 def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:
-    """Writes rows of `width` from `ints[start]` on, those whose block ids are not the `known` ones."""
+    """Writes rows of `width` from `ints[start]` on: of those whose block ids are not the `known` ones all, or what is
+    behind these, where a table has only grown, as most do from step to step."""
     for row, block_ids in enumerate(tables):
-        if known[row] != block_ids:
-            known[row] = []  # an interrupt may come before all is written
-            first = start + row * width
-            ints[first : first + len(block_ids)] = array("i", block_ids)
-            known[row] = block_ids.copy()
+        held = known[row]
+        if held != block_ids:
+            if held != block_ids[: len(held)]:
+                known[row] = held = []
+            first, added = start + row * width, block_ids[len(held) :]
+            ints[first + len(held) : first + len(block_ids)] = array("i", added)
+            held += added  # after they are written: an interrupt may come before that
 
 
 class TableRows:
@@ -89,7 +92,8 @@ class StaticInputs:
             parts = self._buffer[num_longs:].view(torch.int32)[:num_ints].split(sizes)
             self._lengths = [part.view(3, num_rows) for part in parts[::2]]
             self._tables = [part.view(num_rows, -1) for part in parts[1::2]]
-        self._known: list[list[list[int]]] = [[[]] * num_rows for _ in widths]  # block ids that each row holds
+        # block ids that each row holds
+        self._known: list[list[list[int]]] = [[[] for _ in range(num_rows)] for _ in widths]
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tokens: PackedTokens) -> None:

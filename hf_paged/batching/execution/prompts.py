@@ -22,9 +22,9 @@ from ...cache.block_manager import UNCACHED, SequenceBlocks
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
+from ...kernels.hashing import hash_tensors
 from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
-from ...model.state import hash_tensors
 from ..request import Request
 
 CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs

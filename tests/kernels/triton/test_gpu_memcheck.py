@@ -26,7 +26,7 @@ def find_sanitizer() -> str | None:
     return next((place for place in places if os.access(place, os.X_OK) and os.path.isfile(place)), None)
 
 
-@pytest.mark.parametrize("name", ["store", "decode", "prefill", "cascade", "packed"])
+@pytest.mark.parametrize("name", ["store", "decode", "prefill", "cascade", "packed", "hash", "copy"])
 def test_memcheck(name: str) -> None:
     sanitizer = find_sanitizer()
     if sanitizer is None:

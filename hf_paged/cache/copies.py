@@ -1,0 +1,53 @@
+"""Copies of blocks within the tensors of a storage, as copy-on-write needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import uses_triton
+
+
+class BlockCopies:
+    """Copies blocks in all tensors of a storage: on a GPU by one transfer of the ids and one launch a device, for which
+    it keeps a table of the tensors' addresses on the device, made again once they are others."""
+
+    def __init__(self) -> None:
+        self._tables: dict[torch.device, tuple[list[tuple[int, int]], Tensor]] = {}
+
+    def make(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """Block `source` of each contiguous tensor `(num_blocks, ...)` to its block `target`, for each pair of ids, one
+        at least; all are read before one is written. Raises `IndexError` for blocks that a tensor does not have."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        is_ordered = not {source for source, _ in copies}.isdisjoint(target for _, target in copies)
+        for device, held in by_device.items():
+            pairs = torch.tensor(copies, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+            pairs = pairs.to(device, non_blocking=True)
+            if is_ordered or not uses_triton(held[0]):
+                copy_portable(held, pairs)
+            else:
+                self._launch(held, pairs, max(map(max, copies)))
+
+    def _launch(self, tensors: list[Tensor], pairs: Tensor, last: int) -> None:
+        from ..kernels.triton import copy  # needs Triton
+
+        num_blocks = min(map(len, tensors))
+        if last >= num_blocks:
+            raise IndexError(f"a copy from or to block {last}, there are {num_blocks}")
+        places = copy.describe(tensors)
+        known, table = self._tables.get(pairs.device, (None, None))
+        if table is None or known != places:
+            table = torch.tensor(places, dtype=torch.int64, device="cpu").to(pairs.device)
+            self._tables[pairs.device] = places, table
+        copy.copy_blocks(places, table, pairs)
+
+
+def copy_portable(tensors: Iterable[Tensor], pairs: Tensor) -> None:
+    """The copies of `BlockCopies` in plain PyTorch: tensors of any strides on one device, `pairs` `(n, 2)` int64."""
+    sources, targets = pairs.unbind(1)
+    for tensor in tensors:
+        tensor[targets] = tensor[sources]

@@ -1,0 +1,118 @@
+"""Copies of blocks in all layers: in one launch of a GPU, which Triton's interpreter stands for, and in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import kernels
+from hf_paged.cache.copies import BlockCopies, copy_portable
+from hf_paged.cache.storage import Storage
+from tests.support.kernels.device import DEVICE, available
+
+
+@pytest.fixture(params=["portable", pytest.param("triton", marks=available)])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any] | None:
+    """The tables of the kernel's launches; `None` where PyTorch makes the copies."""
+    if request.param == "portable":
+        monkeypatch.setattr("hf_paged.cache.copies.uses_triton", lambda tensor: False)
+        return None
+    from hf_paged.kernels.triton import copy
+
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    made: list[Any] = []
+    original = copy.copy_blocks
+
+    def counted(places: Any, table: Any, pairs: Any) -> None:
+        made.append(table)
+        original(places, table, pairs)
+
+    monkeypatch.setattr(copy, "copy_blocks", counted)
+    return made
+
+
+def storage_of(num_layers: int) -> Storage:
+    """Layers of unequal dims, the last of two tensors; block `b` of tensor `t` holds `10 * t + b`."""
+    storage = Storage(block_size=4)
+    storage.grow(6, 6)
+    for index in range(num_layers):
+        keys = torch.zeros(1, 2, 0, 3 + index, device=DEVICE)
+        storage.make(index, keys, keys if index + 1 < num_layers else torch.zeros(1, 1, 0, 5, device=DEVICE))
+    fill(storage)
+    return storage
+
+
+def tensors_of(storage: Storage) -> list[torch.Tensor]:
+    return [tensor for layer in storage.layers.values() for tensor in layer.data]
+
+
+def fill(storage: Storage) -> None:
+    for number, tensor in enumerate(tensors_of(storage)):
+        for block in range(len(tensor)):
+            tensor[block] = 10 * number + block
+
+
+def content(storage: Storage) -> list[list[int]]:
+    """What each block of each tensor holds, one number all over."""
+    found = []
+    for number, tensor in enumerate(tensors_of(storage)):
+        rows = tensor.flatten(1)
+        assert (rows == rows[:, :1]).all()
+        found.append((rows[:, 0] - 10 * number).tolist())
+    return found
+
+
+def test_all_layers_in_one_launch(launches: list[Any] | None) -> None:
+    storage = storage_of(5)
+    storage.copy_blocks([(1, 4), (1, 0), (5, 2)])
+    assert content(storage) == [[1, 1, 5, 3, 1, 5]] * 6
+    assert launches is None or len(launches) == 1
+
+
+def test_all_are_read_before_one_is_written(launches: list[Any] | None) -> None:
+    storage = storage_of(2)
+    storage.copy_blocks([(0, 1), (1, 2), (4, 5), (5, 4)])
+    assert content(storage) == [[0, 0, 1, 3, 5, 4]] * 3
+    assert not launches, "programs that run in any order would read what others wrote"
+
+
+def test_the_table_is_kept_until_tensors_are_others(launches: list[Any] | None) -> None:
+    storage = storage_of(2)
+    for _ in range(2):
+        storage.copy_blocks([(1, 0)])
+    storage.grow(9, 9)
+    fill(storage)
+    storage.copy_blocks([(8, 0)])
+    assert content(storage) == [[8, 1, 2, 3, 4, 5, 6, 7, 8]] * 3
+    narrow = torch.zeros(1, 2, 0, 3, device=DEVICE)
+    storage.promote(0, narrow.double(), narrow.double())  # the layer's tensor is another
+    fill(storage)
+    storage.copy_blocks([(7, 1)])
+    assert content(storage) == [[0, 7, 2, 3, 4, 5, 6, 7, 8]] * 3
+    if launches is not None:
+        assert len(launches) == 4 and launches[0] is launches[1]
+        assert len({table.data_ptr() for table in launches}) == 3
+
+
+def test_blocks_that_are_not_there(launches: list[Any] | None) -> None:
+    if launches is None and DEVICE.type == "cuda":
+        pytest.skip("PyTorch's kernel ends the process's use of the device")
+    storage = storage_of(1)
+    with pytest.raises(IndexError):
+        storage.copy_blocks([(0, 6)])
+    assert content(storage) == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_no_layers() -> None:
+    Storage(block_size=4).copy_blocks([(0, 1)])
+    BlockCopies().make([], [(3, 3)])
+
+
+def test_plain_copies_of_tensors_of_any_strides() -> None:
+    tensor = torch.arange(24).view(3, 2, 4).transpose(1, 2)
+    expected = tensor.clone()
+    expected[2] = expected[0]
+    copy_portable([tensor], torch.tensor([[0, 2]]))
+    assert torch.equal(tensor, expected)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import uses_triton
+from ..step import to_device
 
 
 class BlockCopies:
@@ -25,8 +26,7 @@ class BlockCopies:
             by_device.setdefault(tensor.device, []).append(tensor)
         is_ordered = not {source for source, _ in copies}.isdisjoint(target for _, target in copies)
         for device, held in by_device.items():
-            pairs = torch.tensor(copies, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-            pairs = pairs.to(device, non_blocking=True)
+            pairs = to_device(torch.tensor(copies, dtype=torch.int64, device="cpu"), device)
             if is_ordered or not uses_triton(held[0]):
                 copy_portable(held, pairs)
             else:

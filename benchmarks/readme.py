@@ -323,7 +323,7 @@ def products(data: Data) -> str:
         and by the C++ kernel that reads the weights in place (path: {data["path"]}), `python -m benchmarks.linears`,
         {machine_of(data["machine"])}; {PRODUCT_TURNS} turns, medians, 95% intervals. The floor is the weights over
         the best streaming read of the run, {data["bandwidth_gb_s"]} GB/s. Targets: {PRODUCT_TARGET} up to 64 rows with
-        AMX, 1.05 up to 32 rows without. Steps leave more than 256 rows with AMX, more than 64 without, to PyTorch; where
+        AMX, 1.05 up to 32 without. Steps leave more than 256 rows with AMX, more than 64 without, to PyTorch; where
         it has no products of bfloat16, those of more than 128 rows are computed in float32 instead:"""
     )
     return f"{said}\n\n{product_table(data['rows'])}"

@@ -171,7 +171,7 @@ class RequestState(Generation):
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
         decoding, text = self.decoding, None
-        if self.new_tokens:  # without those that rows get behind their ends while others go on
+        if len(self.rows) > 1 and self.new_tokens:  # without those that rows get behind their ends while others go on
             lengths = decoding.lengths
             self.new_tokens = {row: new for row, new in self.new_tokens.items() if lengths[row] == decoding.length}
         if self._text is not None and 0 in self.new_tokens:

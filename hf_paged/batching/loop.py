@@ -143,15 +143,15 @@ class StepLoop:
         interrupt: BaseException | None = None
         try:
             results: list[Any] = sample_step([(generation.decoding, taken) for generation, taken in ready], fetch)
-            for (generation, _), result in zip(ready, results):
-                error = result if isinstance(result, BaseException) else self._unknown_token(result)
-                if error is not None:
-                    interrupt = self._fail(generation, error, untold) or interrupt
-                else:
-                    with self.memory.lock:
+            with self.memory.lock:
+                for (generation, _), result in zip(ready, results):
+                    error = result if isinstance(result, BaseException) else self._unknown_token(result)
+                    if error is not None:
+                        interrupt = self._fail(generation, error, untold) or interrupt
+                    else:
                         self._apply(generation, result)
-                    generation.is_sampling = False
-                    untold.append(generation)
+                        generation.is_sampling = False
+                        untold.append(generation)
         except BaseException as cause:  # how far those that are not settled came is not known
             self._fail_all([generation for generation, _ in ready], cause, untold)
             raise

@@ -23,7 +23,8 @@ class DeviceTape:
     holds what `run` took from outside. Of a graph, `constants` is what must live as long."""
 
     def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
-        self._values, self._device, self._entries = lowering.values, lowering.device, entries
+        self._values, self._device = lowering.values, lowering.device
+        self.entries = entries
         self.constants = lowering.values.constants
         self._begins: list[list[int]] = [[] for _ in entries]  # values that each entry is the first to need
         self._ends: list[list[int]] = [[] for _ in entries]
@@ -45,12 +46,12 @@ class DeviceTape:
     @property
     def num_launches(self) -> int:
         """Kernels of ours and operations of PyTorch."""
-        return len(self._entries)
+        return len(self.entries)
 
     def replay(self, spoils: bool = False) -> None:
         """`spoils`: new memory holds NaN, so that what comes out was computed by what is replayed."""
         try:
-            for entry, begins, ends in zip(self._entries, self._begins, self._ends):
+            for entry, begins, ends in zip(self.entries, self._begins, self._ends):
                 for value in begins:
                     self._make(value, spoils)
                 self._run(entry)

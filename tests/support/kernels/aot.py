@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE_MODULES = ("decode_cases", "prefill_cases", "memory_cases")
+CASE_MODULES = ("decode_cases", "prefill_cases", "memory_cases", "fused_cases")
 """Modules beside this one with `CASES: list[AotCase]`."""
 
 SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448}

@@ -38,8 +38,7 @@ def _compile(function: Callable[..., Any], *sizes: tuple[int, ...], dtype: torch
     lists = [entry for entry in tape.entries if isinstance(entry, Rows)]
     assert lists
     for rows in lists:
-        options: Any = {"device": "meta"}
-        fused.launch(rows, lambda ref: torch.empty_strided(ref.sizes, ref.strides, dtype=ref.dtype, **options))
+        fused.launch(rows, lambda ref: torch.empty_strided(ref.sizes, ref.strides, dtype=ref.dtype, device="meta"))
 
 
 def _norm(kind: type[nn.Module], width: int, dtype: torch.dtype) -> None:

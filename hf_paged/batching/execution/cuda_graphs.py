@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...tape.record import NothingUnrecorded
+from ...tape.record import HostFirst, Known, KnownAgain, NothingUnrecorded
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-_LATER: list[Any] = []  # graphs, each with its event, that went while their thread captured, where it must not wait
+_LATER: list[Any] = []  # graphs, with what they need, that went while their thread captured, where it must not wait
 
 
 class CudaGraphs:
@@ -35,7 +35,8 @@ class CudaGraphs:
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
             # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
-            with torch.cuda.stream(self._stream), NothingUnrecorded():
+            first = NothingUnrecorded()
+            with torch.cuda.stream(self._stream), HostFirst(), first:
                 run()
             before.wait_stream(self._stream)
             torch.cuda.synchronize()
@@ -46,10 +47,11 @@ class CudaGraphs:
                 # others, such as torch.compile's own graphs, free them
                 torch._C._cuda_clearCublasWorkspaces()
                 stack.callback(torch._C._cuda_clearCublasWorkspaces)
-                self._record(graph, run)
+                with HostFirst(), KnownAgain(first.known):
+                    self._record(graph, run)
         while _LATER:
             RecordedGraph(*_LATER.pop())  # and goes
-        return RecordedGraph(graph, self._done)
+        return RecordedGraph(graph, self._done, first.known)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         generator = torch.cuda.default_generators[self._device.index]
@@ -84,10 +86,10 @@ class CudaGraphs:
 
 
 class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` comes after its last replay."""
+    """A CUDA graph that is not freed while it runs: `done` comes after its last replay. It reads what is `known`."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event) -> None:
-        self._graph, self._done = graph, done
+    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event, known: Known) -> None:
+        self._graph, self._done, self._known = graph, done, known
 
     def replay(self) -> None:
         self._graph.replay()
@@ -95,6 +97,6 @@ class RecordedGraph:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
             if torch.cuda.is_current_stream_capturing():
-                _LATER.append((self._graph, self._done))
+                _LATER.append((self._graph, self._done, self._known))
             else:
                 self._done.synchronize()

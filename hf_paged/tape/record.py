@@ -47,14 +47,14 @@ class NothingUnrecorded(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_constant = func in _MADE or (bool(taken) and all(map(self._is_constant, taken)))
+        of_constants = func in _MADE or (bool(taken) and all(map(self.is_constant, taken)))
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"its forward draws random numbers ({func})")
         waits, crosses = _waits(func, args), _crosses(func, args, kwargs)
-        if waits and not is_constant:
+        if waits and not of_constants:
             raise NotCapturable(f"its forward waits for the device ({func})")
         source = _source(func, args) if crosses else None
-        if source is not None and not self._is_constant(source):
+        if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         found = func(*args, **kwargs)
         if waits or source is not None:
@@ -62,7 +62,7 @@ class NothingUnrecorded(TorchDispatchMode):
             given = found if func is not aten.copy_.default else args[1].to(args[0].device)
             host = source.clone() if source is not None and source.is_cpu else None
             self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
-        if not is_constant:
+        if not of_constants:
             for written in _written(func, args, kwargs):
                 if (storage := _storage(written)) is not None:
                     self._constants.pop(storage._cdata, None)
@@ -72,7 +72,8 @@ class NothingUnrecorded(TorchDispatchMode):
                     self._constants[storage._cdata] = storage
         return found
 
-    def _is_constant(self, tensor: Tensor) -> bool:
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether it was made of Python's numbers alone."""
         storage = _storage(tensor)
         return storage is not None and storage._cdata in self._constants
 
@@ -168,10 +169,14 @@ def _has_mask(indices: Any) -> bool:
 
 class NothingRead(TorchFunctionMode):
     """Raises [`NotCapturable`] before the content of a tensor on the CPU goes to Python or NumPy: what is made of it is
-    no operation that would run again."""
+    no operation that would run again. What `seen` knows to be constant may be read."""
+
+    def __init__(self, seen: NothingUnrecorded | None = None) -> None:
+        super().__init__()
+        self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        if func in _READS and not (self._seen is not None and self._seen.is_constant(args[0])):
             raise NotCapturable(f"its forward reads the content of a tensor (Tensor.{func.__name__})")
         if func in _FROM_PYTHON:
             _is_of_numbers(func, args, kwargs or {})
@@ -230,7 +235,8 @@ def recording() -> Iterator[list[Operation | KernelCall]]:
     operations: list[Operation | KernelCall] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     try:
-        with NothingRead(), _Recorder(operations):
+        recorder = _Recorder(operations)
+        with NothingRead(recorder), recorder:
             yield operations
     finally:
         observer.reset(token)

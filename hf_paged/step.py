@@ -95,9 +95,11 @@ class StepMetadata:
         """`make(self, *args)`, made when it is first asked for. Tensors among `args` count by identity."""
         key = (make, *args) if args else make
         try:
-            found: Plan = self._plans[key]
+            known: Plan = self._plans[key]
+            return known
         except KeyError:
-            found = self._plans[key] = make(self, *args)
+            pass  # which is no cause of what `make` raises
+        found = self._plans[key] = make(self, *args)
         return found
 
     @classmethod

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.cpp.build import observer
 from ..kernels.triton import launch
@@ -19,33 +20,148 @@ from ..step import NotCapturable
 aten = torch.ops.aten
 _LAZY = frozenset({aten._conj.default, aten._neg_view.default})
 _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
-_READS_AT = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.index.Tensor_out})
-_WRITES_AT = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
+_COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
+_READS_AT = frozenset({aten.index.Tensor, aten.index.Tensor_out})
+_WRITES_AT = frozenset({aten.index_put.default, aten.index_put_.default})
+# of Python's numbers: kernels that no mode sees write to other tensors that are made of nothing, not to these
+_MADE = frozenset({aten.lift_fresh.default, aten.ones.default, aten.ones_like.default, aten.new_ones.default})
+_MADE |= {aten.arange.default, aten.arange.start, aten.arange.start_step}
+_BLANK = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
+_FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+
+Known = list[tuple[Any, Any, Any]]
+"""Operations that are not recorded, in their order: the function, what it copied from the host and what it gave."""
 
 
 class NothingUnrecorded(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
-    numbers: in this thread alone, unlike torch's sync debug mode."""
+    numbers: in this thread alone, unlike torch's sync debug mode. What is made of Python's numbers alone is the same in
+    each run, so that code may read it and copy it; `known` has what it got, for [`KnownAgain`]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: Known = []
+        self._constants: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, which is held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tags = getattr(func, "tags", ())
-        waits = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if func in _READS_AT:  # the tag is for masks: the host has to know how many elements they choose
-            waits = _has_mask(args[1])
-        elif func in _WRITES_AT:
-            waits = _has_mask(args[1]) and args[2].numel() > 1
-        if waits:
-            raise NotCapturable(f"its forward waits for the device ({func})")
-        if torch.Tag.nondeterministic_seeded in tags:
-            raise NotCapturable(f"its forward draws random numbers ({func})")
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        of_constants = func in _MADE or (bool(taken) and all(map(self.is_constant, taken)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotCapturable(f"its forward draws random numbers ({func})")
+        waits, crosses = _waits(func, args), _crosses(func, args, kwargs)
+        if waits and not of_constants:
+            raise NotCapturable(f"its forward waits for the device ({func})")
+        source = _source(func, args) if crosses else None
+        if source is not None and not self.is_constant(source):
+            raise NotCapturable(f"its forward copies between host and device ({func})")
         found = func(*args, **kwargs)
-        if func in _COPIES:
-            tensors = [x for x in (found, *args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if len({tensor.device.type for tensor in tensors}) > 1:
-                raise NotCapturable(f"its forward copies between host and device ({func})")
+        if waits or source is not None:
+            # of a part of a tensor that is written to, what is written
+            given = found if func is not aten.copy_.default else args[1].to(args[0].device)
+            host = source.clone() if source is not None and source.is_cpu else None
+            self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
+        if not of_constants:
+            for written in _written(func, args, kwargs):
+                if (storage := _storage(written)) is not None:
+                    self._constants.pop(storage._cdata, None)
+        elif not func.name().startswith(_BLANK):
+            for made in tree_leaves(found):
+                if isinstance(made, Tensor) and (storage := _storage(made)) is not None:
+                    self._constants[storage._cdata] = storage
         return found
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether it was made of Python's numbers alone."""
+        storage = _storage(tensor)
+        return storage is not None and storage._cdata in self._constants
+
+
+class KnownAgain(TorchDispatchMode):
+    """A forward runs as under [`NothingUnrecorded`], whose `known` it gets, without an operation that waits or copies
+    between host and device. Raises [`NotCapturable`] for one that it did not do then."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self._left = iter(known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or not (_waits(func, args) or _crosses(func, args, kwargs)):
+            return func(*args, **kwargs)
+        then, host, found = next(self._left, (None, None, None))
+        if then is not func or (host is not None and not _is_same(host, _source(func, args))):
+            raise NotCapturable(f"its forward is another when it runs again ({func})")
+        if func is aten.copy_.default:
+            return func(args[0], found)
+        return tree_map_only(Tensor, torch.clone, found)  # which is written to, perhaps
+
+
+class HostFirst(TorchFunctionMode):
+    """Tensors of Python's numbers are made on the host and then copied, by an operation that modes see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func not in _FROM_PYTHON or not _is_of_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        device = kwargs.pop("device", args[0].device if func is Tensor.new_tensor else None)
+        return func(*args, **kwargs) if device is None else func(*args, device="cpu", **kwargs).to(device)
+
+
+def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a tensor is made of Python's numbers, not of a tensor. Raises [`NotCapturable`] if it is made of a list
+    with tensors, whose content no operation reads that modes see."""
+    data = args[func is Tensor.new_tensor] if len(args) > (func is Tensor.new_tensor) else kwargs.get("data")
+    if isinstance(data, Tensor):
+        return False
+    if isinstance(data, (list, tuple)) and any(isinstance(x, Tensor) for x in tree_leaves(data)):
+        raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
+    return True
+
+
+def _waits(func: Any, args: Any) -> bool:
+    """Whether the host has to know what is on the device."""
+    if func in _READS_AT:  # the tag is for masks: the host has to know how many elements they choose
+        return _has_mask(args[1])
+    if func in _WRITES_AT:  # one number of the host's is filled in
+        return _has_mask(args[1]) and (args[2].numel() > 1 or not args[2].is_cpu)
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _crosses(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it copies between host and device."""
+    if func not in _COPIES:
+        return False
+    if func is aten.copy_.default:
+        return bool(args[0].device.type != args[1].device.type)
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != args[0].device.type
+
+
+def _source(func: Any, args: Any) -> Tensor:
+    found: Tensor = args[1] if func is aten.copy_.default else args[0]
+    return found
+
+
+def _is_same(host: Tensor, other: Tensor) -> bool:
+    return host.dtype == other.dtype and torch.equal(host, other)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (x for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """`None` for a subclass that has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _has_mask(indices: Any) -> bool:
@@ -54,11 +170,17 @@ def _has_mask(indices: Any) -> bool:
 
 class NothingRead(TorchFunctionMode):
     """Raises [`NotCapturable`] before the content of a tensor on the CPU goes to Python or NumPy: what is made of it is
-    no operation that would run again."""
+    no operation that would run again. What `seen` knows to be constant may be read."""
+
+    def __init__(self, seen: NothingUnrecorded | None = None) -> None:
+        super().__init__()
+        self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        if func in _READS and not (self._seen is not None and self._seen.is_constant(args[0])):
             raise NotCapturable(f"its forward reads the content of a tensor (Tensor.{func.__name__})")
+        if func in _FROM_PYTHON:
+            _is_of_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -114,6 +236,8 @@ class _Recorder(NothingUnrecorded):
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
+        if not any(isinstance(x, Tensor) for x in tree_leaves(found)):
+            return found  # a number, of constants
         # aliases: the shapes of tensors may be changed in place later
         self._operations.append(Operation(func, *tree_map_only(Tensor, aten.alias.default, (args, kwargs, found))))
         return found
@@ -126,7 +250,8 @@ def recording() -> Iterator[list[Recorded]]:
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     other = launch.observer.set(lambda *call: operations.append(Launched(*call)))
     try:
-        with NothingRead(), _Recorder(operations):
+        recorder = _Recorder(operations)
+        with NothingRead(recorder), recorder:
             yield operations
     finally:
         launch.observer.reset(other)

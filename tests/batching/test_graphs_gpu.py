@@ -184,7 +184,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(noticed: str, monkeypa
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        monkeypatch.setattr(cuda_graphs, "NothingUnrecorded", contextlib.nullcontext)
+        unguarded = type("Unguarded", (contextlib.nullcontext,), {"known": ()})
+        monkeypatch.setattr(cuda_graphs, "NothingUnrecorded", unguarded)
+        monkeypatch.setattr(cuda_graphs, "KnownAgain", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     numbers = torch.rand(3, device="cuda")

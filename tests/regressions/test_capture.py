@@ -13,6 +13,8 @@ import hf_paged
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import make_inputs
+from tests.support.architectures import list_architectures
 from tests.support.graph_helpers import FakeGraphs, use_fake_graphs
 
 OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
@@ -65,3 +67,62 @@ def test_item_21_a_model_that_indexes_with_a_mask_is_not(
     assert captured_steps(model) == 0
     assert not graphs.graphs
     assert "its forward waits for the device (aten.index.Tensor)" in caplog.text
+
+
+# -- item 16: which packed architectures are recorded ------------------------------------------------------------------
+
+STEPS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "num_beams": 1}
+OWN_CODE = "its own attention code is shown as many keys as the longest row has"
+EXPERTS = "its forward waits for the device"  # a loop over the experts that are chosen: `nonzero`, in `forward`
+NOT_CAPTURED = {
+    "BloomForCausalLM": OWN_CODE,
+    "CodeGenForCausalLM": OWN_CODE,
+    "DbrxForCausalLM": EXPERTS,  # `DbrxExperts`
+    "FalconForCausalLM": OWN_CODE,
+    "GPTJForCausalLM": OWN_CODE,
+    "GPTNeoXJapaneseForCausalLM": OWN_CODE,
+    "LongcatFlashForCausalLM": EXPERTS,  # `LongcatFlashExperts`
+    "MptForCausalLM": OWN_CODE,
+    "XGLMForCausalLM": OWN_CODE,
+}
+"""Of the causal architectures that run packed, those that are not recorded on a device, with the reason."""
+
+
+def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> str | None:
+    """Why decode steps are not recorded, with weights, inputs and blocks on a device; `None` if they are, or are not
+    packed. Tokens are plain's."""
+    try:
+        model: Any = tiny_model(getattr(transformers, name))
+        inputs = make_inputs(model)["text"]
+        model.set_experts_implementation("batched_mm")  # as `generate` does for decode steps on a device
+        model.generate(**inputs, **{**STEPS, "max_new_tokens": 2, "min_new_tokens": 2})
+    except Exception as error:
+        pytest.skip(f"not built, or not served by plain generate: {error!r}"[:100])
+    graphs.has_device = True
+    found = model.generate(**inputs, **STEPS, **models.PAGED)
+    route = hf_paged.last_route(model)
+    if route is None or route.reason != "packed forwards under the engine's scheduler":
+        return None
+    assert torch.equal(model.generate(**inputs, **STEPS), found)
+    return None if route.num_captured_steps else caplog.records[-1].getMessage().split("replaying them: ")[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["BioGptForCausalLM", "DbrxForCausalLM", "Gemma3nForCausalLM", "GPT2LMHeadModel", "PhimoeForCausalLM"]
+)
+def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
+    name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """BioGPT's mask, which we read; frequencies of PhiMoE; a constant and its check of Gemma3n."""
+    reason = reason_against_capture(name, graphs, caplog)
+    assert (reason or "").startswith(NOT_CAPTURED.get(name, "")) and bool(reason) == (name in NOT_CAPTURED)
+    assert bool(graphs.graphs) == (name not in NOT_CAPTURED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list_architectures("causal"))
+def test_item_16_all_but_these_packed_architectures_are_captured(
+    name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = reason_against_capture(name, graphs, caplog)
+    assert (reason or "").startswith(NOT_CAPTURED.get(name, "")) and bool(reason) == (name in NOT_CAPTURED), reason

@@ -105,9 +105,9 @@ def _families() -> dict[str, str]:
     return found
 
 
-def list_architectures() -> list[str]:
-    """The model classes to check, each once."""
-    return list(_families())
+def list_architectures(family: str | None = None) -> list[str]:
+    """The model classes to check, each once; those of one family."""
+    return [name for name, own in _families().items() if family in (None, own)]
 
 
 def check(name: str) -> Result:

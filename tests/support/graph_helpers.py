@@ -13,8 +13,9 @@ import torch
 from hf_paged import PagedEngine, RequestResult
 from hf_paged.batching.execution import graphs as recording
 from hf_paged.model.state import read_state
-from hf_paged.tape.record import NothingUnrecorded
+from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
 from tests.batching.test_runner import SIZE, Bench, Row
+from tests.support.fake_device import record_on_a_device
 
 
 class FakeGraph:
@@ -37,6 +38,7 @@ class FakeGraphs:
         addresses (`Callable`): Where everything is that a graph reads or writes; set by the test.
         graphs (`list[FakeGraph]`): All that were captured.
         fail (`Callable`, *optional*): Called in each capture after the dry run.
+        has_device (`bool`): Whether a capture fails, too, where it would fail with the model on a device.
     """
 
     runs_ahead, misses_cascade, notice = True, True, logging.WARNING
@@ -45,11 +47,18 @@ class FakeGraphs:
         self.addresses: Callable[[], Any] = tuple
         self.graphs: list[FakeGraph] = []
         self.fail: Callable[[], None] | None = None
+        self.has_device = False
 
-    def capture(self, run: Callable[[], None], model: Any = None, check: Any = None) -> FakeGraph:
+    def capture(self, run: Any, model: Any = None, check: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
-        with NothingUnrecorded():
+        first = NothingUnrecorded()
+        with HostFirst(), first:
             run()
+        with HostFirst(), KnownAgain(first.known):
+            run()
+        if self.has_device:
+            owner, inputs, _ = run.args
+            record_on_a_device(owner()._forward.__self__, inputs)
         if self.fail is not None:
             self.fail()
         self.graphs.append(FakeGraph(run, self))

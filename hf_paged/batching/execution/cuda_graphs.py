@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...model.capability import first_line
-from ...tape.record import NothingUnrecorded
+from ...tape.record import HostFirst, KnownAgain, NothingUnrecorded
 
 if TYPE_CHECKING:
     from ...tape.device import DeviceTape
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-_LATER: list[Any] = []  # graphs, each with its event, that went while their thread captured, where it must not wait
+_LATER: list[Any] = []  # graphs, with what they need, that went while their thread captured, where it must not wait
 
 
 class CudaGraphs:
@@ -44,8 +44,9 @@ class CudaGraphs:
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
             # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
+            first = NothingUnrecorded()
             with torch.cuda.stream(self._stream):
-                with NothingUnrecorded():
+                with HostFirst(), first:
                     run()
                 tape = fuse(run, self._device, check)
             before.wait_stream(self._stream)
@@ -57,10 +58,14 @@ class CudaGraphs:
                 # others, such as torch.compile's own graphs, free them
                 torch._C._cuda_clearCublasWorkspaces()
                 stack.callback(torch._C._cuda_clearCublasWorkspaces)
-                self._record(graph, run if tape is None else tape.replay)
+                if tape is None:
+                    with HostFirst(), KnownAgain(first.known):
+                        self._record(graph, run)
+                else:
+                    self._record(graph, tape.replay)
         while _LATER:
             RecordedGraph(*_LATER.pop())  # and goes
-        return RecordedGraph(graph, self._done, [] if tape is None else tape.constants)
+        return RecordedGraph(graph, self._done, first.known if tape is None else tape.constants)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         generator = torch.cuda.default_generators[self._device.index]
@@ -110,10 +115,9 @@ def fuse(
 
 
 class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` comes after its last replay. `held`: what it reads that has
-    no other owner."""
+    """A CUDA graph that is not freed while it runs: `done` comes after its last replay. It reads what is `held`."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event, held: list[Any] | None = None) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event, held: list[Any]) -> None:
         self._graph, self._done, self._held = graph, done, held
 
     def replay(self) -> None:

@@ -1,0 +1,115 @@
+"""A decode step on a device that this machine lacks: tensors with a shape and a device, but without numbers.
+
+On the CPU all tensors are on one device, so that a copy between host and device is not seen there. Here the weights,
+the inputs and the blocks of a step are on another (`meta`, under PyTorch's `FakeTensorMode`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+
+from hf_paged.attention import backends, interface, latent, masks
+from hf_paged.attention.backends.reference import AttentionCall
+from hf_paged.batching.execution.inputs import StaticInputs
+from hf_paged.batching.execution.packed import PackedRunner
+from hf_paged.cache import layers
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.step import Lengths, StepMetadata
+from hf_paged.tape import record
+from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
+
+DEVICE = torch.device("meta")
+
+
+def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
+    """Runs the step of `inputs` twice, as `CudaGraphs.capture` does. Raises what that would."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    known: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            with fake:
+                sizes = tensor.shape, tensor.stride()
+                known[id(tensor)] = torch.empty_strided(*sizes, dtype=tensor.dtype, device=DEVICE)
+        return known[id(tensor)]
+
+    def move_step(step: StepMetadata) -> StepMetadata:
+        assert step.lengths is not None and step.slots is not None
+        lengths = Lengths(*(None if x is None else move(x) for x in step.lengths))  # type: ignore[arg-type]
+        tables, slots = move(step.block_tables), move(step.slots)
+        return dataclasses.replace(step, block_tables=tables, slots=slots, lengths=lengths)
+
+    moved = copy.copy(runner)
+    moved.model, moved.device = _moved(runner.model, move), DEVICE
+    first = NothingUnrecorded()
+    with torch.no_grad(), _without_kernels(runner, move):
+        for mode in (first, KnownAgain(first.known)):
+            steps = [move_step(step) for step in inputs.steps()]
+            with fake, HostFirst(), mode:
+                moved._forward(move(inputs.token_ids), move(inputs.positions), steps)
+
+
+def _moved(model: Any, move: Any) -> Any:
+    """A copy with parameters and buffers on the device, and other tensors where they were, as `to` leaves them. Configs
+    are the model's own, by which its attention is known."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(move(tensor), requires_grad=False) if is_parameter else move(tensor)
+    for module in model.modules():
+        memo |= {id(value): value for value in vars(module).values() if isinstance(value, PretrainedConfig)}
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def _without_kernels(runner: PackedRunner, move: Any) -> Any:
+    """Nothing is stored, and attention gives tensors of the right shape."""
+
+    def attend(call: AttentionCall) -> Tensor:
+        return call.query.new_empty(*call.query.shape[:2], call.blocks.values.shape[-1])
+
+    def attend_packed(module: Any, query: Tensor, *arguments: Any) -> Tensor:
+        return query.new_empty(query.shape[2], query.shape[1], module.v_head_dim)
+
+    def padding_columns(mask: Tensor | None, batch_size: int, length: int) -> Any:
+        if mask is not None:
+            mask.bool().cpu()
+        return (0,) * batch_size, (length,) * batch_size
+
+    def forget() -> None:
+        for layer in runner.cache.layers:  # their handles stand for blocks on one device
+            if hasattr(layer, "packed_handles"):
+                layer.packed_handles = None
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in [
+            (backends, "attend", attend),
+            (interface, "attend_packed", attend_packed),
+            (latent, "can_absorb", lambda module: True),
+            (masks, "padding_columns", padding_columns),
+            (record, "_is_same", lambda host, other: True),  # neither has numbers
+            (KVBlocks, "store", lambda *arguments: None),
+            (layers, "looks", lambda keys, values: ()),
+        ]:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for group in runner.cache.groups.values():
+            blocks = {
+                index: each.like([move(x) for x in each.data]) for index, each in group.blocks.storage.layers.items()
+            }
+            for each in blocks.values():
+                each.look = ()
+            stack.enter_context(mock.patch.object(group.blocks.storage, "layers", blocks))
+        forget()
+        try:
+            yield
+        finally:
+            forget()

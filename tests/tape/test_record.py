@@ -1,0 +1,136 @@
+"""What a step that is recorded may do: what is made of Python's numbers alone may be read and copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged.step import NotCapturable
+from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded, recording
+
+
+def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, NothingUnrecorded]:
+    """As `CudaGraphs.capture` does."""
+    first = NothingUnrecorded()
+    with HostFirst(), first:
+        found = run()
+    with HostFirst(), KnownAgain(first.known):
+        return found, run(), first
+
+
+WEIGHT = torch.arange(6.0)
+
+
+def _of_a_list() -> bool:
+    return bool((torch.tensor([0.5, 2.0]) > 0).all())
+
+
+def _of_a_mask() -> list[list[int]]:
+    mask = torch.ones(2, 3, dtype=torch.bool).tril()
+    return [mask.nonzero().shape, mask.sum().item()]  # type: ignore[list-item]
+
+
+def _like_a_weight() -> float:
+    return float((torch.ones_like(WEIGHT).cumsum(0) * torch.arange(6)).sum())
+
+
+def _written_to() -> float:
+    x = torch.arange(4.0)
+    x[1:] += torch.tensor(1.0)
+    return x.max().item()
+
+
+@pytest.mark.parametrize("run", [_of_a_list, _of_a_mask, _like_a_weight, _written_to])
+def test_constants_are_read(run: Callable[[], Any]) -> None:
+    expected = run()
+    found, again, first = run_twice(run)
+    assert found == again == expected and first.known
+
+
+def _a_weight() -> float:
+    return WEIGHT.sum().item()
+
+
+def _with_a_weight() -> float:
+    return (torch.tensor(2.0) * WEIGHT).sum().item()
+
+
+def _that_a_weight_is_written_to() -> float:
+    x = torch.ones(6)
+    x[2:4].copy_(WEIGHT[2:4])
+    return x.sum().item()
+
+
+def _that_a_kernel_may_have_written_to() -> float:
+    return torch.zeros(6).sum().item() + torch.empty(0).sum().item()
+
+
+def _chosen_by_a_weight() -> torch.Tensor:
+    return torch.arange(6)[WEIGHT > 2]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [_a_weight, _with_a_weight, _that_a_weight_is_written_to, _that_a_kernel_may_have_written_to, _chosen_by_a_weight],
+)
+def test_all_else_is_not(run: Callable[[], Any]) -> None:
+    with pytest.raises(NotCapturable, match="waits for the device"):
+        run_twice(run)
+
+
+def test_constants_are_copied_once() -> None:
+    """To a device: the second run takes copies of what the first one made there."""
+    x = torch.empty(3, device="meta")
+
+    def run() -> list[torch.Tensor]:
+        x[0].copy_(torch.tensor(2.0))  # as `x[0] = 2.0` does on CUDA
+        return [torch.tensor(0.5, device="meta"), x.new_tensor([1, 2]), (torch.arange(3) * 2).to("meta", torch.half)]
+
+    found, again, first = run_twice(run)
+    assert len(first.known) == 4
+    assert all(y.device.type == "meta" for y in again)
+    assert [(y.dtype, y.shape) for y in found] == [(y.dtype, y.shape) for y in again]
+    assert all(y is not kept for y, (_, _, kept) in zip(again, first.known[1:])), "the forward may write to them"
+
+
+def test_weights_are_not_copied() -> None:
+    for run in (lambda: WEIGHT.to("meta"), lambda: torch.empty(6, device="meta").copy_(WEIGHT)):
+        with pytest.raises(NotCapturable, match="between host and device"):
+            run_twice(run)
+
+
+def test_numbers_that_change_from_run_to_run() -> None:
+    runs = [0]
+
+    def counts() -> torch.Tensor:
+        runs[0] += 1
+        return torch.tensor(runs[0]).to("meta")
+
+    with pytest.raises(NotCapturable, match="another when it runs again"):
+        run_twice(counts)
+    runs[0] = 0
+    with pytest.raises(NotCapturable, match="another when it runs again"):
+        run_twice(lambda: [torch.tensor(1.0).item() for _ in range(counts().dim() + runs[0])])
+
+
+@pytest.mark.parametrize("mode", [HostFirst, recording])
+def test_a_tensor_of_a_list_of_tensors_is_read_where_no_mode_sees_it(mode: Any) -> None:
+    for make in (torch.tensor, torch.as_tensor, WEIGHT.new_tensor):
+        with pytest.raises(NotCapturable, match="reads the content"), mode():
+            make([WEIGHT[2], 1.0])
+    with mode():
+        assert torch.as_tensor(WEIGHT) is WEIGHT
+        assert torch.tensor(data=[1, 2]).shape == (2,)
+
+
+def test_one_number_is_filled_in_where_the_host_has_it() -> None:
+    with NothingUnrecorded():
+        x = WEIGHT.clone()
+        x[x > 2] = 0.0
+        on_device = torch.empty(6, device="meta")
+        with pytest.raises(NotCapturable, match="waits"):
+            on_device[on_device > 2] = torch.empty((), device="meta")
+    assert x.tolist() == [0, 1, 2, 0, 0, 0]

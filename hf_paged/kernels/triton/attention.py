@@ -16,7 +16,7 @@ from ...step import StepMetadata
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
 from .cascade import Cascade
-from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim
+from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim, strides
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
@@ -73,8 +73,8 @@ def decode_attention(
     _launch(
         (programs, items), query, key_blocks, value_blocks, step, out, lse, config, value_tiles,
         **features, **_bias_arguments(bias, heads, query_len, step), **parts, starts=step.on_device.starts,
-        target=target, SPLIT=is_split, QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m,
-        M_TILES=programs // kv_heads, VALUE_IS_KEY=keys == values and fits,
+        target=target, query_len=query_len, BY_LENGTH=True, ONE_QUERY=query_len == 1, SPLIT=is_split,
+        MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m, VALUE_IS_KEY=keys == values and fits,
     )  # fmt: skip
     if is_split:
         most = triton.cdiv(target, programs)
@@ -127,7 +127,7 @@ def prefill_attention(
         _launch(
             (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
             (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
-            starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
+            starts=starts, query_start=query_start, query_index=query_index,
             SPLIT=num_splits > 1, BLOCK_M=config.block_m,
         )  # fmt: skip
     if not is_merged:
@@ -181,7 +181,7 @@ def _launch(
         attention_kernel[grid](
             query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
             step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),
-            *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
+            *strides(query)[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
             HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
             CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
             SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),

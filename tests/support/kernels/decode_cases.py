@@ -10,7 +10,7 @@ import torch
 from hf_paged.kernels.triton.attention import decode_attention
 from hf_paged.kernels.triton.store import store
 from hf_paged.step import Lengths, StepMetadata
-from tests.support.kernels.aot import AotCase
+from tests.support.kernels.aot import NVIDIA, AotCase
 
 
 def _store(heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -65,8 +65,8 @@ def _decode(
 
 
 def _case(name: str, *args: Any, everywhere: bool = False, **options: Any) -> AotCase:
-    capabilities = (80, 90, 100) if everywhere else (90,)  # compiling all for all takes minutes
-    return AotCase(f"decode-{name}", functools.partial(_decode, *args, **options), capabilities)
+    chips = (*NVIDIA, "gfx942") if everywhere else ("sm_90",)  # compiling all for all takes minutes
+    return AotCase(f"decode-{name}", functools.partial(_decode, *args, **options), chips)
 
 
 half, full = torch.bfloat16, torch.float32

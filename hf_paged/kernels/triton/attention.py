@@ -5,6 +5,7 @@ of all rows, the query heads of a K/V head side by side (FlashAttention-2, arXiv
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -113,7 +114,10 @@ def prefill_attention(
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
-    config = config or find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
+    if config is None:
+        config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
+        if bias is not None:  # loaded number by number, as its rows may begin anywhere: large tiles would spill
+            config = dataclasses.replace(config, tile=max(16, config.tile // 2))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # so that programs cover the chip about once
         programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
@@ -127,7 +131,7 @@ def prefill_attention(
         _launch(
             (tiles, kv_heads, num_splits), query, key_blocks, value_blocks, step, parts, lse, config,
             (max(16, triton.next_power_of_2(value_dim)), 0), **features, **_bias_arguments(bias, heads, None, step),
-            starts=starts, query_start=query_start, query_index=query_index,
+            starts=starts if any(step.starts) else None, query_start=query_start, query_index=query_index,
             SPLIT=num_splits > 1, BLOCK_M=config.block_m,
         )  # fmt: skip
     if not is_merged:

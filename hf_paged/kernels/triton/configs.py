@@ -81,8 +81,11 @@ def find_config(
     name, arguments = chip(device), (key_dim, value_dim, dtype)
     found = _tables(name).get(key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128)))
     if found is None and kernel == "decode":
-        found = default_decode_config(*arguments, rows)
-        if name.startswith("gfx"):  # chips of AMD have 64 KiB of shared memory
+        found, widest = default_decode_config(*arguments, rows), max(key_dim, value_dim)
+        is_amd = name.startswith("gfx")
+        if (is_amd and widest > 256 and found.block_m > 16) or (name.startswith("sm8") and found.block_m > 32):
+            found = dataclasses.replace(found, tile=found.tile // 2)  # else registers are spilled
+        if is_amd:  # 64 KiB of shared memory
             found = dataclasses.replace(found, num_stages=2)
     return found or default_prefill_config(*arguments, rows, name)
 
@@ -104,12 +107,12 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
 
 def default_prefill_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str) -> LaunchConfig:
     """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
-    for wider ones. `rows`: most query rows of one row and K/V head."""
+    for wider ones; 64 KiB on chips of AMD. `rows`: most query rows of one row and K/V head."""
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
-        return LaunchConfig(32, 32, 8, 2)
+        return LaunchConfig(16 if chip.startswith("gfx") else 32, 32, 8, 2)
     # Hopper's and Blackwell's tensor cores read both factors from shared memory, earlier ones from registers.
     from_shared = chip.startswith(("sm90", "sm10"))
     if widest > 128:

@@ -22,6 +22,7 @@ CASE_MODULES = ("decode_cases", "prefill_cases")
 """Modules beside this one with `CASES: list[AotCase]`."""
 
 NVIDIA = ("sm_80", "sm_90", "sm_100")
+ALL = (*NVIDIA, "gfx942")
 
 
 @dataclasses.dataclass(frozen=True)

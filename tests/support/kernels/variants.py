@@ -55,12 +55,11 @@ def mixed_steps(seed: int = 0) -> Iterator[StepMetadata]:
             continue
         chunks = [draw.choice((1, 2, 17, 63, 64, 500)) for _ in range(draw.randrange(1, 5))]
         queries = [1] * draw.randrange(1, 40) + chunks
-        starts = (0,) * len(queries) if index % 3 else tuple(draw.randrange(8) for _ in queries)
         yield StepMetadata(
             block_tables=_ints(offset, len(queries), width),
             query_start=tuple(sum(queries[:row]) for row in range(len(queries) + 1)),
             seq_lens=tuple(max(count, draw.randrange(width * BLOCK_SIZE)) for count in queries),
-            starts=starts,
+            starts=(0,) * len(queries),
             block_size=BLOCK_SIZE,
             slots=_ints(offset % 2, 1, sum(queries), dtype=torch.int64),
         )

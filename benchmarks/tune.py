@@ -2,6 +2,9 @@
 
 Every candidate is first compared with `attention/backends/reference.py`, then timed in a CUDA graph on K and V that no
 cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the kernels read; commit it.
+
+Compiling takes longer than measuring, and needs no GPU: `--compile-only --target sm_90 --cache DIR` does so on any
+machine with the same version of Triton, `--cache DIR` then uses it.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from benchmarks.chips import CHIPS
 from benchmarks.machine import facts
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
@@ -88,15 +93,15 @@ class Problem:
         blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
         return backend.attend(AttentionCall(self.query, blocks, self.step, self.scale))
 
-    def decode(self, config: LaunchConfig) -> torch.Tensor:
-        """The same by the decode kernel."""
+    def decode(self, config: LaunchConfig | None) -> torch.Tensor:
+        """The same by the decode kernel; without a configuration in that of its choice."""
         from hf_paged.kernels.triton.attention import decode_attention
 
         inputs = (self.query, self.key_blocks, self.value_blocks, self.step)
         output: torch.Tensor = decode_attention(*inputs, scale=self.scale, config=config)
         return output
 
-    def prefill(self, config: LaunchConfig) -> torch.Tensor:
+    def prefill(self, config: LaunchConfig | None) -> torch.Tensor:
         """The same by the prefill kernel."""
         from hf_paged.kernels.triton.attention import prefill_attention
 
@@ -113,7 +118,7 @@ class Problem:
 def decode_candidates(default: LaunchConfig) -> Iterator[LaunchConfig]:
     """The default first, then what may be better."""
     yield default
-    for tile, warps, stages, programs in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4)):
+    for tile, warps, stages, programs in itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6)):
         config = LaunchConfig(tile, default.block_m, warps, stages, programs)
         if config != default:
             yield config
@@ -146,60 +151,69 @@ def choose(
     return min(times, key=lambda config: times[config]), times
 
 
-def _tune(
-    dim: int,
-    dtype: torch.dtype,
-    loads: dict[str, tuple[int, int, int]],
-    options: Iterator[Config],
-    run: Callable[[Problem, Config], torch.Tensor],
-    device: torch.device,
-) -> tuple[Config, dict[str, float]]:
-    """The best configuration for these loads, and its and the first one's microseconds."""
-    from triton.testing import do_bench_cudagraph
+class Task(NamedTuple):
+    """One entry of a table, to be found."""
 
-    default = next(options)
-    small = Problem.make(dim, dtype, 3, min(70, max(queries for _, queries, _ in loads.values())), 700, device)
-    expected = small.run(reference).float()
-    problems = [Problem.make(dim, dtype, *load, device) for load in loads.values()]
+    key: str
+    dim: int
+    dtype: torch.dtype
+    loads: dict[str, tuple[int, int, int]]
+    options: list[LaunchConfig]  # the default first
+    run: Callable[[Problem, LaunchConfig], torch.Tensor]
 
-    def is_right(config: Config) -> bool:
-        return torch.allclose(run(small, config).float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    def problem(self, device: torch.device) -> Problem:
+        """A small one of odd lengths, on which candidates are compared with the reference."""
+        most = max(queries for _, queries, _ in self.loads.values())
+        return Problem.make(self.dim, self.dtype, 3, min(70, most), 700, device)
 
-    def time_us(config: Config) -> float:
-        times = [do_bench_cudagraph(lambda p=p: run(p, config)) * 1000 for p in problems]
-        return math.exp(sum(map(math.log, times)) / len(times))
-
-    best, times = choose(itertools.chain([default], options), is_right, time_us)
-    return best, {"best_us": round(times[best], 2), "default_us": round(times.get(default, math.nan), 2)}
+    def problems(self, device: torch.device) -> list[Problem]:
+        """Those that candidates are timed on."""
+        return [Problem.make(self.dim, self.dtype, *load, device) for load in self.loads.values()]
 
 
-def tune_decode(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Entries of the table: key, the best configuration, microseconds and loads."""
+def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
+    """What decodes of these heads look up."""
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
-    group, loads = heads // kv_heads, LOADS["decode"]
+    group = heads // kv_heads
     options = decode_candidates(configs.default_decode_config(key_dim, value_dim, dtype, group))
-    best, figures = _tune(dim, dtype, loads, options, Problem.decode, device)
-    yield configs.key("decode", key_dim, value_dim, dtype, group), best, {**figures, "loads": loads}
+    key = configs.key("decode", key_dim, value_dim, dtype, group)
+    return [Task(key, dim, dtype, LOADS["decode"], list(options), Problem.decode)]
 
 
-def tune_prefill(dim: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """As `tune_decode`, for long chunks and for such as fill less than a tile."""
+def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
+    """What long chunks look up, and such as fill less than a tile."""
     heads, kv_heads, key_dim, value_dim = SHAPES[dim]
-    group, chip = heads // kv_heads, configs.chip(device)
-    keys: set[str] = set()
+    tasks: dict[str, Task] = {}
     for name in ("prefill", "short"):
         loads = LOADS[name]
-        rows = group * max(queries for _, queries, _ in loads.values())
+        rows = heads // kv_heads * max(queries for _, queries, _ in loads.values())
         key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
-        if key in keys:  # enough heads share keys for short chunks to fill tiles too
-            continue
-        keys.add(key)
-        default = configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip)
-        best, figures = _tune(dim, dtype, loads, prefill_candidates(default), Problem.prefill, device)
-        yield key, best, {**figures, "loads": loads}
+        if key not in tasks:  # else enough heads share keys for short chunks to fill tiles too
+            options = prefill_candidates(configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip))
+            tasks[key] = Task(key, dim, dtype, loads, list(options), Problem.prefill)
+    return list(tasks.values())
 
 
-KERNELS = {"decode": tune_decode, "prefill": tune_prefill}
+TASKS = {"decode": decode_tasks, "prefill": prefill_tasks}
+
+
+def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]]:
+    """The best configuration, and its and the default's microseconds."""
+    from triton.testing import do_bench_cudagraph
+
+    small, problems, tolerance = task.problem(device), task.problems(device), TOLERANCE[task.dtype]
+    expected = small.run(reference).float()
+
+    def is_right(config: LaunchConfig) -> bool:
+        return torch.allclose(task.run(small, config).float(), expected, atol=tolerance, rtol=tolerance)
+
+    def time_us(config: LaunchConfig) -> float:
+        times = [do_bench_cudagraph(lambda p=p: task.run(p, config)) * 1000 for p in problems]
+        return math.exp(sum(map(math.log, times)) / len(times))
+
+    best, times = choose(iter(task.options), is_right, time_us)
+    default_us = times.get(task.options[0], math.nan)
+    return best, {"best_us": round(times[best], 2), "default_us": round(default_us, 2), "loads": task.loads}
 
 
 def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict[str, Any]) -> None:
@@ -212,20 +226,39 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
 
 
 def main() -> None:
-    """Tunes and writes the table."""
+    """Tunes and writes the table, or compiles what this would run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dims", type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"])
-    parser.add_argument("--kernels", nargs="+", choices=sorted(KERNELS), default=sorted(KERNELS))
+    parser.add_argument("--kernels", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
+    parser.add_argument("--compile-only", action="store_true", help="compile candidates into --cache, without a GPU")
+    parser.add_argument("--target", choices=list(CHIPS), help="the chip to compile for")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels (Triton's own)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument("--quick", action="store_true", help="two candidates of each entry: shows that it runs")
     options = parser.parse_args()
+    if options.cache is not None:
+        os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
+    shapes = list(itertools.product(options.kernels, options.dims, options.dtypes))
+    most = 2 if options.quick else None
+    if options.compile_only:
+        from benchmarks.precompile import precompile
+
+        if options.target is None or options.cache is None:
+            parser.error("--compile-only needs --target, such as sm_90, and --cache, the folder to compile into")
+        print(precompile(options.target, shapes, options.jobs, most))
+        return
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.tune measures kernels on a CUDA device, and there is none here")
+        raise SystemExit(
+            "benchmarks.tune measures kernels on a CUDA device, and there is none here; --compile-only needs none"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
-    path = configs.FOLDER / f"{configs.chip(device)}.json"
-    for kernel, dim, name in itertools.product(options.kernels, options.dims, options.dtypes):
-        for key, best, figures in KERNELS[kernel](dim, getattr(torch, name), device):
-            write(path, facts("cuda"), key, best, figures)
-            print(f"{key}: {best} {figures}", flush=True)
+    chip = configs.chip(device)
+    for kernel, dim, name in shapes:
+        for task in TASKS[kernel](dim, getattr(torch, name), chip):
+            best, figures = tune(task._replace(options=task.options[:most]), device)
+            write(configs.FOLDER / f"{chip}.json", facts("cuda"), task.key, best, figures)
+            print(f"{task.key}: {best} {figures}", flush=True)
 
 
 if __name__ == "__main__":

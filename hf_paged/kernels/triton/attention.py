@@ -5,6 +5,7 @@ of all rows, the query heads of a K/V head side by side (FlashAttention-2, arXiv
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...step import StepMetadata
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
 from .cascade import Cascade
-from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim
+from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim, strides
 from .launch import launch
 from .merge import merge
 
@@ -74,8 +75,8 @@ def decode_attention(
     _launch(
         (programs, items), query, key_blocks, value_blocks, step, out, lse, config, value_tiles,
         **features, **_bias_arguments(bias, heads, query_len, step), **parts, starts=step.on_device.starts,
-        target=target, SPLIT=is_split, QUERY_LEN=query_len, MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m,
-        M_TILES=programs // kv_heads, VALUE_IS_KEY=keys == values and fits,
+        target=target, query_len=query_len, BY_LENGTH=True, ONE_QUERY=query_len == 1, SPLIT=is_split,
+        MIN_SPLIT=MIN_DECODE_SPLIT, BLOCK_M=block_m, VALUE_IS_KEY=keys == values and fits,
     )  # fmt: skip
     if is_split:
         most = triton.cdiv(target, programs)
@@ -114,7 +115,10 @@ def prefill_attention(
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads, value_dim, group = query.shape[1], value_blocks.shape[3], query.shape[1] // kv_heads
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
-    config = config or find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
+    if config is None:
+        config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
+        if bias is not None:  # loaded number by number, as its rows may begin anywhere: large tiles would spill
+            config = dataclasses.replace(config, tile=max(16, config.tile // 2))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # so that programs cover the chip about once
         programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
@@ -183,7 +187,7 @@ def _launch(
         attention_kernel, grid,
         query, key_blocks, value_blocks, out, lse, step.on_device.seq_lens, step.block_tables,
         step.num_rows, step.num_tokens, step.window if step.causal else None, step.block_tables.stride(0),
-        *query.stride()[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
+        *strides(query)[:2], *key_blocks.stride()[:3], *value_blocks.stride()[:3],
         HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
         CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
         SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),

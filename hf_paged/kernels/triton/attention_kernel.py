@@ -23,8 +23,8 @@ def dot(a, b, acc):
 
 @triton.jit
 def _find_item(
-    seq_lens, starts, item, rows, programs, target, window,
-    QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    seq_lens, starts, item, rows, programs, target, window, query_len,
+    TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Row of an item, its split, the row's splits and first item, tokens of a split. The row is past `rows` if none is.
     Every row has a split, so that rows without tokens get zeros."""
@@ -32,7 +32,7 @@ def _find_item(
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
     firsts = tl.load(starts + i, mask=i < rows, other=0)
     if window is not None:  # what the first query sees bounds what any does
-        firsts = tl.maximum(firsts, ends - QUERY_LEN + 1 - window)
+        firsts = tl.maximum(firsts, ends - query_len + 1 - window)
     tokens = tl.maximum(ends - firsts // TILE * TILE, 0)
     size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
     size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
@@ -163,7 +163,15 @@ def _store_rows(
         tl.store(lse + at, tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["rows", "num_tokens", "window", "table_row", "bias_len", "target"])
+# What differs from step to step is compiled once: numbers as they come, and metadata, slices of one buffer, at any
+# address. Queries, keys and values stay known to be aligned, so that their loads are wide.
+@triton.jit(
+    do_not_specialize=[
+        "rows", "num_tokens", "window", "table_row", "bias_row", "bias_token", "bias_head", "bias_len", "target",
+        "query_len",
+    ],
+    do_not_specialize_on_alignment=["seq_lens", "block_tables", "starts", "query_start", "query_index", "bias"],
+)  # fmt: skip
 def attention_kernel(
     query, key_blocks, value_blocks, out, lse, seq_lens, block_tables, rows, num_tokens, window, table_row,
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token, scale,
@@ -173,26 +181,29 @@ def attention_kernel(
     VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
     softcap=None, sinks=None, bias=None, bias_row=0, bias_token=0, bias_head=0, bias_key=0, bias_len=0,
     starts=None, query_start=None, query_index=None, part_out=None, part_lse=None, row_items=None, target=0,
-    QUERY_LEN: tl.constexpr = 0, MIN_SPLIT: tl.constexpr = 0, BLOCK_ROWS: tl.constexpr = 1, M_TILES: tl.constexpr = 1,
-    VALUE_IS_KEY: tl.constexpr = False,
+    query_len=0, BY_LENGTH: tl.constexpr = False, ONE_QUERY: tl.constexpr = False, MIN_SPLIT: tl.constexpr = 0,
+    BLOCK_ROWS: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of query rows over the keys of their row, or a part of these. A `QUERY_LEN` is that of all rows, whose
-    keys are split by length into items; else `query_start` tells tiles, and all rows' keys have equally many parts."""
-    BY_LENGTH: tl.constexpr = QUERY_LEN > 0
+    """One tile of query rows over the keys of their row, or a part of these. `BY_LENGTH` all rows have `query_len`
+    queries and their keys are split by length into items; else `query_start` tells tiles, and all rows' keys have
+    equally many parts."""
     part, num_parts = 0, 1
     if BY_LENGTH:
-        kv_head, tile, item = tl.program_id(0) // M_TILES, tl.program_id(0) % M_TILES, tl.program_id(1)
+        if ONE_QUERY:
+            query_len = 1
+        m_tiles = (query_len * GROUP + BLOCK_M - 1) // BLOCK_M
+        kv_head, tile, item = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles, tl.program_id(1)
         row = item
         if SPLIT:
             row, part, num_parts, first_item, size = _find_item(
-                seq_lens, starts, item, rows, tl.num_programs(0), target, window, QUERY_LEN, TILE, MIN_SPLIT, BLOCK_ROWS
+                seq_lens, starts, item, rows, tl.num_programs(0), target, window, query_len, TILE, MIN_SPLIT, BLOCK_ROWS
             )
             if row >= rows:
                 return
             if (tl.program_id(0) == 0) & (part == 0):
                 tl.store(row_items + 2 * row, first_item)
                 tl.store(row_items + 2 * row + 1, num_parts)
-        first_query, query_len = row * QUERY_LEN, QUERY_LEN
+        first_query = row * query_len
     else:
         # The last tiles see the most keys: they start first.
         row, tile = _find_row(query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M)
@@ -274,7 +285,7 @@ def attention_kernel(
             position, window, scale, softcap, bias_rows, factor,
             key_block, key_token, value_block, value_token, bias_key, bias_len,
             KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
-            CAUSAL and QUERY_LEN != 1, FOLDED, SAME_STRIDES, VALUE_IS_KEY, True,
+            CAUSAL and not ONE_QUERY, FOLDED, SAME_STRIDES, VALUE_IS_KEY, True,
         )  # fmt: skip
     if not BY_LENGTH:
         for first_key in range(full_begin, full_end, TILE):
@@ -292,7 +303,7 @@ def attention_kernel(
     if not BY_LENGTH or num_parts == 1:
         _store_rows(out, lse, at, acc, acc_rest, total, top, factor, is_row, VALUE_DIM, VALUE_MAIN, VALUE_REST)
     elif SPLIT:
-        at = (item.to(tl.int64) * QUERY_LEN + m // GROUP) * HEADS + head
+        at = (item.to(tl.int64) * query_len + m // GROUP) * HEADS + head
         _store_rows(
             part_out, part_lse, at, acc, acc_rest, total, top, factor, is_row, VALUE_DIM, VALUE_MAIN, VALUE_REST
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 FOLDER = Path(__file__).with_name("configs")  # tables that `benchmarks.tune` writes, one a chip, as sm90.json
 
@@ -31,6 +32,12 @@ def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
         return whole, 0
     rest = max(smallest, triton.next_power_of_2(dim - whole // 2))
     return (whole // 2, rest) if rest < whole // 2 else (whole, 0)
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Those of a tensor, 0 where a dimension has one element and its stride, which may be anything, is never used: the
+    kernels are compiled for strides that are multiples of 16 or not, and for 1."""
+    return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
 
 
 @functools.cache
@@ -56,7 +63,8 @@ def chip(device: torch.device) -> str:
             return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
         return "sm{}{}".format(*torch.cuda.get_device_capability(device))
     if device.type == "meta":  # nothing runs: what is compiled is for the driver's target
-        return f"sm{triton.runtime.driver.active.get_current_target().arch}"
+        arch = triton.runtime.driver.active.get_current_target().arch
+        return arch if isinstance(arch, str) else f"sm{arch}"
     return "xpu" if device.type == "xpu" else "none"
 
 
@@ -73,8 +81,11 @@ def find_config(
     name, arguments = chip(device), (key_dim, value_dim, dtype)
     found = _tables(name).get(key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128)))
     if found is None and kernel == "decode":
-        found = default_decode_config(*arguments, rows)
-        if torch.version.hip is not None:  # chips of AMD have 64 KiB of shared memory
+        found, widest = default_decode_config(*arguments, rows), max(key_dim, value_dim)
+        is_amd = name.startswith("gfx")
+        if (is_amd and widest > 256 and found.block_m > 16) or (name.startswith("sm8") and found.block_m > 32):
+            found = dataclasses.replace(found, tile=found.tile // 2)  # else registers are spilled
+        if is_amd:  # 64 KiB of shared memory
             found = dataclasses.replace(found, num_stages=2)
     return found or default_prefill_config(*arguments, rows, name)
 
@@ -96,12 +107,12 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
 
 def default_prefill_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str) -> LaunchConfig:
     """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
-    for wider ones. `rows`: most query rows of one row and K/V head."""
+    for wider ones; 64 KiB on chips of AMD. `rows`: most query rows of one row and K/V head."""
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
-        return LaunchConfig(32, 32, 8, 2)
+        return LaunchConfig(16 if chip.startswith("gfx") else 32, 32, 8, 2)
     # Hopper's and Blackwell's tensor cores read both factors from shared memory, earlier ones from registers.
     from_shared = chip.startswith(("sm90", "sm10"))
     if widest > 128:

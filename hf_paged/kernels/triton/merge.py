@@ -10,18 +10,18 @@ from .attention_kernel import LN_2, LOG2_E
 from .launch import launch
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "query_len", "lse_part"], do_not_specialize_on_alignment=["index"])
 def merge_kernel(
-    partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts,
+    partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts, query_len,
     partials_part, partials_token, partials_head, lse_part, lse_token,
-    QUERY_LEN: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     # One query and BLOCK_HEADS heads a program.
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
-        row, source = position // QUERY_LEN, position % QUERY_LEN
+        row, source = tl.program_id(0) // query_len, (tl.program_id(0) % query_len).to(tl.int64)
         first = tl.load(row_items + 2 * row).to(tl.int64)
         parts = tl.load(row_items + 2 * row + 1)
         if parts <= 1:
@@ -97,14 +97,15 @@ def merge(
     positions = queries if row_items is None else len(out)
     if positions * heads == 0:
         return
-    most, width = triton.next_power_of_2(most_parts or parts), triton.next_power_of_2(value_dim)
-    step = min(most, 8, max(2, 2048 // width))  # of parts; more would spill registers
+    most, width = most_parts or parts, triton.next_power_of_2(value_dim)
+    block_parts = next((size for size in (16, 64, 256) if size >= most), triton.next_power_of_2(most))  # few variants
+    step = min(8, max(2, 2048 // width))  # of parts; more would spill registers
     # Two at least: Triton vectorises no loads of a tile with a dimension of one.
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
     launch(
         merge_kernel, (positions, triton.cdiv(heads, block_heads)),
-        partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts,
+        partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts, queries,
         *partials.stride()[:3], *partials_lse.stride()[:2],
-        QUERY_LEN=queries if row_items is not None else 1, HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
-        BLOCK_HEADS=block_heads, BLOCK_PARTS=most, STEP=step, writes=(out, out_lse),
+        HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
+        BLOCK_HEADS=block_heads, BLOCK_PARTS=block_parts, STEP=step, writes=(out, out_lse),
     )  # fmt: skip

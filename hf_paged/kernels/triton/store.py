@@ -6,10 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .configs import strides
 from .launch import launch
 
 
-@triton.jit(do_not_specialize=["tokens", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tokens", "num_slots", "slots_row", "slots_token"], do_not_specialize_on_alignment=["slots"]
+)
 def _store_kernel(
     keys, values, key_blocks, value_blocks, slots, tokens, num_slots, slots_row, slots_token,
     key_row, key_head, key_token, key_d, value_row, value_head, value_token, value_d,
@@ -53,7 +56,7 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     launch(
         _store_kernel, (batch * tokens, triton.cdiv(heads, block_heads)),
         keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
-        *keys.stride(), *values.stride(), *key_blocks.stride(), *value_blocks.stride(),
+        *strides(keys), *strides(values), *key_blocks.stride(), *value_blocks.stride(),
         HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads, BLOCK_KEY=block_key, BLOCK_VALUE=block_value,
         writes=(key_blocks, value_blocks),

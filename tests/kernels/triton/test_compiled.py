@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tests.support.kernels.aot import SHARED_LIMIT, Compiled, compile_cases
+from benchmarks.aot import Compiled
+from benchmarks.binaries import main_loop, parse_amdgcn, parse_sass
+from benchmarks.chips import CHIPS
+from tests.support.kernels.aot import compile_cases, run_apart
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        sys.platform != "linux" or importlib.util.find_spec("triton") is None, reason="no Triton to compile with"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or importlib.util.find_spec("triton") is None, reason="no Triton to compile with"
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,27 +23,32 @@ def compiled() -> list[Compiled]:
     return compile_cases()
 
 
+@pytest.mark.slow
 def test_fits_its_chip(compiled: list[Compiled]) -> None:
     kernels = {row.kernel for row in compiled}
-    assert {"_store_kernel", "attention_kernel", "merge_kernel", "_hash_kernel", "_copy_kernel"} <= kernels
-    assert {row.capability for row in compiled} == set(SHARED_LIMIT)
-    problems = [f"{row.case} {row.kernel} sm_{row.capability}: {'; '.join(row.problems)}" for row in compiled]
+    own = "_store_kernel", "attention_kernel", "merge_kernel", "_hash_kernel", "_copy_kernel", "fused_rows"
+    assert set(own) <= kernels
+    assert {row.chip for row in compiled} == set(CHIPS)
+    problems = [f"{row.case} {row.kernel} {row.chip}: {'; '.join(row.problems)}" for row in compiled]
     assert not [problem for problem, row in zip(problems, compiled) if row.problems]
 
 
+@pytest.mark.slow
 def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
     """Keys and values go to shared memory asynchronously (LDGSTS), and half-precision products to the tensor cores."""
     rows = [
         row
         for row in compiled
         if row.kernel == "attention_kernel" and row.case.startswith("decode") and "fp32" not in row.case
+        if row.chip.startswith("sm")
     ]
     assert rows
     for row in rows:
-        assert row.instructions.get("LDGSTS", 0) > 0, row
+        assert row.instructions.get("LDGSTS.128", 0) > 0, row
         assert {"HMMA", "HGMMA", "UTCHMMA"} & row.instructions.keys(), row
 
 
+@pytest.mark.slow
 def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
     """Chips of 8.6, 8.9 and 12.0 have 99 KiB for a block."""
     assert not [
@@ -53,12 +58,71 @@ def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_loads_and_stores_are_wide(compiled: list[Compiled]) -> None:
+    """What is not specialised on its address must not narrow the loads of queries, keys, values and parts."""
+    for kernel, operations in (
+        ("_store_kernel", ("LDG.128", "STG.128")),
+        ("attention_kernel", ("LDG.128",)),
+        ("merge_kernel", ("LDG.128",)),
+    ):
+        rows = [row for row in compiled if row.kernel == kernel and "d128-bf16" in row.case and row.chip == "sm_90"]
+        assert rows
+        for row in rows:
+            assert all(row.instructions.get(name) for name in operations), row
+
+
+@pytest.mark.slow
+def test_the_main_loop_of_decodes_is_short(compiled: list[Compiled]) -> None:
+    rows = [row for row in compiled if (row.case, row.kernel) == ("decode-d128-bf16", "attention_kernel")]
+    assert {row.chip for row in rows} == set(CHIPS)
+    for row in rows:
+        assert row.tile == 64 and (row.loop <= 490 or not row.chip.startswith("sm")), row
+
+
+@pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
+def test_mixed_steps_compile_few_variants(chip: str) -> None:
+    """200 steps of decodes of any number of rows and of chunks, with metadata at any address."""
+    found = run_apart("tests.support.kernels.variants", "--chip", chip)
+    most = {"_store_kernel": 1, "merge_kernel": 3, "attention_kernel of one query": 3}
+    # few queries fill 16, 32 or 64 rows of a tile, chunks half of one or more; both are split or not
+    most |= {"attention_kernel of few": 6, "attention_kernel": 4}
+    assert found.keys() == most.keys()
+    assert all(found[kernel] <= most[kernel] for kernel in most), found
+
+
+def test_more_variants_would_be_seen() -> None:
+    found = run_apart("tests.support.kernels.variants", "--specialize")
+    assert found["_store_kernel"] > 1 and found["attention_kernel of one query"] > 10 and found["attention_kernel"] > 10
+
+
 def test_a_problem_is_seen() -> None:
-    fits = Compiled("case", "kernel", 90, 4, 3, 128, 0, 0, SHARED_LIMIT[90], {}, ())
-    assert fits.problems == []
-    spilled = Compiled("case", "kernel", 80, 4, 3, 255, 16, 8, SHARED_LIMIT[80] + 1, {}, ("HGMMA",))
+    most = CHIPS["sm_80"].block_shared
+    fits = Compiled("case", "kernel", "sm_90", 4, 3, 128, 0, 0, CHIPS["sm_90"].block_shared, 64, 484, {})
+    assert fits.problems == [] and fits.residency == (1, "shared memory") and fits.per_token == 30.2
+    spilled = Compiled("case", "kernel", "sm_80", 4, 3, 255, 16, 8, most + 1, 0, 0, {}, ("HGMMA",))
     assert spilled.problems == [
-        "spills: 16 bytes of stack, 8 of local memory",
+        "spills: 16 bytes of stack, 8 of registers",
         "needs 166913 bytes of shared memory, a block has 166912",
         "has no HGMMA",
     ]
+
+
+def test_residency() -> None:
+    """What a multiprocessor holds, and why not more: figures of the occupancy calculators."""
+    assert CHIPS["sm_90"].residency(128, 72192, 4) == (3, "shared memory")
+    assert CHIPS["sm_90"].residency(80, 12928, 4) == (6, "registers")
+    assert CHIPS["sm_90"].residency(32, 0, 4) == (16, "registers")
+    assert CHIPS["sm_90"].residency(24, 0, 4) == (16, "warps")
+    assert CHIPS["gfx942"].residency(128, 32768, 4) == (2, "shared memory")
+
+
+def test_the_main_loop_is_found() -> None:
+    """Not what lies behind the program's end and jumps back, nor a trap that jumps to itself."""
+    lines = ["S2R R0 ;", "IADD R1, R0 ;", "@P0 BRA 0x10 ;", "BRA.DIV ~URZ, 0x60 ;", "@!UP0 BRA 0x10 ;", "EXIT ;"]
+    lines += ["WARPSYNC R2 ;", "BRA 0x30 ;", "BRA 0x80 ;"]
+    code = parse_sass("\n".join(f"        /*{16 * i:04x}*/     {line}     /* 0x0 */" for i, line in enumerate(lines)))
+    assert [instruction.text for instruction in code][2] == "@P0 BRA 0x10" and main_loop(code) == 4
+    text = "k:\n.LBB0_1:  ; loop\n\tv_add_u32 v0, v1\n\t; a comment\n\ts_cbranch_scc0 .LBB0_1\n\ts_endpgm\n\t.section x"
+    code = parse_amdgcn(text)
+    assert len(code) == 3 and main_loop(code) == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from benchmarks import tune
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig, find_config
+from tests.support.kernels.aot import ROOT
 from tests.support.kernels.device import DEVICE, available
 
 
@@ -84,10 +88,9 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = torch.device("cpu"), []
-    monkeypatch.setattr(tune, "_tune", lambda *arguments: (LaunchConfig(64, 64, 8), {"best_us": 1.0}))
     monkeypatch.setattr(configs, "_tables", lambda chip: {key: LaunchConfig(16, 32) for key in asked})
     for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
-        asked[:] = [key for key, *_ in tune.tune_prefill(dim, torch.bfloat16, device)]
+        asked[:] = [task.key for task in tune.prefill_tasks(dim, torch.bfloat16, "none")]
         assert len(asked) == len(set(asked)) >= 1
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
             config = find_config("prefill", key_dim, value_dim, torch.bfloat16, rows, device)
@@ -101,3 +104,17 @@ def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks.tune"])
     with pytest.raises(SystemExit, match="on a CUDA device, and there is none here"):
         tune.main()
+
+
+def test_tune_compiles_without_a_gpu(tmp_path: Path) -> None:
+    """What the first run compiled the second finds."""
+    arguments = "--compile-only --target sm_90 --dims 64 --kernels decode --jobs 1 --quick".split()
+    command = [sys.executable, "-m", "benchmarks.tune", *arguments, "--cache", str(tmp_path)]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = []
+    for _ in range(2):
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+        assert done.stdout.startswith("2 of 2 candidates compiled for sm_90")
+        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
+    assert {path.stem for path in found[0]} == {"attention_kernel", "merge_kernel"}
+    assert found[0] == found[1]

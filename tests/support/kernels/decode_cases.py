@@ -10,7 +10,7 @@ import torch
 from hf_paged.kernels.triton.attention import decode_attention
 from hf_paged.kernels.triton.store import store
 from hf_paged.step import Lengths, StepMetadata
-from tests.support.kernels.aot import AotCase
+from tests.support.kernels.aot import ALL, AotCase
 
 
 def _store(heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -65,13 +65,13 @@ def _decode(
 
 
 def _case(name: str, *args: Any, everywhere: bool = False, **options: Any) -> AotCase:
-    capabilities = (80, 90, 100) if everywhere else (90,)  # compiling all for all takes minutes
-    return AotCase(f"decode-{name}", functools.partial(_decode, *args, **options), capabilities)
+    chips = ALL if everywhere else ("sm_90",)  # compiling all for all takes minutes
+    return AotCase(f"decode-{name}", functools.partial(_decode, *args, **options), chips)
 
 
 half, full = torch.bfloat16, torch.float32
 CASES = [
-    AotCase("store-h8-d128-bf16", lambda: _store(8, 128, 128, half)),
+    AotCase("store-h8-d128-bf16", lambda: _store(8, 128, 128, half), ALL),
     AotCase("store-h1-d512_64-bf16", lambda: _store(1, 512, 64, half)),
     *(_case(f"d{dim}-bf16", dim, everywhere=dim in (64, 128, 256)) for dim in (64, 80, 96, 128, 192, 256)),
     _case("d128-fp16-g1-b256", 128, torch.float16, group=1, kv_heads=32, block_size=256),

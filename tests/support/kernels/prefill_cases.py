@@ -10,10 +10,10 @@ import torch
 from hf_paged.kernels.triton.attention import prefill_attention
 from hf_paged.kernels.triton.merge import merge
 from hf_paged.step import StepMetadata
-from tests.support.kernels.aot import AotCase
+from tests.support.kernels.aot import ALL, NVIDIA, AotCase
 
 HALF, FULL = torch.bfloat16, torch.float32
-TENSOR_CORES = {80: ("HMMA",), 90: ("HGMMA",), 100: ("UTCHMMA",)}
+TENSOR_CORES = {"sm_80": ("HMMA",), "sm_90": ("HGMMA",), "sm_100": ("UTCHMMA",), "gfx942": ("MFMA",)}
 
 
 def _prefill(
@@ -86,26 +86,26 @@ def _merge(dim: int, dtype: torch.dtype) -> None:
     merge(empty(4, 16, 32, dim), empty(4, 16, 32), out, tail_lse=empty(64, 32), index=index)
 
 
-def _case(name: str, *args: Any, ops: bool = True, chips: tuple[int, ...] = (80, 90, 100), **options: Any) -> AotCase:
+def _case(name: str, *args: Any, ops: bool = True, chips: tuple[str, ...] = NVIDIA, **options: Any) -> AotCase:
     call = functools.partial(_prefill, *args, **options)
     return AotCase(f"prefill-{name}", call, chips, TENSOR_CORES if ops else {})
 
 
 CASES = [
-    _case("d64-bf16", 64),
-    _case("d128-bf16", 128),
-    _case("d256-bf16-all", 256, window=1024, softcap=50.0, with_starts=True, with_sinks=True),
+    _case("d64-bf16", 64, chips=ALL),
+    _case("d128-bf16", 128, chips=ALL),
+    _case("d256-bf16-all", 256, window=1024, softcap=50.0, with_starts=True, with_sinks=True, chips=ALL),
     _case("d128-bf16-chunk8", 128, chunk=8),
-    _case("d96-bf16", 96, chips=(80, 90)),
-    _case("d192_128-bf16", 192, value_dim=128, chips=(80, 90)),
-    _case("d192-bf16", 192, chips=(80,)),
-    _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=(80,)),
-    _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=(90,)),
-    _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=(90,)),
-    _case("d128-bf16-bias", 128, with_bias=True, ops=False, chips=(80, 90)),
-    _case("d80-fp32", 80, FULL, ops=False, chips=(80,)),
-    _case("d256-fp32", 256, FULL, ops=False, chips=(90,)),
+    _case("d96-bf16", 96, chips=("sm_80", "sm_90")),
+    _case("d192_128-bf16", 192, value_dim=128, chips=("sm_80", "sm_90")),
+    _case("d192-bf16", 192, chips=("sm_80",)),
+    _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=("sm_80", "gfx942")),
+    _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=("sm_90",)),
+    _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=("sm_90",)),
+    _case("d128-bf16-bias", 128, with_bias=True, ops=False, chips=("sm_80", "sm_90")),
+    _case("d80-fp32", 80, FULL, ops=False, chips=("sm_80",)),
+    _case("d256-fp32", 256, FULL, ops=False, chips=("sm_90",)),
     AotCase("prefix-d64-bf16-n16", lambda: _prefix(64, 16), instructions=TENSOR_CORES),
-    AotCase("merge-d128-bf16", lambda: _merge(128, HALF), (90,)),
-    AotCase("merge-d80-fp32", lambda: _merge(80, FULL), (80,)),
+    AotCase("merge-d128-bf16", lambda: _merge(128, HALF), ("sm_90", "gfx942")),
+    AotCase("merge-d80-fp32", lambda: _merge(80, FULL), ("sm_80",)),
 ]

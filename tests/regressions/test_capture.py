@@ -10,7 +10,9 @@ import transformers
 from torch import nn
 
 import hf_paged
+from hf_paged.batching.execution.graphs import _reason
 from hf_paged.kernels import cpp
+from hf_paged.step import NotCapturable, StepMetadata
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
@@ -117,6 +119,22 @@ def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
     reason = reason_against_capture(name, graphs, caplog)
     assert (reason or "").startswith(NOT_CAPTURED.get(name, "")) and bool(reason) == (name in NOT_CAPTURED)
     assert bool(graphs.graphs) == (name not in NOT_CAPTURED)
+
+
+def test_item_16_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
+    """BioGPT's, in a plan: what failed there was told by its key."""
+    model = tiny_model(transformers.BioGptForCausalLM)
+    inputs = make_inputs(model)["text"]
+    expected = model.generate(**inputs, **STEPS)
+    assert torch.equal(model.generate(**inputs, **STEPS, **models.PAGED), expected)
+    assert hf_paged.last_route(model).num_captured_steps > 0  # type: ignore[union-attr]
+
+    def fail(step: Any) -> None:
+        raise NotCapturable("on purpose")
+
+    with pytest.raises(NotCapturable) as error:
+        StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32), [1], 8).plan(fail)
+    assert _reason(error.value) == "on purpose"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from .execution.executor import Executor, Window
 from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
 from .request import Request, Sequence
-from .scheduling.scheduler import Scheduler, StepPlan
+from .scheduling.scheduler import NeverFits, Scheduler, StepPlan
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
@@ -161,7 +161,12 @@ class StepLoop:
         """What was scheduled, and its logits, unless there was nothing to compute or that failed."""
         with self.executor.lock, self.executor.runner.ordered():
             with self.memory.lock:  # no other thread changes tables before the copies that they await are made
-                batch = self.scheduler.schedule()
+                try:
+                    batch = self.scheduler.schedule()
+                except NeverFits as error:  # those behind it go on
+                    for generation in self._generations_of(error.request.sequences):
+                        self._fail(generation, error, untold)
+                    return StepPlan(), None
                 try:
                     self.blocks.flush_copies()
                     self.memory.note_peak()

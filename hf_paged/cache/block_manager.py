@@ -55,11 +55,17 @@ class BlockManager:
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
         self._dropped = 0  # blocks of earlier epochs must not be named
+        self.refusal: OutOfBlocksError | None = None  # why blocks were not given last, where it was not by their number
 
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups; cached ones count."""
         return sum(group.pool.num_available for group in self.groups) if self._num_free is None else self._num_free()
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of these groups that any table holds."""
+        return sum(group.pool.num_used for group in self.groups)
 
     @property
     def keeps_states(self) -> bool:
@@ -173,13 +179,15 @@ class BlockManager:
 
     def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
+        self.refusal = None
         if total and total > self.num_free:
             return None
         taken: list[list[int]] = []
         try:
             for group, needed in zip(self.groups, needs):
                 taken.append(group.take(needed) if needed else [])
-        except OutOfBlocksError:
+        except OutOfBlocksError as error:
+            self.refusal = error
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)
             return None

@@ -218,13 +218,14 @@ class PagedMemory:
     @property
     def num_obtainable(self) -> int:
         """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
-        if self.config.num_blocks is not None:
-            return self.config.num_blocks - self.num_used
+        limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
+        if self.config.memory_fraction is None:
+            return limit
         groups = self.groups.values()
         affordable = min((self.num_affordable(group) for group in groups if group.storage.layers), default=sys.maxsize)
         if affordable == sys.maxsize:
-            return affordable
-        return max(0, affordable) + sum(group.pool.num_available for group in groups)
+            return limit
+        return min(limit, max(0, affordable) + sum(group.pool.num_available for group in groups))
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, so that `num_blocks` holds with `needed` more used ones."""

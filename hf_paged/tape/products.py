@@ -44,7 +44,7 @@ class OwnProducts(TorchFunctionMode):
         tensors = (x, weight) if bias is None else (x, weight, bias)
         if any(type(y) not in (Tensor, nn.Parameter) or not y.is_cpu or y.dtype is not x.dtype for y in tensors):
             return False
-        if any(y.layout is not torch.strided or y.is_neg() for y in tensors) or x.is_nested:
+        if any(y.layout is not torch.strided or y.is_neg() for y in tensors) or x.is_nested or not x.dim():
             return False
         if x.dtype not in HALVES or weight.dim() != 2 or not 0 < x.numel() <= self._max_rows[x.dtype] * x.shape[-1]:
             return False

@@ -83,6 +83,16 @@ def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
 
 
+def test_few_dimensions_and_many_rows() -> None:
+    """What `F.linear` refuses it still refuses; what is made of many rows is bounded as what is read."""
+    weight = torch.randn(512, 16).to(torch.bfloat16)
+    with torch.no_grad(), OwnProducts():
+        with pytest.raises(RuntimeError):
+            F.linear(torch.tensor(1.0).to(torch.bfloat16), weight)
+    x = torch.randn(20000, 16).to(torch.bfloat16)
+    torch.testing.assert_close(kernel.widened(x, weight), F.linear(x.float(), weight.float()).to(torch.bfloat16))
+
+
 def test_which_products_pytorch_has() -> None:
     if platform.machine() == "x86_64":
         assert kernel.is_native(torch.bfloat16) is ("avx512bw" in cpu_flags())

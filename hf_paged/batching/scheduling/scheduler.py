@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from bisect import insort
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -39,6 +40,14 @@ class StepPlan:
         """Request id, number of the sequence in it, tokens to compute, logits wanted, adapter."""
         rows = ((s.request, s.index, count, int(not s.num_to_compute)) for s, count in self.items)
         return str([(request.request_id, *row, request.adapter) for request, *row in rows])
+
+
+class NeverFits(OutOfBlocksError):
+    """`request` needs more blocks than there are, while no other holds any."""
+
+    def __init__(self, request: Request, message: str) -> None:
+        super().__init__(message)
+        self.request = request
 
 
 class Rope(Protocol):
@@ -112,7 +121,8 @@ class Scheduler:
             self._wait(request)
 
     def schedule(self) -> StepPlan:
-        """The next step. Raises `OutOfBlocksError` if others hold the blocks that the first request needs."""
+        """The next step. Raises `OutOfBlocksError` if others hold the blocks that the first request needs, `NeverFits`
+        if none does."""
         try:
             plan = self._schedule()
         except OutOfBlocksError:  # nothing was scheduled
@@ -153,12 +163,7 @@ class Scheduler:
             if victim is None:
                 if plan.preempted:  # the next step starts with the blocks that this one took back
                     break
-                manager = self.blocks
-                raise OutOfBlocksError(
-                    f"nothing can be scheduled: {self.first_waiting!r} is the first of {self.num_waiting} waiting "
-                    f"requests, {self.num_running} run, {manager.num_free} of {manager.num_total} blocks can be had. "
-                    "Others hold blocks: free their caches, or raise `num_blocks`"
-                )
+                raise self._out_of_blocks(self.first_waiting) from self.blocks.refusal
             self._preempt(victim)
         return plan
 
@@ -231,7 +236,12 @@ class Scheduler:
                 plan = self._plan
                 has_started = any(done and done[-1][0].request is request for done in (plan.decodes, plan.chunks))
                 if may_preempt and not has_started:
+                    num_tokens = sum(each.num_tokens for each in request.open_sequences)
                     self._preempt(request)
+                    if not self._running:
+                        if request.num_tokens_alone == num_tokens:  # it would come as far as this again
+                            raise self._out_of_blocks(request) from self.blocks.refusal
+                        request.num_tokens_alone = num_tokens
                 return 0
         sequence.num_computed_tokens += query_len
         if request.num_shared_tokens:  # where the rows part, this one is looked at before it goes on
@@ -244,6 +254,22 @@ class Scheduler:
         else:
             self._plan.decodes.append((sequence, 1))
         return query_len
+
+    def _out_of_blocks(self, request: Request) -> OutOfBlocksError:
+        """What is wrong where nothing can be scheduled for want of blocks for `request`."""
+        manager = self.blocks
+        total = "any number of" if manager.num_total >= sys.maxsize else f"{manager.num_free} of {manager.num_total}"
+        said = (
+            f"nothing can be scheduled: {request!r} needs more blocks, {self.num_waiting} requests wait, "
+            f"{self.num_running} run, {total} blocks can be had. "
+        )
+        if self.num_running or manager.num_used:
+            return OutOfBlocksError(said + "Others hold blocks: free their caches, or raise `num_blocks`")
+        return NeverFits(
+            request,
+            said + "No other holds blocks: raise `num_blocks` or `memory_fraction`, free memory, or lower "
+            "`max_new_tokens`, the prompt length or the number of sequences",
+        )
 
     def _shares_forward(self, request: Request) -> bool:
         """Whether all prompts of the step, if there are any, are computed by the one forward that this one needs: a

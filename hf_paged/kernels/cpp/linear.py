@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | No
 def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch's products of float32, each sum rounded once."""
     numbers, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
-    count = max(1, WIDENED_NUMBERS // max(1, weight.shape[1]))
+    count = max(64, WIDENED_NUMBERS // max(1, *weight.shape[1:], len(x)))  # of numbers that it makes, too
     for first in range(0, weight.shape[0], count):
         part = slice(first, first + count)
         out[:, part] = F.linear(numbers, weight[part].float(), None if bias is None else bias[part].float())

@@ -1,0 +1,71 @@
+"""Requests that need more blocks than there can be, which is known only once memory has been refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine
+from hf_paged.cache import memory, storage
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+BLOCK_BYTES = 8 * 2 * 2 * 16 * 4 * 2  # of 8 tokens: keys and values of 2 heads of 16 float32 in 2 layers
+
+
+@pytest.fixture
+def free_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for five blocks is free, whatever the machine has."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * BLOCK_BYTES + 64)
+
+
+@pytest.mark.usefixtures("free_blocks")
+@pytest.mark.parametrize("num_blocks", [None, 1000])
+def test_one_that_never_fits_fails_soon_and_alone(num_blocks: int | None) -> None:
+    """Beams recompute what they share in each attempt: the second that comes no further ends them."""
+    model, prompt = models.get("llama"), prompts(5)[0]
+    config = PagedConfig(block_size=8, num_blocks=num_blocks, memory_fraction=1.0)
+    with PagedEngine(model, config) as engine:
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 200}, request_id="long")
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 200, "num_beams": 3}, request_id="beams")
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 6}, request_id="short")
+        found: dict[str, Any] = {}
+        for _ in range(600):
+            found |= {output.request_id: output.result for output in engine.step() if output.finished}
+            engine.check_integrity()
+            if not engine.has_unfinished:
+                break
+        assert set(found) == {"long", "beams", "short"}
+        for name in ("long", "beams"):
+            assert isinstance(found[name].error, OutOfBlocksError) and "memory_fraction" in str(found[name].error)
+        assert_same_as_lone(lone_run(model, prompt, {**GREEDY, "max_new_tokens": 6}), found["short"], GREEDY, "")
+        assert_drained(engine)
+
+
+def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any budget: the allocator refuses, and no number of blocks is told of."""
+    make = storage._empty
+
+    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = make(*args, **kwargs)
+        if found.nbytes > 6 * 8 * 4 * 16 * 4:
+            raise torch.OutOfMemoryError("no more of it")
+        return found
+
+    model, prompt = models.build("llama"), prompts(5)[0]
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 4})
+        while engine.has_unfinished:
+            engine.step()
+        monkeypatch.setattr(storage, "_empty", refuse)
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 400})
+        result = None
+        for _ in range(600):
+            result = next((output.result for output in engine.step() if output.finished), result)
+            if result is not None:
+                break
+        assert result is not None and (result.error is None or "922337203685477" not in str(result.error))
+        assert_drained(engine)

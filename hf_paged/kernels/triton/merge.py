@@ -10,10 +10,10 @@ from .attention_kernel import LN_2, LOG2_E
 from .launch import launch
 
 
-@triton.jit(do_not_specialize=["parts", "query_len", "lse_part"], do_not_specialize_on_alignment=["index"])
+@triton.jit(do_not_specialize=["parts", "queries"], do_not_specialize_on_alignment=["index"])
 def merge_kernel(
-    partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts, query_len,
-    partials_part, partials_token, partials_head, lse_part, lse_token,
+    partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts, queries,
+    partials_part, partials_token, partials_head,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -21,7 +21,7 @@ def merge_kernel(
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
-        row, source = tl.program_id(0) // query_len, (tl.program_id(0) % query_len).to(tl.int64)
+        row, source = tl.program_id(0) // queries, (tl.program_id(0) % queries).to(tl.int64)
         first = tl.load(row_items + 2 * row).to(tl.int64)
         parts = tl.load(row_items + 2 * row + 1)
         if parts <= 1:
@@ -37,7 +37,8 @@ def merge_kernel(
 
     # First all logarithms, so that the loads of values do not wait for one another.
     every = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
-    lse_rows = partials_lse + (first * lse_part + source * lse_token + head)[None, :]
+    lse_part = queries * HEADS
+    lse_rows = partials_lse + (first * lse_part + source * HEADS + head)[None, :]
     seen = tl.load(lse_rows + every * lse_part, mask=(every < parts) & real[None, :], other=nothing)
     top = tl.max(seen, axis=0)
     if tail_lse is not None:
@@ -104,8 +105,9 @@ def merge(
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
     launch(
         merge_kernel, (positions, triton.cdiv(heads, block_heads)),
-        partials, partials_lse, row_items, tail_lse, index, out, out_lse, parts, queries,
-        *partials.stride()[:3], *partials_lse.stride()[:2],
+        partials, partials_lse.contiguous(), row_items, tail_lse, index, out, out_lse, parts, queries,
+        *partials.stride()[:3],
         HEADS=heads, VALUE_DIM=value_dim, VALUE_WIDTH=width,
-        BLOCK_HEADS=block_heads, BLOCK_PARTS=block_parts, STEP=step, writes=(out, out_lse),
+        BLOCK_HEADS=block_heads, BLOCK_PARTS=block_parts, STEP=step, num_warps=4 if width <= 256 else 8,
+        writes=(out, out_lse),
     )  # fmt: skip

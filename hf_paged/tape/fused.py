@@ -23,7 +23,7 @@ _ROUNDED = ("{}", "numbers.to_bfloat16({})", "numbers.to_float16({})")  # by the
 _BINARY = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "tl.div_rn({}, {})"}
 _BINARY |= {"maximum": "numbers.maximum({}, {})", "minimum": "numbers.minimum({}, {})"}
 _UNARY = {
-    **{"neg": "-{}", "abs": "tl.abs({})", "sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({}))"},
+    **{"neg": "{} * -1.0", "abs": "tl.abs({})", "sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.div_rn(1.0, tl.sqrt_rn({}))"},
     **{"reciprocal": "tl.div_rn(1.0, {})", "square": "{0} * {0}", "exp": "tl.exp({})", "log": "tl.log({})"},
     **{"sin": "tl.sin({})", "cos": "tl.cos({})", "copy": "{}"},
     **{name: f"numbers.{name}({{}})" for name in ("relu", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh")},
@@ -114,7 +114,12 @@ def _lines(rows: Rows, each: Instruction, memories: dict[int, int]) -> list[str]
 
 
 def _literal(number: float) -> str:
-    return f'float("{number!r}")' if number != number or number in (float("inf"), -float("inf")) else repr(number)
+    """A number of float32. Triton would make a wider one of what is outside of its range, and lose the sign of -0."""
+    rounded = torch.tensor(number, dtype=torch.float32, device="cpu")
+    bits = int(rounded.view(torch.int32))
+    if 1e-37 < abs(float(rounded)) < float("inf") or not bits:
+        return repr(float(rounded))
+    return f"tl.full((), {bits}, tl.int32).to(tl.float32, bitcast=True)"
 
 
 @functools.cache

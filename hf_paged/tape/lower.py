@@ -235,9 +235,10 @@ class Lowering:
         function, args, kwargs = each.function, each.args, each.kwargs
         if function in _UNARY:
             return self._compute(_UNARY[function], args[:1], each.found)
-        if function in _BINARY and kwargs.get("alpha", 1) == 1:
+        has_alpha = kwargs.get("alpha", 1) != 1 or len(args) > 2
+        if function in _BINARY and not has_alpha:
             return self._compute(_BINARY[function], args, each.found)
-        if function in _IN_PLACE and kwargs.get("alpha", 1) == 1:
+        if function in _IN_PLACE and not has_alpha:
             return self._compute(_IN_PLACE[function], args, args[0], in_place=True)
         if function is aten.copy_.default:
             return self._compute("copy", args[1:2], args[0], in_place=True)
@@ -292,11 +293,11 @@ class Lowering:
             return False
         if any(x.dtype not in (DTYPES if op == "copy" else FLOATS) for x in (*tensors, found)):
             return False
+        if in_place:  # before the sizes are chosen: one number a row is not changed by each part of a row
+            self._end_rows()
         sizes = self._sizes(found)
         layouts = [layout(self.values.ref(x), sizes) for x in tensors]
         target = layout(self.values.ref(found), sizes)
-        if in_place:
-            self._end_rows()
         rows = self._rows(sizes, layouts)
         if rows is None or target is None:
             return False

@@ -19,7 +19,8 @@ from ..step import NotCapturable
 
 aten = torch.ops.aten
 _LAZY = frozenset({aten._conj.default, aten._neg_view.default})
-_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+_SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})  # memory, which may be written to later
+_READS = frozenset({Tensor.tolist, Tensor.__repr__})
 _COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
 _READS_AT = frozenset({aten.index.Tensor, aten.index.Tensor_out})
 _WRITES_AT = frozenset({aten.index_put.default, aten.index_put_.default})
@@ -42,6 +43,7 @@ class NothingUnrecorded(TorchDispatchMode):
         super().__init__()
         self.known: Known = []
         self._constants: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, which is held
+        self._shared: dict[int, torch.UntypedStorage] = {}  # of these, whose memory other code has
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,6 +51,7 @@ class NothingUnrecorded(TorchDispatchMode):
             return func(*args, **kwargs)
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_constants = func in _MADE or (bool(taken) and all(map(self.is_constant, taken)))
+        of_constants &= not func.name().startswith("aten::set_")  # which gives a tensor the memory of another
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"its forward draws random numbers ({func})")
         waits, crosses = _waits(func, args), _crosses(func, args, kwargs)
@@ -67,16 +70,22 @@ class NothingUnrecorded(TorchDispatchMode):
             for written in _written(func, args, kwargs):
                 if (storage := _storage(written)) is not None:
                     self._constants.pop(storage._cdata, None)
+                    if storage._cdata in self._shared:
+                        raise NotCapturable(f"its forward reads the content of a tensor that it writes to ({func})")
         elif not func.name().startswith(_BLANK):
             for made in tree_leaves(found):
                 if isinstance(made, Tensor) and (storage := _storage(made)) is not None:
                     self._constants[storage._cdata] = storage
         return found
 
-    def is_constant(self, tensor: Tensor) -> bool:
-        """Whether it was made of Python's numbers alone."""
+    def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
+        """Whether it was made of Python's numbers alone; if it `is_shared`, nothing else may be written to it."""
         storage = _storage(tensor)
-        return storage is not None and storage._cdata in self._constants
+        if storage is None or storage._cdata not in self._constants:
+            return False
+        if is_shared:
+            self._shared[storage._cdata] = storage
+        return True
 
 
 class KnownAgain(TorchDispatchMode):
@@ -177,7 +186,8 @@ class NothingRead(TorchFunctionMode):
         self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and not (self._seen is not None and self._seen.is_constant(args[0])):
+        is_shared = func in _SHARES
+        if (is_shared or func in _READS) and not (self._seen and self._seen.is_constant(args[0], is_shared)):
             raise NotCapturable(f"its forward reads the content of a tensor (Tensor.{func.__name__})")
         if func in _FROM_PYTHON:
             _is_of_numbers(func, args, kwargs or {})

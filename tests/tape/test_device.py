@@ -95,6 +95,28 @@ def test_norms(dtype: torch.dtype, rows: int) -> None:
     check(LlamaRMSNorm(16).to(dtype), tensor(1, rows, 4, 16, dtype=dtype), launches=1)  # of each head
 
 
+def test_numbers_of_python() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.0, -0.0]])
+    for number in (-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1):
+        check(lambda x, number=number: (x * number, x / number, x + number, x - number, -x), x, exact=True)
+    x = tensor(3, 8)
+    check(lambda x: torch.ops.aten.add.Scalar(x, 2, 3) + torch.ops.aten.sub.Tensor(x, x * 2, alpha=3), x)
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+def test_one_number_a_row_in_place(width: int) -> None:
+    """Rows are cut into parts, each of which must not change what the row has once."""
+
+    def scale(x: Tensor) -> Tensor:
+        factor = x.pow(2).mean(-1, keepdim=True)
+        factor.add_(1.0)
+        factor.mul_(2.0)
+        return x * factor
+
+    check(scale, tensor(2, width))
+    check(lambda x: x * x[:, :1].clone().mul_(2.0).add_(1.0), tensor(2, width))
+
+
 def test_wide_rows() -> None:
     """Rows of a vocabulary are cut into parts, but for sums over them, which PyTorch computes then."""
     check(lambda x: torch.tanh(x / 30.0) * 30.0, tensor(3, 20000), launches=1)

@@ -134,3 +134,28 @@ def test_one_number_is_filled_in_where_the_host_has_it() -> None:
         with pytest.raises(NotCapturable, match="waits"):
             on_device[on_device > 2] = torch.empty((), device="meta")
     assert x.tolist() == [0, 1, 2, 0, 0, 0]
+
+
+def _a_view_of_numpy(x: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones(3)
+    seen = ones.numpy()
+    ones.mul_(x)
+    return x * float(seen[0])
+
+
+def _memory_of_another(x: torch.Tensor) -> torch.Tensor:
+    ones = torch.ones(3)
+    ones.set_(x.untyped_storage(), 0, (3,), (1,))
+    return x * ones.tolist()[0]
+
+
+def _its_text(x: torch.Tensor) -> torch.Tensor:
+    return x * float(repr(x[0] * 2).split("(")[1].rstrip(")"))
+
+
+@pytest.mark.parametrize("function", [_a_view_of_numpy, _memory_of_another, _its_text])
+def test_memory_of_constants_is_not_shared(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What is written to it later no mode sees Python read."""
+    x = torch.tensor([2.0, 3.0, 4.0])
+    with pytest.raises(NotCapturable, match="reads the content"), recording():
+        function(x)

@@ -180,7 +180,7 @@ class SampleDecoding(Decoding):
             with let_in(waiting=False):
                 if isinstance(self.streamer, RowStreamers):
                     self.streamer.ending.update(newly)
-                self.streamer.put(torch.tensor(tokens, device="cpu"))
+                self.streamer.put(torch.tensor(given, device="cpu"))  # as chosen, before criteria write
                 if self.is_done:
                     self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)

@@ -52,8 +52,8 @@ def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = 
         _choose_or_fail([(place, *ready[place]) for place in places], choices, results)
     if results or fetch is None:
         fetch = Tensor.tolist
-    for choice, tokens in zip(choices, _fetch(choices, fetch)):
-        results.update(zip(choice.places, _accept(choice.batch, tokens, choice.pairs())))
+    for choice, tokens, pairs in _fetch_or_fail(choices, fetch, results):
+        results.update(zip(choice.places, _accept(choice.batch, tokens, pairs)))
     return [results[place] for place in range(len(ready))]
 
 
@@ -86,6 +86,8 @@ def _choose(places: list[int], batch: list[SampleDecoding], logits: Tensor) -> C
         raw = logits.to(torch.float32)
         scores = together(raw, [each.batchable for each in batch if each.batchable is not None])
     tokens = _draw(batch, scores) if batch[0].do_sample else argmax(scores)
+    if tokens.shape != logits.shape[:1]:
+        raise RuntimeError(f"the logits processors made scores {tuple(scores.shape)} of logits {tuple(logits.shape)}")
     records = (decoding.record_logprobs for decoding in batch for _ in decoding.open_rows)
     recorded = [row for row, is_recorded in enumerate(records) if is_recorded]
     logprobs: list[Tensor] = []
@@ -119,6 +121,19 @@ def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
         return seeded
     order = sorted(range(len(batch)), key=[*own, *shared].__getitem__)
     return torch.cat([seeded, invert(pick(probs, shared))])[to_device(torch.tensor(order, device="cpu"), probs.device)]
+
+
+def _fetch_or_fail(
+    choices: list[Choice], fetch: Fetch, results: dict[int, Result]
+) -> list[tuple[Choice, list[int], list[tuple[float, float]]]]:
+    """Each choice with its tokens and log-probabilities on the host; one that cannot come there fails alone."""
+    try:
+        return [(choice, found, choice.pairs()) for choice, found in zip(choices, _fetch(choices, fetch))]
+    except Exception as error:
+        if len(choices) == 1:
+            results.update(dict.fromkeys(choices[0].places, error))
+            return []
+    return [each for choice in choices for each in _fetch_or_fail([choice], Tensor.tolist, results)]
 
 
 def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:

@@ -552,6 +552,17 @@ def test_a_generator_draws_as_multinomial_does() -> None:
         assert isinstance(result, SampledTokens) and result.tokens == [int(expected)]
 
 
+def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
+    def nowhere(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.to("meta")
+
+    logits = torch.randn(3, 128)
+    decodings = [request([5]), request([5], logits_processor=[nowhere]), request([6], do_sample=True, seed=1)]
+    first, second, third = sample_step(list(zip(decodings, logits.split(1))))
+    assert isinstance(second, NotImplementedError) and isinstance(third, SampledTokens)
+    assert isinstance(first, SampledTokens) and first.tokens == [int(logits[0].argmax())]
+
+
 def test_logits_that_do_not_lie_in_one_tensor() -> None:
     decodings = [request(prompt) for prompt in prompts()]
     logits = torch.randn(12, 128)

@@ -187,7 +187,7 @@ class BlockManager:
             for group, needed in zip(self.groups, needs):
                 taken.append(group.take(needed) if needed else [])
         except OutOfBlocksError as error:
-            self.refusal = error
+            self.refusal = OutOfBlocksError(str(error))  # without frames, which may hold what was half made
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)
             return None

@@ -56,6 +56,25 @@ class Lengths(NamedTuple):
     query_start: Tensor | None = None  # (n + 1,)
     origins: Tensor | None = None  # (n,), of packed rows
 
+    def rows(self, first: int, last: int, start: int) -> Lengths:
+        """Those of rows `[first, last)`, the first of which begins at token `start`."""
+        begins = None if self.query_start is None else self.query_start[first : last + 1]
+        return Lengths(
+            self.seq_lens[first:last],
+            self.starts[first:last],
+            begins - start if begins is not None and start else begins,
+            None if self.origins is None else self.origins[first:last],
+        )
+
+
+class Cascade(NamedTuple):
+    """A step of rows of one query, some of which begin with the same blocks, as two (cascade inference, FlashInfer,
+    arXiv 2501.01005, sec. 3.1.2)."""
+
+    tails: StepMetadata  # the step, with the rows of groups starting where their prefix ends
+    prefixes: StepMetadata  # a row for each group: its shared tokens and blocks, its members as queries
+    query_index: Tensor  # (n,) int32 on the device: rows that are in a group, group by group
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
@@ -76,7 +95,10 @@ class StepMetadata:
     block_ids: Sequence[list[int]] = ()
     """Host tables of leading rows with one query each; nothing if no shared blocks shall be looked for."""
     lengths: Lengths | None = None
-    """Where a step that is recorded to be run again reads other lengths; all rows then have equally many queries."""
+    """Where a step that is recorded to be run again reads other lengths. `query_start` then tells what there is room
+    for: how many rows, those of one query in front, and how many tokens in all."""
+    cascade: Cascade | None = None
+    """Blocks that leading rows of one query share, of such a step; others look for them in `block_ids`."""
     key_len: int | None = None
     """Of packed rows, where the model's own code attends: the keys that it is shown, as many as the longest row has."""
     columns: range | None = None
@@ -163,7 +185,8 @@ class StepMetadata:
             origins=self.origins[first:last],
             slots=None,
             block_ids=self.block_ids[first:last],
-            lengths=None,
+            lengths=self.lengths and self.lengths.rows(first, last, start),
+            cascade=self.cascade if self.cascade and (first, last) == (0, self.cascade.tails.num_rows) else None,
         )
 
     def visible(self, row: int, query: int) -> tuple[int, int]:

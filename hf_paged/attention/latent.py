@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.storage import KVBlocks
-from ..step import StepMetadata
+from ..step import NotCapturable, StepMetadata
 from . import backends
 from .backends.reference import AttentionCall
 from .switch import is_from_transformers
@@ -129,6 +129,8 @@ def _split(step: StepMetadata) -> tuple[StepMetadata | None, StepMetadata | None
 
 def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
     """Rows from `first` on over blocks of their own, one row's after the other's, and the blocks these stand for."""
+    if step.lengths is not None:
+        raise NotCapturable("latents of many queries are expanded, as many as their rows have tokens")
     rows = step.rows(first, step.num_rows)
     counts = [-(-seq_len // step.block_size) for seq_len in rows.seq_lens]
     blocks = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts)])

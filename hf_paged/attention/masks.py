@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
 from ..cache.handles import LazyTensor
-from ..step import NotPackable, StepMetadata
+from ..step import NotCapturable, NotPackable, StepMetadata
 
 # Told of every mask made in this context: how a call learns which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar("mask_observer", default=None)
@@ -176,18 +176,21 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     most = pattern.window if pattern.chunk is None else pattern.chunk
     if step.window is not None and (most is None or most > step.window):
         raise NotPackable(f"the mask's window is {most}, but the cache keeps {step.window} tokens")
-    step = dataclasses.replace(step, window=pattern.window)
+    same = pattern.window == step.window  # for which a recorded step knows what rows share
+    step = dataclasses.replace(step, window=pattern.window, cascade=step.cascade if same else None)
     return step if pattern.chunk is None else _in_chunks(step, pattern.chunk)
 
 
 def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
     """A packed step whose queries see chunks of `size` positions of their sequence: queries of several chunks become a
     row for each of these, over the same block table."""
-    if step.lengths is not None:  # a recorded step has rows of one query
+    if step.lengths is not None:
+        if step.query_len != 1:
+            raise NotCapturable("queries of one row see several chunks of its tokens, which only the host can count")
         seq_lens, _, _, origins = step.lengths
-        assert step.query_len == 1 and origins is not None
+        assert origins is not None
         starts = ((origins + seq_lens - 1).div(size, rounding_mode="floor") * size - origins).clamp_(min=0)
-        return dataclasses.replace(step, lengths=step.lengths._replace(starts=starts))
+        return dataclasses.replace(step, lengths=step.lengths._replace(starts=starts), cascade=None)
     rows, query_start, seq_lens, starts, origins = [], [0], [], [], []
     for row, (seq_len, origin) in enumerate(zip(step.seq_lens, step.origins)):
         end = origin + seq_len

@@ -89,7 +89,7 @@ def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         found = results(engine, jobs, later=3)
         stats = engine.stats()
         assert stats.num_captured_steps == graphs.num_replays > stats.num_steps / 2
-        assert {key.num_rows for key in keys(engine)} >= {1, 2, 4}
+        assert {key.sizes.decodes for key in keys(engine)} >= {1, 2, 4}
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, name)
@@ -137,7 +137,7 @@ def test_triton_kernels_read_the_buffers(name: str, graphs: FakeGraphs, monkeypa
     bench.begin()
     for _ in range(4):
         assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
-    assert bench.runner.num_captured_steps == 3 and 0 in graphs.graphs[-1].run.args[1]._lengths[0][0]  # type: ignore
+    assert bench.runner.num_captured_steps == 3 and 0 in graphs.graphs[-1].run.args[1]._groups[0].seq_lens.device  # type: ignore
 
 
 def test_autocast(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,23 +173,10 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     layers = bench.groups[0].storage.layers.values()
     before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # what was never written may be NaN
     bench.run(items)
-    assert graphs.num_replays == 3 and [key.num_rows for key in keys(bench)] == [8]
+    assert graphs.num_replays == 3 and [key.sizes.decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
         changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)  # [num_blocks, block_size]
         assert changed.sum() == 5
-
-
-def test_a_step_with_anything_but_waiting_decodes_is_eager(graphs: FakeGraphs) -> None:
-    bench = CapturedBench(models.get("llama"), graphs)
-    rows = [Row(tokens(40, seed), bench) for seed in range(3)]
-    bench.run([row.take(4) for row in rows])
-    for _ in range(3):
-        bench.decode(*rows)
-    count = graphs.num_replays
-    other = Row(tokens(40, 9), bench)
-    bench.run([*(row.take(1) for row in rows[:2]), other.take(6)])
-    bench.run([rows[0].take(1), rows[1].take(1), rows[2].take(1, known=30)])
-    assert graphs.num_replays == count > 0
 
 
 def test_a_larger_graph_serves_until_there_is_one_of_the_size(
@@ -213,7 +200,7 @@ def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: 
     bench.run([row.take(SIZE + 1) for row in rows])
     for count in (1, 1, 2, 2, 1, 4, 4):
         bench.decode(*rows[:count])
-    assert [key.num_rows for key in keys(bench)] == [1, 4]
+    assert [key.sizes.decodes for key in keys(bench)] == [1, 4]
 
 
 # ----------------------------------------------------------------------------------------------- what graphs depend on
@@ -228,10 +215,10 @@ def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
     for _ in range(60):
         assert_close(bench.decode(row, other), [bench.plain(row), bench.plain(other)])
     full = bench.runner.windows.index(None)
-    assert sorted(key.widths[full] for key in keys(bench)) == [1, 2, 4, 8, 16][: len(graphs.graphs)]
-    assert max(key.widths[full] for key in keys(bench)) >= len(row.blocks.tables[full].block_ids) > 4
+    assert sorted(key.sizes.widths[full] for key in keys(bench)) == [1, 2, 4, 8, 16][: len(graphs.graphs)]
+    assert max(key.sizes.widths[full] for key in keys(bench)) >= len(row.blocks.tables[full].block_ids) > 4
     if name == "gemma3":
-        assert max(key.widths[1 - full] for key in keys(bench)) == 2  # blocks leave the window
+        assert max(key.sizes.widths[1 - full] for key in keys(bench)) == 2  # blocks leave the window
 
 
 def test_tables_start_wide_enough_for_short_texts(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +228,7 @@ def test_tables_start_wide_enough_for_short_texts(graphs: FakeGraphs, monkeypatc
     bench.run([row.take(2)])
     for _ in range(70):
         bench.decode(row)
-    assert len(graphs.graphs) == 1 and keys(bench)[0].widths == (16,)
+    assert len(graphs.graphs) == 1 and keys(bench)[0].sizes.widths == (16,)
 
 
 def test_a_pool_that_grows(graphs: FakeGraphs) -> None:
@@ -374,29 +361,6 @@ def test_every_adapter_has_its_graphs(graphs: FakeGraphs) -> None:
         assert len(graphs.graphs) == count, "kept while the engine is idle"
 
 
-def test_a_cascade_that_pays_more_than_launches_cost_is_eager(
-    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    bench = CapturedBench(models.get("llama"), graphs)
-    parent = Row(tokens(8 * SIZE, 0), bench)
-    bench.run([parent.take(8 * SIZE)])
-    rows = [Row(parent.tokens + tokens(30, seed), bench) for seed in range(1, 4)]
-    for row in rows:
-        row.num_computed_tokens = 8 * SIZE
-        row.blocks.tables = [table.fork() for table in parent.blocks.tables]
-    for _ in range(3):
-        bench.decode(*rows)
-    assert graphs.num_replays == 2
-    monkeypatch.setattr(recording, "EAGER_LAYER_BYTES", 0)
-    bench.memory.graphs._costs = None
-    assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
-    assert graphs.num_replays == 2
-    bench.decode(rows[0])  # shares with no row in this step
-    bench.decode(rows[0])
-    assert graphs.num_replays > 2
-
-
 # ----------------------------------------------------------------------------------------------------------- failures
 
 
@@ -516,7 +480,7 @@ def test_a_capture_for_which_there_is_no_memory(
             assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
             assert_close(bench.decode(rows[0]), [bench.plain(rows[0])])
     assert attempts == [1, 5]
-    assert [key.num_rows for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
+    assert [key.sizes.decodes for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
     assert len(caplog.records) == 1 and "for now no more of them" in caplog.text
 
 

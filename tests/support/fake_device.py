@@ -54,7 +54,8 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
 
     def run() -> None:
         steps = [move_step(step) for step in inputs.steps()]
-        moved._forward(move(inputs.token_ids), move(inputs.positions), steps)
+        kept = None if inputs.kept is None else move(inputs.kept)
+        moved._forward(move(inputs.token_ids), move(inputs.positions), steps, kept)
 
     with torch.no_grad(), _without_kernels(runner, move):
         # steps came before, which may have put what they made on the device

@@ -41,7 +41,7 @@ class FakeGraphs:
         has_device (`bool`): Whether a capture fails, too, where it would fail with the model on a device.
     """
 
-    runs_ahead, misses_cascade, notice = True, True, logging.WARNING
+    runs_ahead, decodes_alone, notice = True, False, logging.WARNING
 
     def __init__(self, device: Any = None) -> None:
         self.addresses: Callable[[], Any] = tuple

@@ -82,7 +82,7 @@ def _is_long(call: AttentionCall) -> bool:
     """Whether some row has more queries than the kernel is the fastest for."""
     if best_path() != PATHS["amx"] or call.query.dtype is not torch.bfloat16 or not call.is_plain:
         return False
-    if batch_invariant.get():
+    if batch_invariant.get() or call.step.lengths is not None:
         return False
     return call.step.plan(_longest) > MAX_TILE_QUERIES
 

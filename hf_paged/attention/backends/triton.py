@@ -75,8 +75,8 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     from ...kernels.triton import attention  # needs Triton
 
     query, step, keys, values = call.query, call.step, call.blocks.keys, call.blocks.values
-    if step.block_ids and call.bias is None and _prefill_reason(call) is None:
-        found = step.plan(cascade.find_cascade, cascade.default_costs(query, keys, values))
+    if (step.block_ids or step.cascade) and call.bias is None and _prefill_reason(call) is None:
+        found = step.cascade or step.plan(cascade.find_cascade, cascade.default_costs(query, keys, values))
         if found is not None:
             return attention.cascade_attention(query, keys, values, found, **_features(call))
     return attention.decode_attention(query, keys, values, step, bias=call.bias, **_features(call))

@@ -27,7 +27,7 @@ class CudaGraphs:
     """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after the
     other, and nothing reads what one of them left there but the graph itself."""
 
-    runs_ahead, misses_cascade, notice = True, True, logging.WARNING
+    runs_ahead, decodes_alone, notice = True, False, logging.WARNING
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, capture_stream(device)

@@ -1,5 +1,5 @@
-"""Steps of nothing but decodes as graphs: recorded once for a number of rows, replayed with other inputs. A graph reads
-and writes the addresses it was recorded with; what changes from step to step is in buffers at fixed addresses."""
+"""Steps as graphs: recorded once for a number of rows and tokens, replayed with other inputs. A graph reads and writes
+the addresses it was recorded with; what changes from step to step is in buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -27,43 +27,66 @@ from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks, is_out_of_memory
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
-from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
+from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
 from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
 from ...model.state import ModelState, plain_tensors
 from ...step import NotCapturable, StepMetadata
 from ...tape.tape import Tape
 from .cuda_graphs import CudaGraphs
-from .inputs import GroupTokens, PackedTokens, StaticInputs
+from .inputs import PackedTokens, Sizes, StaticInputs
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[Tensor, Tensor, list[StepMetadata]], Tensor]
-"""Token ids and positions `(1, n)` and each group's step to logits `(1, n, vocab_size)`."""
+Forward = Callable[[Tensor, Tensor, list[StepMetadata], Tensor | None], Tensor]
+"""Token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted, `None` for all, to these
+`(kept, vocab_size)`."""
+
+Prefixes = tuple[tuple[SharedPrefix, ...], ...]
+"""What decodes of a step share, of each layer group; nothing if that is nothing."""
 
 Check = Callable[[Callable[[], None]], None]
 """Raises `NotCapturable` unless what it is given does what the recorded forward just did."""
 
 # steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
 MIN_USES = 3
-MAX_GRAPHS = 48  # that are kept: up to 256 rows there are 27 sizes; the rest is for tables that grow, and adapters
+MAX_GRAPHS = 64  # that are kept: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
-# what a GPU reads while the host launches one layer, about 0.2 ms at 4 TB/s: an estimate, not a measurement
-EAGER_LAYER_BYTES = 800 << 20
+# Tokens of chunks in a recorded step. With more, a GPU computes for longer than the host takes to launch (vLLM records
+# up to 512 tokens): an estimate, not a measurement
+MAX_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS, MIN_CHUNKS, MIN_PREFIXES = 16, 4, 4
 
 
 class Key(NamedTuple):
     """What a graph was recorded for."""
 
-    num_rows: int
-    widths: tuple[int, ...]  # of each group's block tables
+    sizes: Sizes
     variant: Hashable  # adapter, autocast, mode, whether rows are computed as if each were alone
 
     def serves(self, other: Key) -> bool:
-        return (
+        """Whether steps for which `other` would be recorded may run as this: padded, with at most twice their tokens of
+        chunks, or without what their decodes share."""
+        mine, needed = self.sizes, other.sizes
+        return bool(
             self.variant == other.variant
-            and self.num_rows >= other.num_rows
-            and all(mine >= needed for mine, needed in zip(self.widths, other.widths))
+            and mine.decodes >= needed.decodes
+            and all(width >= least for width, least in zip(mine.widths, needed.widths))
+            and bool(mine.chunks) == bool(needed.chunks)
+            and mine.chunks >= needed.chunks
+            and needed.chunk_tokens <= mine.chunk_tokens <= 2 * needed.chunk_tokens
+            and (not mine.prefixes or (needed.prefixes and all(map(_has_room, mine.prefixes, needed.prefixes))))
         )
+
+    @property
+    def use(self) -> Hashable:
+        """What is counted, to see what is worth a graph: tables that grow need another at once."""
+        sizes = self.sizes
+        return sizes.decodes, sizes.chunks, sizes.chunk_tokens, bool(sizes.prefixes), self.variant
+
+
+def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
+    """For the prefixes of a group; with room that it does not need, launches would do nothing."""
+    return bool(mine[0]) == bool(needed[0]) and mine[0] >= needed[0] and mine[1] >= needed[1]
 
 
 @dataclass
@@ -81,6 +104,17 @@ def bucket(num_rows: int) -> int:
         return 1 << (num_rows - 1).bit_length()
     step = max(8, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
+
+
+def _power(least: int, number: int) -> int:
+    """The power of two of at least both."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def chunk_bucket(num_tokens: int) -> int:
+    """Tokens of chunks in the graph for `num_tokens`: 16, 24, 32, 48, 64, 96, ..."""
+    size = _power(MIN_CHUNK_TOKENS, num_tokens)
+    return size * 3 // 4 if size > MIN_CHUNK_TOKENS and num_tokens <= size * 3 // 4 else size
 
 
 def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | None:
@@ -110,7 +144,8 @@ class DecodeGraphs:
         self._graphs: dict[Key, RecordedStep] = {}  # the one used last at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
         self._costs: list[CascadeCosts] | None = None  # of each group's layers together
-        self._uses: Counter[tuple[int, Hashable]] = Counter()  # by bucket and variant; below 0 while memory is short
+        self._uses: Counter[Hashable] = Counter()  # by `Key.use`; below 0 while memory is short
+        self._refused: set[str] = set()  # "chunks", "prefixes": steps with these are not recorded
         self._num_short = 0  # recordings, since the last that succeeded, for which there was no memory
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # that graphs share, by vocabulary and dtype
         self._forward: Forward | None = None  # of the runner whose step this is
@@ -133,7 +168,7 @@ class DecodeGraphs:
         )
         if found != self._signature:
             self._clear()
-            self._signature, self.obstacle = found, None
+            self._signature, self.obstacle, self._refused = found, None, set()
 
     def _clear(self) -> None:
         self._graphs.clear()
@@ -142,88 +177,126 @@ class DecodeGraphs:
     def run(
         self, tokens: PackedTokens, adapter: str | None, forward: Forward, token_ids: Tensor | None = None
     ) -> Tensor | None:
-        """A step of decodes as a replay: logits `(n, vocab_size)`, the caller's, or `None` if there is no graph for it.
-        With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, nothing is recorded."""
-        if self.obstacle is not None:
+        """A step as a replay: logits `(len(tokens.last), vocab_size)`, the caller's, or `None` if there is no graph for
+        it. With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, all of which are decodes,
+        nothing is recorded."""
+        if self.obstacle is not None or not self._is_recorded(tokens):
             return None
         # No thread may move the blocks between the look at their addresses and the launch.
         with self._groups[0].memory.lock:
             self._follow_blocks()
-            if not self._blocks or self._prefers_cascade(tokens.groups):
+            if not self._blocks:
                 return None
             self._forward = forward
             try:
-                key = self._find(tokens, adapter, may_record=token_ids is None)
-                return None if key is None else self._replay(key, tokens, token_ids)
+                prefixes = self._shared_prefixes(tokens)
+                key = self._find(tokens, prefixes, adapter, may_record=token_ids is None)
+                return None if key is None else self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = None
 
-    def _find(self, tokens: PackedTokens, adapter: str | None, may_record: bool) -> Key | None:
+    def _is_recorded(self, tokens: PackedTokens) -> bool:
+        """Whether such steps are: decodes that all want logits, and on some backends chunks of not too many tokens."""
+        num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
+        if not num_chunk_tokens:
+            return len(tokens.last) == tokens.num_decodes
+        has_chunks = not self._backend.decodes_alone and "chunks" not in self._refused
+        return has_chunks and num_chunk_tokens <= MAX_CHUNK_TOKENS
+
+    def _find(self, tokens: PackedTokens, prefixes: Prefixes, adapter: str | None, may_record: bool) -> Key | None:
         """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
         is_training = getattr(self._model(), "training", False)
         variant = adapter, autocast_dtype(self._device), is_training, batch_invariant.get()
-        # powers of two, so that few graphs serve long sequences; what a graph launches is sized for its widths
-        least = -(-MIN_TABLE_TOKENS // self._block_size)
-        widths = tuple(max(least, 1 << (max(map(len, group.tables)) - 1).bit_length()) for group in tokens.groups)
-        wanted = Key(bucket(len(tokens.token_ids)), widths, variant)
+        wanted = Key(self._sizes(tokens, prefixes), variant)
         if wanted in self._graphs or not may_record:
             return wanted if wanted in self._graphs else None
-        use = wanted.num_rows, variant
-        if self._uses[use] >= MIN_USES:
-            return self._capture(wanted, tokens)
-        self._uses[use] += 1
-        return min((key for key in self._graphs if key.serves(wanted)), key=lambda key: key[:2], default=None)
+        if self._uses[wanted.use] >= MIN_USES:
+            return self._capture(wanted, tokens, prefixes)
+        self._uses[wanted.use] += 1
 
-    def _replay(self, key: Key, tokens: PackedTokens, token_ids: Tensor | None) -> Tensor:
+        def padding(key: Key) -> tuple[Any, ...]:
+            return bool(wanted.sizes.prefixes) - bool(key.sizes.prefixes), key.sizes.tokens, key.sizes.widths
+
+        return min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
+
+    def _sizes(self, tokens: PackedTokens, prefixes: Prefixes) -> Sizes:
+        """Powers of two, or as few, so that few graphs serve many steps; what a graph launches is sized for them."""
+        least = -(-MIN_TABLE_TOKENS // self._block_size)
+        widths = tuple(_power(least, max(map(len, group.tables))) for group in tokens.groups)
+        shared = tuple(
+            (_power(MIN_PREFIXES, len(found)), _power(least, max(prefix.num_blocks for prefix in found)))
+            if found
+            else (0, 0)
+            for found in prefixes
+        )
+        decodes, num_tokens = tokens.num_decodes, len(tokens.token_ids)
+        if num_tokens == decodes:
+            return Sizes(bucket(decodes), widths, prefixes=shared)
+        chunks = _power(MIN_CHUNKS, len(tokens.query_start) - 1 - decodes)
+        # always more tokens than rows: a forward that ignores which logits are wanted is known by their number
+        chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
+        return Sizes(_power(1, decodes) if decodes else 0, widths, chunks, chunk_tokens, shared)
+
+    def _replay(self, key: Key, tokens: PackedTokens, prefixes: Prefixes, token_ids: Tensor | None) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
-        count = len(tokens.token_ids)
         with self._backend.in_order():
-            step.inputs.fill(tokens)
+            step.inputs.fill(tokens, prefixes)
             if token_ids is not None:
-                step.inputs.token_ids[0, :count].copy_(token_ids)
+                step.inputs.token_ids[0, : len(token_ids)].copy_(token_ids)
             step.graph.replay()
-            return step.logits[:count].clone()  # the next replay overwrites them
+            return step.logits[: len(tokens.last)].clone()  # the next replay overwrites them
 
-    def _capture(self, key: Key, tokens: PackedTokens) -> Key | None:
+    def _capture(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
         """Records a graph; if that fails, says why, and records no more of this model, or fewer where memory is short.
         `None`, too, while another thread records."""
         with _alone(self._device) as is_alone:
-            return self._capture_alone(key, tokens) if is_alone else None
+            return self._capture_alone(key, tokens, prefixes) if is_alone else None
 
-    def _capture_alone(self, key: Key, tokens: PackedTokens) -> Key | None:
+    def _capture_alone(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
         start = time.perf_counter()
         outputs: list[Tensor] = []
         try:
-            inputs = StaticInputs(key.num_rows, key.widths, self._windows, self._block_size, self._device)
+            inputs = StaticInputs(key.sizes, self._windows, self._block_size, self._device)
             # autocast converts weights in every replay: what its cache holds goes when autocast ends
             dtype = autocast_dtype(self._device)
             uncached = torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False)
             with self._backend.in_order():
-                inputs.fill(tokens)
+                inputs.fill(tokens, prefixes)
                 dtypes = {dtype, getattr(self._model(), "dtype", None)}
                 with uncached:
                     graph = self._backend.capture(
                         functools.partial(_record, weakref.ref(self), inputs, outputs),
                         self._model(),
-                        lambda replay: _check_replay(replay, outputs[0][: len(tokens.token_ids)], dtypes),
+                        lambda replay: _check_replay(replay, outputs[0][: max(1, len(tokens.last))], dtypes),
                     )
         except Exception as error:
             logger.debug("capturing %s failed", key, exc_info=True)
             if is_out_of_memory(error):
                 self._num_short += 1
-                self._uses[key.num_rows, key.variant] = -(MIN_USES << self._num_short)
+                self._uses[key.use] = -(MIN_USES << self._num_short)
                 _log_once(f"for now no more of them, for want of memory ({_reason(error)})", self._backend.notice)
                 return None
-            self.obstacle = _reason(error)
-            self._clear()
-            _log_once(self.obstacle, self._backend.notice)
+            self._refuse(key, _reason(error))
             return None
         self._num_short = 0
         while len(self._graphs) >= MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest]
+            self._uses[oldest.use] = 0  # where there is no room for all, none is recorded again and again
         self._graphs[key] = RecordedStep(inputs, outputs[0], graph)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return key
+
+    def _refuse(self, key: Key, reason: str) -> None:
+        """Records no more steps like that; none of this model, if it is one of decodes alone."""
+        for name in ("chunks", "prefixes"):
+            if getattr(key.sizes, name):
+                self._refused.add(name)
+                logger.info("Steps with %s are not recorded, only others: %s", name, reason)
+                return
+        self.obstacle = reason
+        self._clear()
+        _log_once(reason, self._backend.notice)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         """Work on the device that begins within it comes after that of the last such context, also on other streams."""
@@ -247,30 +320,33 @@ class DecodeGraphs:
             self._blocks = [weakref.ref(now) for now in blocks]
             self._costs = None
 
-    def _prefers_cascade(self, groups: list[GroupTokens]) -> bool:
-        """Whether in some group a cascade, which no graph has, saves more than the eager launch of all layers costs."""
-        is_distinct = all(len({table[0] for table in group.tables}) == len(group.tables) for group in groups)
-        if is_distinct or not self._backend.misses_cascade:
-            return False  # no two decodes begin with the same block, as in most steps
-        self._costs = self._costs or self._eager_costs()
-        for group, window, costs in zip(groups, self._windows, self._costs):
+    def _shared_prefixes(self, tokens: PackedTokens) -> Prefixes:
+        """Of each layer group what its decodes share and better read once; nothing if no group has such."""
+        num_decodes, found = tokens.num_decodes, []
+        tables = [group.tables[:num_decodes] for group in tokens.groups]
+        if self._backend.decodes_alone or all(len({table[0] for table in group}) == num_decodes for group in tables):
+            return ()  # no two begin with the same block, as in most steps
+        if "prefixes" in self._refused:
+            return ()
+        self._costs = self._costs or self._cascade_costs()
+        for group, own, window, costs in zip(tokens.groups, tables, self._windows, self._costs):
             # as `find_cascade` does: rows whose window ends within them share nothing
-            lengths = [length if window is None or length <= window else 0 for length in group.seq_lens]
-            if plan_cascade(group.tables, lengths, self._block_size, costs):
-                return True
-        return False
+            lengths = [length if window is None or length <= window else 0 for length in group.seq_lens[:num_decodes]]
+            found.append(plan_cascade(own, lengths, self._block_size, costs))
+        return tuple(found) if any(found) else ()
 
-    def _eager_costs(self) -> list[CascadeCosts]:
-        """For each layer group what its layers move together, and what launching all layers of the model takes."""
+    def _cascade_costs(self) -> list[CascadeCosts]:
+        """For each layer group those of all its layers together."""
         model: Any = self._model()
         config = model.config.get_text_config(decoder=True)
         query = torch.empty(1, getattr(config, "num_attention_heads", 1), 1, 1, device="meta")
-        layers, found = [list(group.storage.layers.values()) for group in self._groups], []
-        for group in layers:
-            sums = zip(*(default_costs(query, blocks.keys, blocks.values) for blocks in group))
-            token_bytes, state_bytes, rows_per_read, splits, _ = sums
-            launches = EAGER_LAYER_BYTES * sum(map(len, layers))
-            found.append(CascadeCosts(sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), launches))
+        found = []
+        for group in self._groups:
+            layers = group.storage.layers.values()
+            sums = zip(*(default_costs(query, blocks.keys, blocks.values) for blocks in layers))
+            token_bytes, state_bytes, rows_per_read, splits, overhead_bytes = sums
+            total = sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), sum(overhead_bytes)
+            found.append(CascadeCosts(*total))
         return found
 
 
@@ -279,7 +355,7 @@ def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: lis
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     torch.clear_autocast_cache()  # a forward's own autocast may keep weights that were converted before the recording
-    logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps())[0]
+    logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps(), inputs.kept)
     torch.clear_autocast_cache()
     if not outputs:
         outputs.append(graphs._output(logits))
@@ -345,7 +421,7 @@ class GraphBackend(Protocol):
     """Records work to run it again."""
 
     runs_ahead: bool  # whether a replay goes on while the host does something else
-    misses_cascade: bool  # whether an eager step reads blocks that rows share once, and a replay for each row
+    decodes_alone: bool  # whether it records nothing else: no chunks, whose steps compute for long, and no prefixes
     notice: int  # the level at which the log tells why nothing is recorded
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Graph:
@@ -364,7 +440,7 @@ class Graph(Protocol):
 class Tapes:
     """[`Tape`]s, on the CPU. Each holds its own memory."""
 
-    runs_ahead, misses_cascade, notice = False, False, logging.INFO
+    runs_ahead, decodes_alone, notice = False, True, logging.INFO
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Tape:
         run()  # makes what is made on first use, and the memory of its result

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from array import array
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...step import Lengths, StepMetadata
+from ...kernels.triton.cascade import SharedPrefix
+from ...step import Cascade, Lengths, StepMetadata
 
 
 class GroupTokens(NamedTuple):
@@ -32,16 +35,16 @@ class PackedTokens(NamedTuple):
     axes: list[list[int]] | None = None  # positions on each axis, where a sequence has its own
 
 
-def _write_changed(ints: Any, start: int, width: int, known: list[list[int]], tables: list[list[int]]) -> None:
-    """Writes rows of `width` from `ints[start]` on: of those whose block ids are not the `known` ones all, or what is
+def _write_changed(ints: Any, width: int, known: list[list[int]], tables: Iterable[list[int]], first: int = 0) -> None:
+    """Writes rows of `width`, from row `first` on: of those whose block ids are not the `known` ones all, or what is
     behind these, where a table has only grown, as most do from step to step."""
-    for row, block_ids in enumerate(tables):
+    for row, block_ids in enumerate(tables, first):
         held = known[row]
         if held != block_ids:
             if held != block_ids[: len(held)]:
                 known[row] = held = []
-            first, added = start + row * width, block_ids[len(held) :]
-            ints[first + len(held) : first + len(block_ids)] = array("i", added)
+            start, added = row * width, block_ids[len(held) :]
+            ints[start + len(held) : start + len(block_ids)] = array("i", added)
             held += added  # after they are written: an interrupt may come before that
 
 
@@ -66,63 +69,172 @@ class TableRows:
             tensor = torch.frombuffer(buffer, dtype=torch.int32).view(rows_held, width)
             known: list[list[int]] = [[] for _ in range(rows_held)]
             self._known, self._width, self._buffer, self._tensor = known, width, buffer, tensor
-        _write_changed(self._buffer, 0, self._width, self._known, tables)
+        _write_changed(self._buffer, self._width, self._known, tables)
         return self._tensor[:rows]
 
 
-class StaticInputs:
-    """Buffers at fixed addresses for steps of up to `num_rows` decodes with block tables of `widths` columns a layer
-    group, filled for every step with one copy. Rows that a step does not use hold token 0 at position 0, stored nowhere
-    (slot -1), which attends to nothing (length 0). `token_ids` and `positions` are `(1, num_rows)` int64."""
+class Sizes(NamedTuple):
+    """What a recorded step has room for."""
 
-    def __init__(
-        self, num_rows: int, widths: tuple[int, ...], windows: list[int | None], block_size: int, device: torch.device
-    ) -> None:
-        self.num_rows, self.widths, self.windows, self.block_size = num_rows, widths, windows, block_size
-        num_longs = (2 + len(widths)) * num_rows  # token ids, positions, every group's slots
-        num_ints = sum((3 + width) * num_rows for width in widths)  # lengths, starts, origins, tables
+    decodes: int  # leading rows, of one token each
+    widths: tuple[int, ...]  # columns of each layer group's block tables
+    chunks: int = 0  # rows behind them, of any number of tokens
+    chunk_tokens: int = 0  # of all of these
+    prefixes: tuple[tuple[int, int], ...] = ()  # of each group: prefixes that decodes share, columns of their tables
+
+    @property
+    def rows(self) -> int:
+        """With one more behind chunks, for the tokens that these do not need."""
+        return self.decodes + (self.chunks + 1 if self.chunks else 0)
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.chunk_tokens
+
+
+class _Part(NamedTuple):
+    """Numbers on the host, "q" (int64) or "i" (int32), and where they are on the device after the copy of all."""
+
+    host: Any
+    device: Tensor
+
+    def write(self, numbers: list[int]) -> None:
+        self.host[: len(numbers)] = array(self.host.format, numbers)
+
+
+Take = Callable[[str, int], _Part]
+
+
+class _GroupInputs:
+    """The parts of a layer group's [`StepMetadata`]."""
+
+    def __init__(self, sizes: Sizes, number: int, take: Take) -> None:
+        rows, self.width = sizes.rows, sizes.widths[number]
+        self.slots = take("q", sizes.tokens)
+        self.seq_lens, self.starts, self.origins = (take("i", rows) for _ in range(3))
+        self.tables = take("i", rows * self.width)
+        self.known: list[list[int]] = [[] for _ in range(rows)]  # block ids that each row holds
+        num_prefixes, width = sizes.prefixes[number] if sizes.prefixes else (0, 0)
+        self.prefixes = _Prefixes(sizes.decodes, num_prefixes, width, take) if num_prefixes else None
+
+
+class _Prefixes:
+    """The parts of a [`Cascade`] of decodes. Those that share nothing are in a last group, whose prefix is empty."""
+
+    def __init__(self, num_rows: int, num_groups: int, width: int, take: Take) -> None:
+        self.num_rows, self.num_groups, self.width = num_rows, num_groups, width
+        self.tail_starts, self.members = take("i", num_rows), take("i", num_rows)
+        self.seq_lens, self.starts = take("i", num_groups + 1), take("i", num_groups + 1)
+        self.bounds = take("i", num_groups + 2)
+        self.tables = take("i", (num_groups + 1) * width)
+        self.known: list[list[int]] = [[] for _ in range(num_groups)]
+
+    def fill(self, groups: Sequence[SharedPrefix], tables: list[list[int]], block_size: int) -> None:
+        starts, bounds, members = [0] * self.num_rows, [0], list[int]()
+        for rows, num_blocks in groups:
+            members += rows
+            bounds.append(len(members))
+            for row in rows:
+                starts[row] = num_blocks * block_size
+        empty = self.num_groups - len(groups)
+        self.tail_starts.write(starts)
+        self.members.write([*members, *set(range(self.num_rows)).difference(members)])
+        self.bounds.write([*bounds, *[bounds[-1]] * empty, self.num_rows])
+        self.seq_lens.write([*(num_blocks * block_size for _, num_blocks in groups), *[0] * (empty + 1)])
+        shared = [tables[rows[0]][:num_blocks] for rows, num_blocks in groups]
+        _write_changed(self.tables.host, self.width, self.known, shared)
+
+    def cascade(self, decodes: StepMetadata) -> Cascade:
+        assert decodes.lengths is not None
+        lengths = Lengths(self.seq_lens.device, self.starts.device, self.bounds.device)
+        query_start = (0, *[self.num_rows] * (self.num_groups + 1))  # one prefix may be that of all rows
+        tables = self.tables.device.view(-1, self.width)
+        prefixes = StepMetadata(tables, query_start, (), (), decodes.block_size, causal=False, lengths=lengths)
+        tails = dataclasses.replace(decodes, lengths=decodes.lengths._replace(starts=self.tail_starts.device))
+        return Cascade(tails, prefixes, self.members.device)
+
+
+class StaticInputs:
+    """Buffers at fixed addresses for steps that have room in `sizes`, filled for every step with one copy. Rows that a
+    step does not have hold token 0 at position 0, stored nowhere (slot -1), which attends to nothing (length 0).
+    `token_ids` and `positions` are `(1, tokens)` int64; `kept`, of steps with chunks, `(decodes + chunks,)` int64, the
+    tokens whose logits are wanted."""
+
+    def __init__(self, sizes: Sizes, windows: list[int | None], block_size: int, device: torch.device) -> None:
+        self.sizes, self.windows, self.block_size = sizes, windows, block_size
+        has_chunks, num_kept = sizes.chunks > 0, sizes.decodes + sizes.chunks
+        num_longs = (2 + len(sizes.widths)) * sizes.tokens + has_chunks * num_kept
+        num_ints = sum((3 + width) * sizes.rows for width in sizes.widths) + has_chunks * (sizes.rows + 1)
+        num_ints += sum(2 * sizes.decodes + 1 + (3 + width) * (count + 1) for count, width in sizes.prefixes if count)
         with torch.inference_mode(False):  # they outlive the call
             size, is_pinned = num_longs + -(-num_ints // 2), device.type != "cpu"
             self._host = torch.zeros(size, dtype=torch.long, pin_memory=is_pinned, device="cpu")
             self._buffer = torch.zeros_like(self._host, device=device)
             memory = memoryview((ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())).cast("B")
-            self._longs, self._ints = memory.cast("q"), memory[8 * num_longs :].cast("i")
-            self.token_ids, self.positions, *self._slots = self._buffer[:num_longs].view(-1, 1, num_rows)
-            sizes = [rows for width in widths for rows in (3 * num_rows, width * num_rows)]
-            parts = self._buffer[num_longs:].view(torch.int32)[:num_ints].split(sizes)
-            self._lengths = [part.view(3, num_rows) for part in parts[::2]]
-            self._tables = [part.view(num_rows, -1) for part in parts[1::2]]
-        # block ids that each row holds
-        self._known: list[list[list[int]]] = [[[] for _ in range(num_rows)] for _ in widths]
+            free = {
+                "q": _Part(memory[: 8 * num_longs].cast("q"), self._buffer[:num_longs]),
+                "i": _Part(memory[8 * num_longs :].cast("i"), self._buffer[num_longs:].view(torch.int32)),
+            }
+
+            def take(kind: str, count: int) -> _Part:
+                host, on_device = free[kind]
+                free[kind] = _Part(host[count:], on_device[count:])
+                return _Part(host[:count], on_device[:count])
+
+            self._token_ids, self._positions = take("q", sizes.tokens), take("q", sizes.tokens)
+            self._groups = [_GroupInputs(sizes, number, take) for number in range(len(sizes.widths))]
+            self._kept = take("q", num_kept) if has_chunks else None
+            self._query_start = take("i", sizes.rows + 1) if has_chunks else None
+            self.token_ids, self.positions = self._token_ids.device[None], self._positions.device[None]
+            self.kept = None if self._kept is None else self._kept.device
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def fill(self, tokens: PackedTokens) -> None:
-        """Takes a step of decodes. The host writes pinned memory, and waits if the copy before is still to be made."""
+    def fill(self, tokens: PackedTokens, prefixes: Sequence[Sequence[SharedPrefix]] = ()) -> None:
+        """Takes a step, and what its decodes share in each layer group. The host writes pinned memory, and waits if the
+        copy before is still to be made."""
         if self._copied is not None:
             self._copied.synchronize()
-        rows, padding = self.num_rows, self.num_rows - len(tokens.token_ids)
-        nothing = [0] * padding
-        longs = array("q", tokens.token_ids + nothing)
-        longs.extend(tokens.positions + nothing)
-        start = 0  # of the group in `_ints`
-        for group, width, known in zip(tokens.groups, self.widths, self._known):
-            longs.extend(group.slots + [-1] * padding)
-            self._ints[start : start + rows] = array("i", group.seq_lens + nothing)
-            self._ints[start + 2 * rows : start + 3 * rows] = array("i", group.origins + nothing)
-            _write_changed(self._ints, start + 3 * rows, width, known, group.tables)
-            start += (3 + width) * rows
-        self._longs[: len(longs)] = longs
+        sizes, decodes = self.sizes, tokens.num_decodes
+
+        def spread(numbers: list[int], size: int, unused: int = 0) -> list[int]:
+            """In front those of decodes; those of chunks behind all the decodes that there is room for."""
+            gap, rest = [unused] * (sizes.decodes - decodes), size - sizes.decodes - len(numbers) + decodes
+            return [*numbers[:decodes], *gap, *numbers[decodes:], *[unused] * rest]
+
+        self._token_ids.write(spread(tokens.token_ids, sizes.tokens))
+        self._positions.write(spread(tokens.positions, sizes.tokens))
+        for number, (group, own) in enumerate(zip(tokens.groups, self._groups)):
+            own.slots.write(spread(group.slots, sizes.tokens, -1))
+            own.seq_lens.write(spread(group.seq_lens, sizes.rows))
+            own.origins.write(spread(group.origins, sizes.rows))
+            _write_changed(own.tables.host, own.width, own.known, group.tables[:decodes])
+            _write_changed(own.tables.host, own.width, own.known, group.tables[decodes:], sizes.decodes)
+            if own.prefixes is not None:
+                own.prefixes.fill(prefixes[number], group.tables, self.block_size)
+        if self._query_start is not None and self._kept is not None:
+            shift = sizes.decodes - decodes
+            starts = [shift + start for start in tokens.query_start[decodes:]]
+            unused = sizes.rows - sizes.decodes - len(starts)
+            self._query_start.write([*range(sizes.decodes), *starts, *starts[-1:] * unused, sizes.tokens])
+            kept = [at if at < decodes else at + shift for at in tokens.last]
+            self._kept.write([*kept, *[0] * (sizes.decodes + sizes.chunks - len(kept))])
         self._buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     def steps(self) -> list[StepMetadata]:
-        return [
-            StepMetadata.rectangle(
-                *(tables, (), self.block_size),
-                **{"window": window, "slots": slots, "lengths": Lengths(seq_lens, starts, origins=origins)},
-            )
-            for slots, window, tables, (seq_lens, starts, origins) in zip(
-                self._slots, self.windows, self._tables, self._lengths
-            )
-        ]
+        """One of each layer group. Any chunk may have all tokens that there is room for: the first does."""
+        decodes, rows = self.sizes.decodes, self.sizes.rows
+        query_start = (*range(decodes + 1), *[self.sizes.tokens] * (rows - decodes))
+        begins, found = None if self._query_start is None else self._query_start.device, []
+        for window, own in zip(self.windows, self._groups):
+            lengths = Lengths(own.seq_lens.device, own.starts.device, begins, own.origins.device)
+            step = StepMetadata(
+                own.tables.device.view(rows, own.width), query_start, (), (), self.block_size,
+                window=window, slots=own.slots.device[None], lengths=lengths,
+            )  # fmt: skip
+            if own.prefixes is not None:
+                in_front = step.rows(0, decodes)
+                step = dataclasses.replace(step, cascade=own.prefixes.cascade(in_front))
+            found.append(step)
+        return found

@@ -150,8 +150,7 @@ class PackedRunner(Runner):
 
     def _run_packed(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
         tokens = self._lay_out(items)
-        are_decodes = tokens.num_decodes == len(tokens.token_ids) == len(tokens.last)
-        replayed = self._replay(tokens, adapter) if are_decodes else None
+        replayed = self._replay(tokens, adapter)
         return self._run_eagerly(tokens) if replayed is None else replayed
 
     @torch.no_grad()
@@ -192,25 +191,27 @@ class PackedRunner(Runner):
             )
             for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]
-        last = tokens.last
-        kept = last or [len(tokens.token_ids) - 1]  # a head with weights of another library's may refuse no rows
-        arguments = {}
+        kept, arguments = None, {}
+        if len(tokens.last) < len(tokens.token_ids):
+            last = tokens.last or [len(tokens.token_ids) - 1]  # a head with another library's weights may refuse none
+            kept = to_device(torch.tensor(last, dtype=torch.long, device="cpu"), self.device)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             own = inputs[2 + len(tokens.groups) :]
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
-        if self._picks_logits and len(kept) < len(tokens.token_ids):
-            arguments["logits_to_keep"] = to_device(torch.tensor(kept, dtype=torch.long, device="cpu"), self.device)
         with self._rotating(tokens.rope_factors), self.products:
-            logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
-        if logits.shape[0] != len(last):  # the forward gives those of every token
-            logits = logits[to_device(torch.tensor(last, dtype=torch.long, device="cpu"), logits.device)]
-        return logits
+            logits = self._forward(inputs[0:1], inputs[1:2], steps, kept, **arguments)
+        return logits[: len(tokens.last)]
 
     def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.rope is None else self.rope.rotating(factors)
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], **arguments: Any) -> Tensor:
-        """The model's own: `(1, n)` and `(1, n)` int64 to logits `(1, n, vocab_size)`."""
+    def _forward(
+        self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], kept: Tensor | None, **arguments: Any
+    ) -> Tensor:
+        """The model's own: `(1, n)` and `(1, n)` int64 to logits `(kept, vocab_size)`, of the tokens `kept` `(kept,)`
+        int64, or of all."""
+        if kept is not None and self._picks_logits:
+            arguments["logits_to_keep"] = kept
         if self._takes_positions:
             arguments.setdefault("position_ids", positions)
         if self._shows_rows:
@@ -225,10 +226,11 @@ class PackedRunner(Runner):
                     use_cache=True,
                     return_dict=True,
                     **arguments,
-                ).logits
+                ).logits[0]
         finally:
             self.cache.begin([None] * len(steps))
-        return logits
+        # a forward may give those of every token all the same
+        return logits if kept is None or len(logits) == len(kept) else logits[kept.to(logits.device)]
 
     def _lay_out(self, items: Items[tuple[Sequence, int]], ahead: int = 0) -> PackedTokens:
         """`ahead`: tokens of each sequence that come before this step's and are not counted as computed yet."""

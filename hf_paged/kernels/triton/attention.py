@@ -13,10 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...step import StepMetadata
+from ...step import Cascade, StepMetadata
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
-from .cascade import Cascade
 from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim, strides
 from .launch import launch
 from .merge import merge

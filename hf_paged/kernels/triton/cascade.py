@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...step import StepMetadata
+from ...step import Cascade, StepMetadata, to_device
 
 
 class SharedPrefix(NamedTuple):
@@ -28,33 +28,27 @@ class CascadeCosts(NamedTuple):
     overhead_bytes: int = 0  # what could be read while two more kernels start: once a step
 
 
-class Cascade(NamedTuple):
-    tails: StepMetadata  # the step, with the rows of groups starting where their prefix ends
-    prefixes: StepMetadata  # a row for each group: its shared tokens and blocks, its members as queries
-    query_index: Tensor  # (n,) int32 on the device: rows that are in a group, group by group
-
-    @classmethod
-    def make(cls, groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
-        size, device = step.block_size, step.block_tables.device
-        width = max(group.num_blocks for group in groups)
-        starts, tables, bounds, members = [0] * step.num_rows, array("i"), [0], array("i")
-        for rows, num_blocks in groups:
-            bounds.append(bounds[-1] + len(rows))
-            members.extend(rows)
-            tables.extend((*step.block_ids[rows[0]][:num_blocks], *([0] * (width - num_blocks))))
-            for row in rows:
-                starts[row] = num_blocks * size
-        on_device = torch.frombuffer(tables + members, dtype=torch.int32).to(device, non_blocking=True)
-        shared, query_index = on_device.split((len(tables), len(members)))
-        prefixes = StepMetadata(
-            block_tables=shared.view(len(groups), width),
-            query_start=tuple(bounds),
-            seq_lens=tuple(group.num_blocks * size for group in groups),
-            starts=(0,) * len(groups),
-            block_size=size,
-            causal=False,
-        )
-        return cls(dataclasses.replace(step, starts=tuple(starts)), prefixes, query_index)
+def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
+    size, device = step.block_size, step.block_tables.device
+    width = max(group.num_blocks for group in groups)
+    starts, tables, bounds, members = [0] * step.num_rows, array("i"), [0], array("i")
+    for rows, num_blocks in groups:
+        bounds.append(bounds[-1] + len(rows))
+        members.extend(rows)
+        tables.extend((*step.block_ids[rows[0]][:num_blocks], *([0] * (width - num_blocks))))
+        for row in rows:
+            starts[row] = num_blocks * size
+    on_device = to_device(torch.frombuffer(tables + members, dtype=torch.int32), device)
+    shared, query_index = on_device.split((len(tables), len(members)))
+    prefixes = StepMetadata(
+        block_tables=shared.view(len(groups), width),
+        query_start=tuple(bounds),
+        seq_lens=tuple(group.num_blocks * size for group in groups),
+        starts=(0,) * len(groups),
+        block_size=size,
+        causal=False,
+    )
+    return Cascade(dataclasses.replace(step, starts=tuple(starts)), prefixes, query_index)
 
 
 def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
@@ -76,7 +70,7 @@ def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
     window = step.window
     seq_lens = [length if window is None or length <= window else 0 for length in step.seq_lens]
     groups = plan_cascade(step.block_ids, seq_lens, step.block_size, costs)
-    return Cascade.make(groups, step) if groups else None
+    return make_cascade(groups, step) if groups else None
 
 
 def plan_cascade(

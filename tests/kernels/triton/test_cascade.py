@@ -105,7 +105,7 @@ def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:
 
     query, keys, values, step = build(ROWS, torch.float32)
     groups = (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
-    plan = cascade.Cascade.make(groups, step)
+    plan = cascade.make_cascade(groups, step)
     with torch.no_grad():
         output = attention.cascade_attention(query, keys, values, plan, scale=SCALE)
     expected = reference.attend(call(query, keys, values, step, scale=SCALE))

@@ -1,0 +1,261 @@
+"""Recorded steps with chunks beside decodes, and with prefixes that decodes share, on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_paged import PagedConfig, PagedEngine, kernels
+from hf_paged.batching.execution import graphs as recording
+from hf_paged.batching.execution.graphs import Key, chunk_bucket
+from hf_paged.batching.execution.inputs import Sizes
+from hf_paged.kernels import cpp
+from hf_paged.kernels.triton import cascade
+from tests.attention import test_latent
+from tests.batching.test_runner import SIZE, Row, assert_close, tokens
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
+
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors")
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs]:
+    yield use_fake_graphs(monkeypatch)
+
+
+def _use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.triton.is_available(torch.device("cpu")):
+        pytest.skip("no Triton, or TRITON_INTERPRET unset")
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+
+
+def sizes_of(bench: Any) -> list[Sizes]:
+    return [key.sizes for key in bench.memory.graphs._graphs]
+
+
+def share(parent: Row, rows: list[Row]) -> None:
+    """Rows hold what `parent` has computed."""
+    for row in rows:
+        row.num_computed_tokens = parent.num_computed_tokens
+        row.blocks.tables = [table.fork() for table in parent.blocks.tables]
+
+
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+
+def test_few_sizes_serve_all_chunks() -> None:
+    found = [chunk_bucket(n) for n in range(1, 513)]
+    assert sorted(set(found)) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert all(n <= size <= max(16, 3 * n / 2) for n, size in enumerate(found, 1))
+
+
+def test_which_graph_serves_which_step() -> None:
+    def serves(mine: Sizes, needed: Sizes) -> bool:
+        return Key(mine, None).serves(Key(needed, None))
+
+    decodes, mixed = Sizes(8, (4,)), Sizes(8, (4,), 4, 32)
+    assert serves(decodes, Sizes(4, (2,))) and not serves(decodes, mixed) and not serves(mixed, decodes)
+    assert serves(mixed, Sizes(2, (4,), 4, 16)) and not serves(mixed, Sizes(2, (4,), 8, 32))
+    assert not serves(Sizes(8, (4,), 4, 64), Sizes(8, (4,), 4, 24)), "more padding than tokens"
+    shared = decodes._replace(prefixes=((4, 4),))
+    assert serves(decodes, shared) and not serves(shared, decodes)
+    assert not serves(shared, shared._replace(prefixes=((8, 4),)))
+    assert not Key(decodes, 0).serves(Key(decodes, 1))
+
+
+# ----------------------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("kernel", ["cpp", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_random_schedules_give_plain_logits(
+    name: str, kernel: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks beside decodes, rows that come and go, windows whose blocks go back."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
+    model = models.build(name, num_hidden_layers=2 if layers else 1, **layers)
+    bench, draw = CapturedBench(model, graphs), random.Random(0)
+    bench.run([Row(tokens(9, 99), bench).take(9)])
+    if kernel == "triton":
+        _use_triton(monkeypatch)
+    bench.begin()
+    rows: list[Row] = []
+    lengths: dict[Row, int] = {}
+    for step in range(24 if kernel == "cpp" else 10):
+        if len(rows) < 6:
+            rows.append(Row(tokens(90, step), bench))
+            lengths[rows[-1]] = draw.choice([1, 6, SIZE, 19, 33])
+        if step % 4 == 3:
+            rows.pop(draw.randrange(len(rows))).free()
+        decodes = [row for row in rows if row.num_computed_tokens >= lengths[row] and draw.random() < 0.8]
+        items = [row.take(1) for row in decodes]
+        for row in rows:
+            if left := max(0, lengths[row] - row.num_computed_tokens):
+                items.append(row.take(draw.randint(1, left), known=lengths[row]))
+        if items:
+            ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]
+            logits = bench.run(items)
+            assert logits.shape == (len(ready), models.VOCAB_SIZE)
+            if ready:
+                assert_close(logits, [bench.plain(row) for row in ready])
+    assert any(sizes.chunks for sizes in sizes_of(bench))
+    assert bench.runner.num_captured_steps == graphs.num_replays > (10 if kernel == "cpp" else 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
+    """Almost every step is a replay, those with prompts in chunks too."""
+    model = models.build(name)
+    lengths = [(5, 40), (19, 12), (39, 26), (1, 31), (12, 20), (30, 9), (3, 17)]
+    jobs: list[Any] = []
+    for number, (prompt, new) in enumerate(lengths):
+        jobs.append((prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}}))
+    with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_batched_tokens=24, num_blocks=200)) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        for _ in range(2):  # what is recorded in the first serves the second
+            before = engine.stats()
+            found = results(engine, jobs, later=3)
+        stats = engine.stats()
+        assert stats.num_captured_steps - before.num_captured_steps > 0.8 * (stats.num_steps - before.num_steps)
+        assert {key.sizes.chunk_tokens for key in engine.memory.graphs._graphs} >= {0, 16}  # type: ignore[attr-defined]
+        assert_drained(engine)
+    for (prompt, options), result in zip(jobs, found):
+        assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, name)
+
+
+def test_padding_writes_nothing(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MIN_TABLE_TOKENS", 128)
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows, others = ([Row(tokens(60, seed + 9 * n), bench) for seed in range(3)] for n in range(2))
+    bench.run([row.take(3) for row in rows])
+    for _ in range(3):
+        bench.run([*(row.take(1) for row in rows), *(other.take(8, known=60) for other in others[:2])])
+    layers = bench.groups[0].storage.layers.values()
+    before = [layer.data[0].view(torch.int32).clone() for layer in layers]
+    bench.run([*(row.take(1) for row in rows), others[2].take(9, known=60)])
+    assert graphs.num_replays == 3 and len(graphs.graphs) == 1
+    for layer, old in zip(layers, before):
+        changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)  # [num_blocks, block_size]
+        assert changed.sum() == 3 + 9
+
+
+def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    bench.runner._picks_logits = False
+    # as many rows of chunks as the least number of tokens that chunks have room for
+    many = [Row(tokens(12, seed), bench) for seed in range(14)]
+    for _ in range(4):
+        items = [row.take(2 if number == 0 else 1, known=12 if number % 2 else None) for number, row in enumerate(many)]
+        ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]
+        assert_close(bench.run(items), [bench.plain(row) for row in ready])
+    assert graphs.num_replays == 2 and {sizes.chunks for sizes in sizes_of(bench)} == {16}  # tables grew once
+
+
+# ------------------------------------------------------------------------------------------------------- what is shared
+
+
+@pytest.fixture
+def free_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = cascade.CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=64)
+    monkeypatch.setattr(recording, "default_costs", lambda *tensors: costs)
+    monkeypatch.setattr(cascade, "default_costs", lambda *tensors: costs)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_shared_prefixes_are_read_once(
+    name: str, graphs: FakeGraphs, free_cascades: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two families of rows, and one row alone; rows leave, and a chunk comes in beside them."""
+    from hf_paged.kernels.triton import attention
+
+    layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
+    bench = CapturedBench(models.build(name, num_hidden_layers=1 + len(layers), **layers), graphs)
+    parents = [Row(tokens(count * SIZE, count), bench) for count in (3, 2)]
+    bench.run([parent.take(len(parent.tokens)) for parent in parents])
+    rows = [Row(parents[n % 2].tokens + tokens(30, 10 + n), bench) for n in range(5)]
+    for parent, own in zip(parents, (rows[::2], rows[1::2])):
+        share(parent, own)
+    rows.append(Row(tokens(40, 30), bench))
+    bench.run([rows[-1].take(11)])
+    bench.run([row.take(2) for row in rows])  # in the window's layers nothing is shared any more
+    _use_triton(monkeypatch)
+    calls = []
+    cascaded = attention.cascade_attention
+    monkeypatch.setattr(
+        attention, "cascade_attention", lambda *args, **features: calls.append(args[3]) or cascaded(*args, **features)
+    )
+    bench.begin()
+    for _ in range(3):
+        assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+    assert graphs.num_replays == 2 and any(groups for groups, _ in sizes_of(bench)[0].prefixes)
+    recorded = [plan for plan in calls if plan.tails.lengths is not None]
+    assert len(recorded) >= 2 and not any(plan.tails.seq_lens for plan in recorded)
+    gone = rows[:1] + rows[3:]
+    assert_close(bench.decode(*gone), [bench.plain(row) for row in gone])
+    assert graphs.num_replays == 3, "the buffers of more rows serve"
+    late = Row(tokens(60, 50), bench)
+    for _ in range(3):
+        found = bench.run([*(row.take(1) for row in rows), late.take(7)])
+        assert_close(found, [bench.plain(row) for row in (*rows, late)])
+    assert sizes_of(bench)[-1].chunks and sizes_of(bench)[-1].prefixes and graphs.num_replays == 5
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+
+def test_steps_that_are_eager(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MAX_CHUNK_TOKENS", 8)
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(60, seed), bench) for seed in range(3)]
+    other = Row(tokens(60, 9), bench)
+    bench.run([row.take(4) for row in rows])
+    for _ in range(3):
+        bench.run([*(row.take(1) for row in rows[:2]), other.take(9)])
+        bench.run([rows[0].take(1), rows[1].take(1), rows[2].take(1, known=30)])  # which waits for no logits
+    assert not graphs.graphs
+    for _ in range(3):
+        bench.run([*(row.take(1) for row in rows[:2]), other.take(8)])
+    assert graphs.num_replays == 2
+
+
+def test_a_model_whose_chunks_cannot_be_recorded(graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> None:
+    """Latents of chunks are expanded, as many as there are: decodes are recorded all the same."""
+    caplog.set_level(logging.INFO, "hf_paged")
+    model = test_latent.build()
+    jobs: list[Any] = [
+        (prompts(20 + number, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": 12}})
+        for number in range(4)
+    ]
+    with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=100)) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        found = results(engine, jobs, later=3)
+        assert graphs.num_replays > 10
+        assert not any(key.sizes.chunks for key in engine.memory.graphs._graphs)  # type: ignore[attr-defined]
+    for (prompt, options), result in zip(jobs, found):
+        assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, "deepseek")
+    assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [
+        "Steps with chunks are not recorded, only others: latents of many queries are expanded, as many as their rows "
+        "have tokens"
+    ]
+
+
+def test_graphs_that_went_for_want_of_room_are_used_again_before_they_are_recorded(
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "MAX_GRAPHS", 1)
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(60, seed), bench) for seed in range(3)]
+    bench.run([row.take(SIZE + 1) for row in rows])
+    for _ in range(6):
+        bench.decode(*rows[:1])
+        bench.decode(*rows)
+    assert len(graphs.graphs) == 5, "not each time"

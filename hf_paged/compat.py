@@ -68,6 +68,7 @@ validate_generation_mode = _method("_validate_generation_mode")
 validate_generated_length = _method("_validate_generated_length")
 get_logits_processor = _method("_get_logits_processor")
 get_stopping_criteria = _method("_get_stopping_criteria")
+with_experts_of_decodes = _method("_optimize_model_for_decode")
 
 # between two forwards
 update_inputs = _method(UPDATE_INPUTS)

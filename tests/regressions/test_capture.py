@@ -96,7 +96,6 @@ def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCapt
     try:
         model: Any = tiny_model(getattr(transformers, name))
         inputs = make_inputs(model)["text"]
-        model.set_experts_implementation("batched_mm")  # as `generate` does for decode steps on a device
         model.generate(**inputs, **{**STEPS, "max_new_tokens": 2, "min_new_tokens": 2})
     except Exception as error:
         pytest.skip(f"not built, or not served by plain generate: {error!r}"[:100])

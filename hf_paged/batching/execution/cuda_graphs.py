@@ -1,4 +1,4 @@
-"""CUDA graphs as what records decode steps."""
+"""CUDA graphs as what records steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from ...cache.storage import is_out_of_memory
 from ...model.capability import first_line
 from ...tape.record import HostFirst, KnownAgain, NothingUnrecorded
 
@@ -58,11 +59,17 @@ class CudaGraphs:
                 # others, such as torch.compile's own graphs, free them
                 torch._C._cuda_clearCublasWorkspaces()
                 stack.callback(torch._C._cuda_clearCublasWorkspaces)
+                if tape is not None:
+                    try:
+                        self._record(graph, tape.replay)
+                    except Exception as error:
+                        if is_out_of_memory(error):
+                            raise
+                        logger.info("fused operations could not be recorded: %s", first_line(error))
+                        tape, graph = None, torch.cuda.CUDAGraph()
                 if tape is None:
                     with HostFirst(), KnownAgain(first.known):
                         self._record(graph, run)
-                else:
-                    self._record(graph, tape.replay)
         while _LATER:
             RecordedGraph(*_LATER.pop())  # and goes
         return RecordedGraph(graph, self._done, first.known if tape is None else tape.constants)
@@ -109,7 +116,7 @@ def fuse(
         tape = DeviceTape.record(run, device)
         check(functools.partial(tape.replay, spoils=True))
     except Exception as error:  # a kernel of another library writes unseen; a list of operations may not compile
-        logger.info("decode steps are recorded as they are, without fused operations: %s", first_line(error))
+        logger.info("steps are recorded as they are, without fused operations: %s", first_line(error))
         return None
     return tape
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ... import compat
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.block_manager import UNCACHED
@@ -31,6 +32,9 @@ from .inputs import GroupTokens, PackedTokens, TableRows
 from .prompts import Prompts, PromptsError
 
 logger = logging.getLogger(__name__)
+
+MAX_GATHERED_EXPERTS = 64
+"""Tokens up to which the experts of each are copied: an estimate of what is little memory beside the weights."""
 
 Wholes = list[tuple[Prompts, dict[int, int]]]
 """Prompts that are computed as wholes, with the place in the batch of each of their rows that is computed."""
@@ -202,6 +206,14 @@ class PackedRunner(Runner):
             logits = self._forward(inputs[0:1], inputs[1:2], steps, kept, **arguments)
         return logits[: len(tokens.last)]
 
+    def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
+        """For few tokens on a device those products of experts that `generate` takes for its decodes: in other dtypes
+        than bfloat16 the products of all tokens of an expert at once wait for the device, and cannot be recorded."""
+        if self.device.type == "cpu" or self.model.dtype is torch.bfloat16 or num_tokens > MAX_GATHERED_EXPERTS:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = compat.with_experts_of_decodes(self.model)
+        return context
+
     def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.rope is None else self.rope.rotating(factors)
 
@@ -219,7 +231,7 @@ class PackedRunner(Runner):
             arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
         self.cache.begin(steps, positions)
         try:
-            with by_kernels() if self.is_invariant else contextlib.nullcontext():
+            with by_kernels() if self.is_invariant else self._experts(token_ids.shape[1]):
                 logits: Tensor = self.model(
                     input_ids=token_ids,
                     past_key_values=self.cache,

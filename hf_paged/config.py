@@ -43,13 +43,13 @@ class PagedConfig:
             `"swap"` copies them to host memory, `"auto"` does what measured speeds say is sooner done
             (PagedAttention, arXiv 2309.06180, section 4.5).
         capture (`bool`, defaults to `True`):
-            Record decode steps and replay them: as CUDA graphs where the Triton kernels serve, steps with up to 512 tokens
-            of prompts too, with small operations that follow one another as one kernel where that gives the forward's
-            logits; on the CPU as lists of C++ calls, in which products of few rows in half precision are our own (up to 256 with AMX, or where PyTorch has
-            none for the dtype, else 64). A model whose forward waits for the device or draws random numbers runs
-            without; the log says so. Code of a forward that changes anything but tensors (a counter, a log) runs only
-            when it is recorded. What is recorded is kept with the pool, and `hf_paged.free(model)` or `engine.free()`
-            frees both.
+            Record decode steps and replay them: as CUDA graphs where the Triton kernels serve, steps with up to 512
+            tokens of prompts too, with small operations that follow one another as one kernel where that gives the
+            forward's logits; on the CPU as lists of C++ calls, in which products of few rows in half precision are our
+            own (up to 256 with AMX, or where PyTorch has none for the dtype, else 64). A model whose forward waits for
+            the device or draws random numbers runs without; the log says so. Code of a forward that changes anything
+            but tensors (a counter, a log) runs only when it is recorded. What is recorded is kept with the pool, and
+            `hf_paged.free(model)` or `engine.free()` frees both.
         batch_invariant (`bool`, defaults to `False`):
             Give a row the same bits whatever rows are computed beside it, and however it is scheduled: alone or in any
             batch, in chunks, after preemption, with or without cached prefixes. On the CPU, with the C++ kernels, for

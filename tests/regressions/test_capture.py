@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from torch import nn
 
 import hf_paged
+from hf_paged import PagedConfig, PagedEngine
 from hf_paged.batching.execution.graphs import _reason
 from hf_paged.kernels import cpp
 from hf_paged.step import NotCapturable, StepMetadata
@@ -17,7 +19,8 @@ from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architectures import list_architectures
-from tests.support.graph_helpers import FakeGraphs, use_fake_graphs
+from tests.support.engine_helpers import assert_same_as_lone, lone_run
+from tests.support.graph_helpers import FakeGraphs, results, use_fake_graphs
 
 OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
 
@@ -89,6 +92,9 @@ NOT_CAPTURED = {
 }
 """Of the causal architectures that run packed, those that are not recorded on a device, with the reason."""
 
+WITHOUT_CHUNKS = {"Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
+"""Of those that are recorded, those whose steps with chunks are not: attention in chunks is laid out on the host."""
+
 
 def reason_against_capture(name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> str | None:
     """Why decode steps are not recorded, with weights, inputs and blocks on a device; `None` if they are, or are not
@@ -143,3 +149,31 @@ def test_item_16_all_but_these_packed_architectures_are_captured(
 ) -> None:
     reason = reason_against_capture(name, graphs, caplog)
     assert (reason or "").startswith(NOT_CAPTURED.get(name, "")) and bool(reason) == (name in NOT_CAPTURED), reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in list_architectures("causal") if name not in NOT_CAPTURED])
+def test_item_16_and_so_are_their_steps_with_chunks(
+    name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts that come in while another request is decoded, with the model on a device."""
+    caplog.set_level(logging.INFO, "hf_paged")
+    graphs.has_device = True
+    try:
+        model: Any = tiny_model(getattr(transformers, name))
+        prompt = models.token_ids(1, 6, seed=0)[0].tolist()
+        lone = {number: lone_run(model, prompt, {**OPTIONS, "max_new_tokens": number}) for number in (2, 24)}
+        engine = PagedEngine(model, PagedConfig(block_size=models.BLOCK_SIZE, prefix_caching=False))
+    except Exception as error:
+        pytest.skip(f"not built, or not served by plain generate: {error!r}"[:100])
+    with engine:
+        jobs = [(prompt, {"generation_config": {**OPTIONS, "max_new_tokens": number}}) for number in (24, *[2] * 5)]
+        found = results(engine, jobs, later=5)
+        if engine.route.reason != "packed forwards under the engine's scheduler":  # type: ignore[union-attr]
+            return
+        has_chunks = any(key.sizes.chunks for key in engine.memory.graphs._graphs)  # type: ignore[attr-defined]
+    for (_, options), result in zip(jobs, found):
+        expected = lone[options["generation_config"]["max_new_tokens"]]
+        assert_same_as_lone(expected, result, options["generation_config"], name)
+    told = [record.getMessage() for record in caplog.records if "not recorded" in record.getMessage()]
+    assert has_chunks == (name not in WITHOUT_CHUNKS), told

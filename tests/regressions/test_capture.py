@@ -161,6 +161,7 @@ def test_item_16_and_so_are_their_steps_with_chunks(
     graphs.has_device = True
     try:
         model: Any = tiny_model(getattr(transformers, name))
+        model.generation_config.eos_token_id = None
         prompt = models.token_ids(1, 6, seed=0)[0].tolist()
         lone = {number: lone_run(model, prompt, {**OPTIONS, "max_new_tokens": number}) for number in (2, 24)}
         engine = PagedEngine(model, PagedConfig(block_size=models.BLOCK_SIZE, prefix_caching=False))

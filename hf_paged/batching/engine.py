@@ -10,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.memory import PagedMemory
+from ..cache.storage import trim
 from ..config import PagedConfig
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
@@ -318,6 +319,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             for state in list(self._core.requests.values()):
                 self._core.end(state, "cancelled")
             self._core.retire()
+        trim()
 
     def __exit__(self, *error: object) -> None:
         self.free()

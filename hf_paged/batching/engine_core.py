@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
@@ -100,6 +101,7 @@ class EngineCore:
                 self._take_inputs(new)
                 if not self.requests:
                     loop.executor.begin()
+                    begin_use(self.memory)
                 loop.add(new)
                 self.requests[new.request_id] = state = new
                 self._shares_prefills |= new.request.num_rows > 1
@@ -139,6 +141,7 @@ class EngineCore:
         del self.requests[state.request_id]
         if self.loop is not None and not self.requests:
             self.loop.executor.rest()
+            end_use(self.memory)
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""
@@ -153,7 +156,7 @@ class EngineCore:
         """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
-        if self.lock.lock in freed:
+        if self.lock.lock in freed or self.memory.lock in freed:
             self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
             self.retire()
 

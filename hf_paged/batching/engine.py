@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.memory import PagedMemory
 from ..cache.storage import trim
 from ..config import PagedConfig
+from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
 from .arguments import Prompt, RequestOptions, check_generates
@@ -62,6 +64,33 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        config: PagedConfig | Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        **loading: Any,
+    ) -> PagedEngine:
+        """
+        An engine for a saved model, or a name on the Hub, which transformers loads (with accelerate).
+
+        Args:
+            name_or_path (`str` or path): A model, or a PEFT adapter, whose base model is then loaded with it.
+            config ([`PagedConfig`] or `dict`, *optional*): The engine's.
+            tokenizer (*optional*): In place of the one that was saved beside the model, if one was.
+            loading: What `from_pretrained` of the model's class takes: `dtype`, `device_map`, `quantization_config`,
+                `revision`, `attn_implementation`, ...
+
+        Raises:
+            OSError, ValueError: what `from_pretrained` raises, and the errors of [`PagedEngine`].
+        """
+        config = PagedConfig.coerce(config)  # before anything is loaded
+        model = load_model(name_or_path, **loading)
+        tokenizer = load_tokenizer(name_or_path, model, **loading) if tokenizer is None else tokenizer
+        return cls(model, config, tokenizer=tokenizer)
+
     def add_request(
         self,
         input_ids: Prompt = None,
@@ -82,9 +111,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         Queues a request and returns its id. Nothing is computed before the next `step`, but for what `inputs` say.
 
         Args:
-            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, or a mapping): The
-                prompt, for the encoder where the model has one; a mapping is what a tokenizer or a processor makes of
-                one text, with its images or sound.
+            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, `list[dict]`, or a
+                mapping): The prompt, for the encoder where the model has one; a list of dicts is the messages of a
+                chat, `[{"role": "user", "content": ...}, ...]`, which the tokenizer's template puts before the answer;
+                a mapping is what a tokenizer or a processor makes of one text, with its images or sound.
             inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
                 prompt, as `{"pixel_values": ..., "image_grid_thw": ...}` of images or `{"input_features": ...}` of
                 sound. Encoders of encoder-decoder models run here, in the preparation that is `generate`'s own; vision
@@ -102,9 +132,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 different salts share no cached prefix.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary, an id in use, an unknown adapter, arguments of
-                another type or outside their limits, options that contradict each other, that only `generate` serves
-                or that the engine's config decides, and under another autocast than unfinished requests have.
+            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use, an
+                unknown adapter, arguments of another type or outside their limits, options that contradict each other,
+                that only `generate` serves or that the engine's config decides, and under another autocast than
+                unfinished requests have.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer
@@ -165,7 +196,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         Results of all prompts, in order. A request that cannot be served has its error in its result.
 
         Args:
-            prompts (iterable of `list[int]`, `torch.Tensor` or `str`, or a mapping): As in `add_request`. Rows of a 2-D
+            prompts (iterable of prompts, or a mapping): As in `add_request`. Rows of a 2-D
                 tensor are taken as they are, padding included, unless a mask is given. A mapping is what a tokenizer
                 makes of several texts: `input_ids`, less the padding that `attention_mask` hides. With images or sound
                 pass a list of mappings, one a prompt.

@@ -24,6 +24,9 @@ from ..model.capability import is_stock
 Prompt = Any
 
 
+MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary has; those there are, are given
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """What `PagedEngine.add_request` takes beside the prompt and its generation config, as callers pass it."""
@@ -35,7 +38,9 @@ class RequestOptions:
     streamer: Any = None
     adapter: Any = None
     seed: Any = None
-    return_logprobs: bool = False
+    return_logprobs: Any = False
+    top_logprobs: Any = 0
+    prompt_logprobs: Any = False
     cache_salt: Any = None
     inputs: Any = None
 
@@ -87,6 +92,18 @@ def check_names(request_id: Any, adapter: Any) -> None:
         raise ValueError(f"`request_id` is {shown(request_id)}: it must be hashable, a string for instance") from None
     if adapter is not None and not isinstance(adapter, str):
         raise ValueError(f"`adapter` is {shown(adapter)}: it must be None or the name of an adapter, a string")
+
+
+def check_logprobs(options: RequestOptions) -> int:
+    """How many alternatives are asked for."""
+    for name in ("return_logprobs", "prompt_logprobs"):
+        if not isinstance(getattr(options, name), bool):
+            value = shown(getattr(options, name))
+            raise ValueError(f"`{name}` is {value}: it must be True or False; ask for alternatives with `top_logprobs`")
+    count = as_whole("top_logprobs", options.top_logprobs, 0, MAX_TOP_LOGPROBS, after=" (alternatives of a token)")
+    if count and not (options.return_logprobs or options.prompt_logprobs):
+        raise ValueError(f"`top_logprobs` is {count}: it goes with `return_logprobs=True` or `prompt_logprobs=True`")
+    return count
 
 
 def as_list(name: str, value: Any) -> list[Any]:

@@ -105,6 +105,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         adapter: str | None = None,
         seed: int | None = None,
         return_logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         cache_salt: str | None = None,
     ) -> str:
         """
@@ -127,19 +129,24 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             streamer (*optional*): As in `generate`; gets the prompt at once. It is ended however the request ends.
             adapter (`str`, *optional*): The PEFT adapter to run with, `"__base__"` for none; else the active one.
             seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
-            return_logprobs (`bool`): Record log-probabilities of the new tokens.
+            return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model and under the
+                distribution that they were chosen from ([`SequenceResult`]).
+            top_logprobs (`int`): How many alternatives to record beside each of these tokens, the most probable ones.
+            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens ([`RequestResult`]), all of which
+                are computed then: the request neither finds nor leaves cached prefixes.
             cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; else the config's. Requests with
                 different salts share no cached prefix.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use, an
-                unknown adapter, arguments of another type or outside their limits, options that contradict each other,
-                that only `generate` serves or that the engine's config decides, and under another autocast than
+            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
+                an unknown adapter, arguments of another type or outside their limits, options that contradict each
+                other, that only `generate` serves or that the engine's config decides, and under another autocast than
                 unfinished requests have.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer
-        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, return_logprobs, cache_salt, inputs)
+        logprobs = return_logprobs, top_logprobs, prompt_logprobs
+        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, *logprobs, cache_salt, inputs)
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
@@ -205,8 +212,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 padding, on the left or right, which is dropped.
             progress (`bool`): Show a progress bar (tqdm).
             options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
-                and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs` and `cache_salt` of
-                `add_request`, for all.
+                and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
+                `prompt_logprobs` and `cache_salt` of `add_request`, for all.
 
         Raises:
             TypeError: for options that `add_request` does not have.

@@ -99,6 +99,7 @@ class EngineCore:
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
                 loop = self._get_loop()  # takes memory: not for what is refused
                 self._take_inputs(new)
+                self._check_prompt_logprobs(new)
                 if not self.requests:
                     loop.executor.begin()
                     begin_use(self.memory)
@@ -269,6 +270,17 @@ class EngineCore:
                 '`model.generate(..., cache_implementation="paged")`'
             )
         prompts.give(state.request, 0, keys)
+
+    def _check_prompt_logprobs(self, state: RequestState) -> None:
+        """Raises `ValueError` if those of the prompt are asked for, and no forward gives them."""
+        reason = self.layout.unsupported_reason
+        if state.request.inputs is not None:
+            reason = "the prompt is more than token ids"
+        if state.request.prompt_logprobs is not None and reason is not None:
+            raise ValueError(
+                f"`prompt_logprobs` is served in packed forwards of token ids, and not here: {reason}. Leave it out, "
+                "or take the logits of a forward of the model's own"
+            )
 
     def _check_fits_unfinished(self) -> None:
         """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""

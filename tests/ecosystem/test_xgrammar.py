@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +153,12 @@ def test_what_is_refused(asked: dict[str, Any], message: str) -> None:
             engine.add_request([5, 6], {"max_new_tokens": 4}, regex="a")
     with hf_paged.PagedEngine(get("llama")) as engine, pytest.raises(ValueError, match="`tokenizer=`"):
         engine.add_request([5, 6], GREEDY, regex="a")
+
+
+@pytest.mark.slow
+def test_example() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "examples/structured_output.py", "--quick"]
+    run = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"form that was asked for: \{'schema': \d, 'regex': \d, 'grammar': \d\}\n", run.stdout)

@@ -206,7 +206,7 @@ def has_inputs(prompt: Mapping[str, Any]) -> bool:
 
 def is_chat(prompt: Prompt) -> bool:
     """Whether a prompt is the messages of a chat. Raises `ValueError` if only some of them have a role."""
-    if not isinstance(prompt, (list, tuple)):
+    if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):  # token ids, most often
         return False
     roles = [isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt]
     if any(roles) and not all(roles):

@@ -23,7 +23,6 @@ from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
 from .arguments import Prompt, RequestOptions, as_list, check_names
 from .decoding.grammar import Grammars
-from .decoding.prepare import num_embeddings
 from .execution.executor import Window
 from .factory import (
     check_prompts,
@@ -72,11 +71,6 @@ class EngineCore:
         self._numbers = itertools.count()  # of the ids that are made up
         forks.in_child(self)
 
-    @property
-    def _vocab_size(self) -> int:
-        vocab_size = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", None)
-        return num_embeddings(self.model) if vocab_size is None else int(vocab_size)
-
     def make_id(self) -> str:
         names = (f"request-{number}" for number in self._numbers)
         return next(name for name in names if name not in self.requests)
@@ -91,10 +85,10 @@ class EngineCore:
     ) -> str:
         """Queues a request, which reports to `outbox`, else to `unread`. Raises the errors of `add_request`."""
         state: RequestState | None = None
-        own = as_list("logits_processor", options.logits_processor)
         # which may take long: steps go on meanwhile
-        constraint = self.grammars.processor(options, tokenizer, self._vocab_size)
+        constraint = self.grammars.processor(options, tokenizer, self.model)
         if constraint is not None:
+            own = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*own, constraint])
         try:
             with self.lock:

@@ -21,7 +21,7 @@ import hf_paged
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding.grammar import Grammars
 from tests.support import models
-from tests.support.models import BOS, EOS, PAD, VOCAB_SIZE, get, token_ids
+from tests.support.models import BOS, EOS, PAD, get, token_ids
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS}
 REGEX = r"(yes|no), [a-d]{2,5}!"
@@ -50,17 +50,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def _plain(model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str) -> list[list[int]]:
     """The rows of plain `generate`, with our processor, which is one of transformers' kind."""
-    processor = Grammars().processor(RequestOptions(**asked), tokenizer(), VOCAB_SIZE)
+    processor = Grammars().processor(RequestOptions(**asked), tokenizer(), model)
     assert processor is not None
     processor.set_stop_tokens(torch.tensor([EOS]))
     torch.manual_seed(7)
-    rows = model.generate(prompt, **options, logits_processor=[processor])[:, prompt.shape[1] :].tolist()
+    start = 1 if model.config.is_encoder_decoder else prompt.shape[1]
+    rows = model.generate(prompt, **options, logits_processor=[processor])[:, start:].tolist()
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
 
 
 @pytest.mark.parametrize("kind", sorted(ASKED))
 @pytest.mark.parametrize("mode", sorted(MODES))
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "t5"))]
+)
 def test_as_plain_and_as_asked(name: str, mode: str, kind: str) -> None:
     model, prompt, options = get(name), token_ids(1, 14, seed=2), MODES[mode]
     value, matches = ASKED[kind]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedModel
 
 from ...step import to_device
 from ..arguments import RequestOptions, shown
@@ -23,7 +23,7 @@ class Grammars:
     def __init__(self) -> None:
         self._compiler: tuple[Any, int, Any] | None = None  # the tokenizer and the number of tokens that it is for
 
-    def processor(self, options: RequestOptions, tokenizer: Any, vocab_size: int) -> GrammarProcessor | None:
+    def processor(self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel) -> GrammarProcessor | None:
         """What holds a request to its `schema`, `regex` or `grammar`; `None` without. Raises `ValueError` for two of
         them, for one that cannot be compiled, and without a tokenizer; `ImportError` without xgrammar."""
         given = {name: value for name in NAMES if (value := getattr(options, name)) is not None}
@@ -36,7 +36,7 @@ class Grammars:
             raise ValueError(f"`{name}` is {shown(value)}: it must be text")
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
-        compiler = self._compiler_for(tokenizer, vocab_size)
+        compiler = self._compiler_for(tokenizer, model.config.get_text_config(decoder=True).vocab_size)
         compile_value = {
             "schema": compiler.compile_json_schema,
             "regex": compiler.compile_regex,

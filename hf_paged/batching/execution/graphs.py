@@ -25,6 +25,7 @@ from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks, is_out_of_memory
+from ...interrupts import held
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
@@ -187,8 +188,9 @@ class DecodeGraphs:
 
     def _capture(self, key: Key, tokens: PackedTokens) -> Key | None:
         """Records a graph; if that fails, says why, and records no more of this model, or fewer where memory is short.
-        `None`, too, while another thread records."""
-        with _alone(self._device) as is_alone:
+        `None`, too, while another thread records. Interrupts wait for the end: one in torch's own code, which takes the
+        modes of a recording off and puts them on, would leave a mode behind."""
+        with held(), _alone(self._device) as is_alone:
             return self._capture_alone(key, tokens) if is_alone else None
 
     def _capture_alone(self, key: Key, tokens: PackedTokens) -> Key | None:

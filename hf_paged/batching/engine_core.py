@@ -54,7 +54,7 @@ class EngineCore:
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # what waits for `PagedEngine.step`
         self.loop: StepLoop | None = None  # `None` while no memory is taken
-        self.memory = PagedMemory(config)  # the loop's
+        self.memory = self._new_memory()  # the loop's
         self.timeline = Timeline()  # of all loops
         self.layout = Layout()  # of the loop's forwards
         self.grammars = Grammars()
@@ -164,7 +164,7 @@ class EngineCore:
         """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
-        if self.lock.lock in freed or self.memory.lock in freed:
+        if self.lock.lock in freed:
             self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
             self.retire()
 
@@ -306,11 +306,16 @@ class EngineCore:
                 "`sliding_window` and `layer_types` while no request is unfinished".format(*windows)
             )
 
+    def _new_memory(self) -> PagedMemory:
+        memory = PagedMemory(self.config)
+        memory.outer_lock = self.lock.lock
+        return memory
+
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._counts = self.counts()
         self.memory.graphs = None  # a cache that is held has no use for graphs
-        self.loop, self.memory = None, PagedMemory(self.config)
+        self.loop, self.memory = None, self._new_memory()
 
     def counts(self) -> Counter[str]:
         """The fields of [`EngineStats`] that only grow."""

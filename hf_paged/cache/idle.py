@@ -83,8 +83,16 @@ def _take_due() -> tuple[list[weakref.ref[PagedMemory]], float | None]:
 
 def _release(ref: weakref.ref[PagedMemory]) -> None:
     memory = ref()
-    if memory is None or memory.release():
+    if memory is None:
         return
+    outer = memory.outer_lock
+    if outer is None or outer.acquire(blocking=False):  # else an engine is about to use it
+        try:
+            if memory.release():
+                return
+        finally:
+            if outer is not None:
+                outer.release()
     seconds = memory.config.idle_release_seconds
     with _condition:
         if seconds is not None and memory not in _deadlines:

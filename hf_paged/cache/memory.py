@@ -180,6 +180,7 @@ class PagedMemory:
     def __init__(self, config: PagedConfig) -> None:
         self.config = config
         self.lock = forks.rlock()
+        self.outer_lock: Any = None  # an engine's, which is taken before `lock`, in finalizers of its streams, too
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # of models that differ in their groups
         self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)

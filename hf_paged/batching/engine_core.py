@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
@@ -20,7 +21,8 @@ from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
-from .arguments import Prompt, RequestOptions, check_names
+from .arguments import Prompt, RequestOptions, as_list, check_names
+from .decoding.grammar import Grammars
 from .execution.executor import Window
 from .factory import (
     check_prompts,
@@ -52,9 +54,10 @@ class EngineCore:
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # what waits for `PagedEngine.step`
         self.loop: StepLoop | None = None  # `None` while no memory is taken
-        self.memory = PagedMemory(config)  # the loop's
+        self.memory = self._new_memory()  # the loop's
         self.timeline = Timeline()  # of all loops
         self.layout = Layout()  # of the loop's forwards
+        self.grammars = Grammars()
         self.paused_by: list[int] = []  # threads that asked that no step be taken
         self.resumed = threading.Condition(self.lock.lock)
         self._made_for: tuple[Any, ...] = ()  # what the loop depends on
@@ -82,6 +85,11 @@ class EngineCore:
     ) -> str:
         """Queues a request, which reports to `outbox`, else to `unread`. Raises the errors of `add_request`."""
         state: RequestState | None = None
+        # which may take long: steps go on meanwhile
+        constraint = self.grammars.processor(options, tokenizer, self.model)
+        if constraint is not None:
+            own = as_list("logits_processor", options.logits_processor)
+            options = dataclasses.replace(options, logits_processor=[*own, constraint])
         try:
             with self.lock:
                 name, salt = options.request_id, options.cache_salt
@@ -98,8 +106,10 @@ class EngineCore:
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
                 loop = self._get_loop()  # takes memory: not for what is refused
                 self._take_inputs(new)
+                self._check_prompt_logprobs(new)
                 if not self.requests:
                     loop.executor.begin()
+                    begin_use(self.memory)
                 loop.add(new)
                 self.requests[new.request_id] = state = new
                 self._shares_prefills |= new.request.num_rows > 1
@@ -139,6 +149,7 @@ class EngineCore:
         del self.requests[state.request_id]
         if self.loop is not None and not self.requests:
             self.loop.executor.rest()
+            end_use(self.memory)
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""
@@ -267,6 +278,17 @@ class EngineCore:
             )
         prompts.give(state.request, 0, keys)
 
+    def _check_prompt_logprobs(self, state: RequestState) -> None:
+        """Raises `ValueError` if those of the prompt are asked for, and no forward gives them."""
+        reason = self.layout.unsupported_reason
+        if state.request.inputs is not None:
+            reason = "the prompt is more than token ids"
+        if state.request.prompt_logprobs is not None and reason is not None:
+            raise ValueError(
+                f"`prompt_logprobs` is served in packed forwards of token ids, and not here: {reason}. Leave it out, "
+                "or take the logits of a forward of the model's own"
+            )
+
     def _check_fits_unfinished(self) -> None:
         """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""
         if not self.requests or self.loop is None:
@@ -284,11 +306,16 @@ class EngineCore:
                 "`sliding_window` and `layer_types` while no request is unfinished".format(*windows)
             )
 
+    def _new_memory(self) -> PagedMemory:
+        memory = PagedMemory(self.config)
+        memory.outer_lock = self.lock.lock
+        return memory
+
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._counts = self.counts()
         self.memory.graphs = None  # a cache that is held has no use for graphs
-        self.loop, self.memory = None, PagedMemory(self.config)
+        self.loop, self.memory = None, self._new_memory()
 
     def counts(self) -> Counter[str]:
         """The fields of [`EngineStats`] that only grow."""

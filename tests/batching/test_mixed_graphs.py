@@ -228,24 +228,63 @@ def test_steps_that_are_eager(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_whose_chunks_cannot_be_recorded(graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> None:
-    """Latents of chunks are expanded, as many as there are: decodes are recorded all the same."""
+    """Latents of many queries are expanded, as many as there are: decodes and few queries are recorded all the same."""
     caplog.set_level(logging.INFO, "hf_paged")
     model = test_latent.build()
     jobs: list[Any] = [
-        (prompts(20 + number, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": 12}})
-        for number in range(4)
+        (prompts(number, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": 30 if number == 9 else 5}})
+        for number in (9, 20, 21, 9, 8, 22, 7)
     ]
-    with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=100)) as engine:
+    with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=100, prefix_caching=False)) as engine:
         graphs.addresses = addresses_of(model, lambda: engine.memory)
-        found = results(engine, jobs, later=3)
-        assert graphs.num_replays > 10
-        assert not any(key.sizes.chunks for key in engine.memory.graphs._graphs)  # type: ignore[attr-defined]
+        found = results(engine, jobs, later=6)
+        assert graphs.num_replays > 20
+        assert {key.sizes.chunk_tokens for key in engine.memory.graphs._graphs} == {0, 16}  # type: ignore[attr-defined]
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, "deepseek")
     assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [
-        "Steps with chunks are not recorded, only others: latents of many queries are expanded, as many as their rows "
-        "have tokens"
+        "Steps with chunks are not recorded above 16: latents of many queries are expanded, as many as their rows have "
+        "tokens"
     ]
+
+
+def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = [Row(tokens(60, seed), bench) for seed in range(5)]
+    bench.run([row.take(4) for row in rows])
+    for _ in range(2):
+        bench.decode(*rows[:2])
+    bench.runner._graphs._limits.clear()  # type: ignore[union-attr]
+
+    def fail() -> None:
+        raise RuntimeError("only few")
+
+    graphs.fail = fail
+    for _ in range(3):
+        assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
+    assert bench.runner._graphs._limits == {"decodes": 4} and graphs.num_replays == 1  # type: ignore[union-attr]
+    graphs.fail = None
+    for count in (2, 4, 4):
+        bench.decode(*rows[:count])
+    assert graphs.num_replays == 3 and bench.runner._graphs.obstacle is None  # type: ignore[union-attr]
+
+
+def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:
+    """The model's state is read beside decodes, too, not only where there is nothing else."""
+    model = models.get("llama")
+    jobs = [(prompts(30, seed=n)[0], {"generation_config": {**GREEDY, "max_new_tokens": 4}}) for n in range(12)]
+    with PagedEngine(
+        model, PagedConfig(block_size=SIZE, max_num_batched_tokens=12, max_num_seqs=4, num_blocks=80)
+    ) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        for prompt, options in jobs:
+            engine.add_request(prompt, **options)
+        for _ in range(20):
+            engine.step()
+        stats = engine.stats()
+        assert stats.num_waiting and stats.num_captured_steps > 8
+        while engine.has_unfinished:
+            engine.step()
 
 
 def test_graphs_that_went_for_want_of_room_are_used_again_before_they_are_recorded(

@@ -20,6 +20,7 @@ from transformers import LogitsProcessor
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.batching.execution import graphs
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_often
@@ -351,3 +352,22 @@ def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_ot
     finally:
         signal.signal(signal.SIGALRM, original)
     case.check()
+
+
+def test_an_interrupt_waits_for_the_end_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes modes off and puts them on for every operation that is recorded: one would be left behind."""
+    model, reached, original = models.build("llama"), [], graphs.Tapes.capture
+    prompt = models.token_ids(1, 9)
+
+    def capture(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        reached.append(original(*args))
+        return reached[-1]
+
+    expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    monkeypatch.setattr(graphs.Tapes, "capture", capture)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
+    assert len(reached) == 1 and torch._C._len_torch_dispatch_stack() == 0
+    monkeypatch.undo()
+    assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED), expected)

@@ -23,7 +23,7 @@ from hf_paged.batching.execution.inputs import StaticInputs
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache import layers
 from hf_paged.cache.storage import KVBlocks
-from hf_paged.step import Lengths, StepMetadata
+from hf_paged.step import Cascade, Lengths, StepMetadata
 from hf_paged.tape import record
 from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
 
@@ -43,10 +43,13 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
         return known[id(tensor)]
 
     def move_step(step: StepMetadata) -> StepMetadata:
-        assert step.lengths is not None and step.slots is not None
+        assert step.lengths is not None
         lengths = Lengths(*(None if x is None else move(x) for x in step.lengths))  # type: ignore[arg-type]
-        tables, slots = move(step.block_tables), move(step.slots)
-        return dataclasses.replace(step, block_tables=tables, slots=slots, lengths=lengths)
+        tables, slots, cascade = move(step.block_tables), step.slots, step.cascade
+        if cascade is not None:
+            cascade = Cascade(move_step(cascade.tails), move_step(cascade.prefixes), move(cascade.query_index))
+        slots = None if slots is None else move(slots)
+        return dataclasses.replace(step, block_tables=tables, slots=slots, lengths=lengths, cascade=cascade)
 
     moved = copy.copy(runner)
     moved.model, moved.device = _moved(runner.model, move), DEVICE

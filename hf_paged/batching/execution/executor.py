@@ -253,7 +253,7 @@ class Executor:
 
     def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
         """[`Runner`]'s logits: of what was launched ahead, then of the rest. Interrupts reach the forward."""
-        if self._is_state_due and all(query_len == 1 for _, query_len in items):  # no prompt waits for it
+        if self._is_state_due and any(query_len == 1 for _, query_len in items):  # not where prompts alone wait for it
             self._is_state_due = False
             self.runner.begin(read_state(self.model))
         ahead, count = self.ahead.take(items)

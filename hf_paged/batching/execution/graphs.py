@@ -25,6 +25,7 @@ from ...attention.switch import model_attention
 from ...cache.memory import GroupMemory, autocast_dtype
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import KVBlocks, is_out_of_memory
+from ...interrupts import held
 from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
@@ -79,7 +80,7 @@ class Key(NamedTuple):
 
     @property
     def use(self) -> Hashable:
-        """What is counted, to see what is worth a graph: tables that grow need another at once."""
+        """What is counted beside itself, to see what is worth a graph: tables that grow need another at once."""
         sizes = self.sizes
         return sizes.decodes, sizes.chunks, sizes.chunk_tokens, bool(sizes.prefixes), self.variant
 
@@ -144,8 +145,8 @@ class DecodeGraphs:
         self._graphs: dict[Key, RecordedStep] = {}  # the one used last at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
         self._costs: list[CascadeCosts] | None = None  # of each group's layers together
-        self._uses: Counter[Hashable] = Counter()  # by `Key.use`; below 0 while memory is short
-        self._refused: set[str] = set()  # "chunks", "prefixes": steps with these are not recorded
+        self._uses: Counter[Hashable] = Counter()  # by key and `Key.use`; below 0 while memory is short
+        self._limits: dict[str, int] = {}  # tokens of "decodes", of "chunks", and "prefixes" that are recorded
         self._num_short = 0  # recordings, since the last that succeeded, for which there was no memory
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # that graphs share, by vocabulary and dtype
         self._forward: Forward | None = None  # of the runner whose step this is
@@ -167,10 +168,11 @@ class DecodeGraphs:
             torch.get_num_threads(),
         )
         if found != self._signature:
-            self._clear()
-            self._signature, self.obstacle, self._refused = found, None, set()
+            self.clear()
+            self._signature, self.obstacle, self._limits = found, None, {}
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drops what was recorded."""
         self._graphs.clear()
         self._outputs.clear()
 
@@ -197,11 +199,11 @@ class DecodeGraphs:
 
     def _is_recorded(self, tokens: PackedTokens) -> bool:
         """Whether such steps are: decodes that all want logits, and on some backends chunks of not too many tokens."""
-        num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
+        num_chunk_tokens, limits = len(tokens.token_ids) - tokens.num_decodes, self._limits
         if not num_chunk_tokens:
-            return len(tokens.last) == tokens.num_decodes
-        has_chunks = not self._backend.decodes_alone and "chunks" not in self._refused
-        return has_chunks and num_chunk_tokens <= MAX_CHUNK_TOKENS
+            is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
+            return is_small and len(tokens.last) == tokens.num_decodes
+        return not self._backend.decodes_alone and num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
     def _find(self, tokens: PackedTokens, prefixes: Prefixes, adapter: str | None, may_record: bool) -> Key | None:
         """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
@@ -210,14 +212,15 @@ class DecodeGraphs:
         wanted = Key(self._sizes(tokens, prefixes), variant)
         if wanted in self._graphs or not may_record:
             return wanted if wanted in self._graphs else None
-        if self._uses[wanted.use] >= MIN_USES:
-            return self._capture(wanted, tokens, prefixes)
-        self._uses[wanted.use] += 1
 
         def padding(key: Key) -> tuple[Any, ...]:
             return bool(wanted.sizes.prefixes) - bool(key.sizes.prefixes), key.sizes.tokens, key.sizes.widths
 
-        return min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
+        serving = min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
+        if self._uses[wanted] >= MIN_USES or (serving is None and self._uses[wanted.use] >= MIN_USES):
+            return self._capture(wanted, tokens, prefixes)
+        self._uses.update((wanted, wanted.use))
+        return serving
 
     def _sizes(self, tokens: PackedTokens, prefixes: Prefixes) -> Sizes:
         """Powers of two, or as few, so that few graphs serve many steps; what a graph launches is sized for them."""
@@ -248,8 +251,9 @@ class DecodeGraphs:
 
     def _capture(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
         """Records a graph; if that fails, says why, and records no more of this model, or fewer where memory is short.
-        `None`, too, while another thread records."""
-        with _alone(self._device) as is_alone:
+        `None`, too, while another thread records. Interrupts wait for the end: one in torch's own code, which takes the
+        modes of a recording off and puts them on, would leave a mode behind."""
+        with held(), _alone(self._device) as is_alone:
             return self._capture_alone(key, tokens, prefixes) if is_alone else None
 
     def _capture_alone(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
@@ -273,7 +277,7 @@ class DecodeGraphs:
             logger.debug("capturing %s failed", key, exc_info=True)
             if is_out_of_memory(error):
                 self._num_short += 1
-                self._uses[key.use] = -(MIN_USES << self._num_short)
+                self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
                 _log_once(f"for now no more of them, for want of memory ({_reason(error)})", self._backend.notice)
                 return None
             self._refuse(key, _reason(error))
@@ -282,21 +286,28 @@ class DecodeGraphs:
         while len(self._graphs) >= MAX_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
-            self._uses[oldest.use] = 0  # where there is no room for all, none is recorded again and again
+            self._uses[oldest] = self._uses[oldest.use] = 0  # where there is no room for all, few are recorded again
         self._graphs[key] = RecordedStep(inputs, outputs[0], graph)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return key
 
     def _refuse(self, key: Key, reason: str) -> None:
-        """Records no more steps like that; none of this model, if it is one of decodes alone."""
-        for name in ("chunks", "prefixes"):
-            if getattr(key.sizes, name):
-                self._refused.add(name)
-                logger.info("Steps with %s are not recorded, only others: %s", name, reason)
-                return
-        self.obstacle = reason
-        self._clear()
-        _log_once(reason, self._backend.notice)
+        """Records no more steps like that, or larger; none of this model, if no decodes have been recorded either."""
+        sizes = key.sizes
+        kind, size = "decodes", sizes.decodes
+        if sizes.prefixes:  # without which the step is tried again
+            kind, size = "prefixes", 1
+            self._graphs = {key: step for key, step in self._graphs.items() if not key.sizes.prefixes}
+        elif sizes.chunks:
+            kind, size = "chunks", sizes.chunk_tokens
+        if kind == "decodes" and not any(not known.sizes.chunks for known in self._graphs):
+            self.obstacle = reason
+            self.clear()
+            _log_once(reason, self._backend.notice)
+            return
+        size_for = chunk_bucket if kind == "chunks" else bucket
+        self._limits[kind] = max((n for n in range(1, size) if size_for(n) < size), default=0)
+        logger.info("Steps with %s are not recorded above %d: %s", kind, self._limits[kind], reason)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         """Work on the device that begins within it comes after that of the last such context, also on other streams."""
@@ -326,7 +337,7 @@ class DecodeGraphs:
         tables = [group.tables[:num_decodes] for group in tokens.groups]
         if self._backend.decodes_alone or all(len({table[0] for table in group}) == num_decodes for group in tables):
             return ()  # no two begin with the same block, as in most steps
-        if "prefixes" in self._refused:
+        if "prefixes" in self._limits:
             return ()
         self._costs = self._costs or self._cascade_costs()
         for group, own, window, costs in zip(tokens.groups, tables, self._windows, self._costs):
@@ -336,13 +347,16 @@ class DecodeGraphs:
         return tuple(found) if any(found) else ()
 
     def _cascade_costs(self) -> list[CascadeCosts]:
-        """For each layer group those of all its layers together."""
+        """For each layer group those of all its layers together; where kernels have no cascades, nothing is saved."""
         model: Any = self._model()
-        config = model.config.get_text_config(decoder=True)
-        query = torch.empty(1, getattr(config, "num_attention_heads", 1), 1, 1, device="meta")
+        heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
         found = []
         for group in self._groups:
-            layers = group.storage.layers.values()
+            layers = list(group.storage.layers.values())
+            if not layers or not isinstance(heads, int) or any(x.shape[3] > 512 for each in layers for x in each.data):
+                found.append(CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1))
+                continue
+            query = torch.empty(1, heads, 1, 1, device="meta")
             sums = zip(*(default_costs(query, blocks.keys, blocks.values) for blocks in layers))
             token_bytes, state_bytes, rows_per_read, splits, overhead_bytes = sums
             total = sum(token_bytes), sum(state_bytes), min(rows_per_read), max(splits), sum(overhead_bytes)

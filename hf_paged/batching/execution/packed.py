@@ -25,6 +25,7 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...step import StepMetadata, to_device
 from ...tape.invariant import by_kernels, in_fixed_order
+from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .executor import Runner, in_order
 from .graphs import decode_graphs
@@ -154,8 +155,17 @@ class PackedRunner(Runner):
 
     def _run_packed(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
         tokens = self._lay_out(items)
-        replayed = self._replay(tokens, adapter)
-        return self._run_eagerly(tokens) if replayed is None else replayed
+        # in decodes no token has another of its prompt behind it
+        wanted = _recorded(items, tokens.query_start) if len(tokens.last) < len(tokens.token_ids) else []
+        replayed = None if wanted else self._replay(tokens, adapter)
+        if replayed is not None:
+            return replayed
+        logits = self._run_eagerly(tokens, [place for _, _, places in wanted for place in places])
+        end = len(tokens.last)
+        for recording, position, places in wanted:
+            recording.record(position, logits[end : end + len(places)])
+            end += len(places)
+        return logits[: len(tokens.last)]
 
     @torch.no_grad()
     def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
@@ -171,7 +181,8 @@ class PackedRunner(Runner):
         self.num_captured_steps += logits is not None
         return logits
 
-    def _run_eagerly(self, tokens: PackedTokens) -> Tensor:
+    def _run_eagerly(self, tokens: PackedTokens, others: list[int]) -> Tensor:
+        """Logits of each sequence's last token, where that is here, then of `others` among the packed tokens."""
         buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
         buffer.extend(tokens.positions)
         for group in tokens.groups:
@@ -196,15 +207,15 @@ class PackedRunner(Runner):
             for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]
         kept, arguments = None, {}
-        if len(tokens.last) < len(tokens.token_ids):
-            last = tokens.last or [len(tokens.token_ids) - 1]  # a head with another library's weights may refuse none
-            kept = to_device(torch.tensor(last, dtype=torch.long, device="cpu"), self.device)
+        if others or len(tokens.last) < len(tokens.token_ids):
+            # a head with weights of another library's may refuse no rows
+            wanted = tokens.last + others or [len(tokens.token_ids) - 1]
+            kept = to_device(torch.tensor(wanted, dtype=torch.long, device="cpu"), self.device)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             own = inputs[2 + len(tokens.groups) :]
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         with self._rotating(tokens.rope_factors), self.products:
-            logits = self._forward(inputs[0:1], inputs[1:2], steps, kept, **arguments)
-        return logits[: len(tokens.last)]
+            return self._forward(inputs[0:1], inputs[1:2], steps, kept, **arguments)
 
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
         """For few tokens on a device those products of experts that `generate` takes for its decodes: in other dtypes
@@ -242,7 +253,9 @@ class PackedRunner(Runner):
         finally:
             self.cache.begin([None] * len(steps))
         # a forward may give those of every token all the same
-        return logits if kept is None or len(logits) == len(kept) else logits[kept.to(logits.device)]
+        if kept is None or (self._picks_logits and len(logits) == len(kept)):
+            return logits
+        return logits[kept.to(logits.device)]
 
     def _lay_out(self, items: Items[tuple[Sequence, int]], ahead: int = 0) -> PackedTokens:
         """`ahead`: tokens of each sequence that come before this step's and are not counted as computed yet."""
@@ -292,6 +305,17 @@ class PackedRunner(Runner):
             tables.append(block_ids)
             seq_lens.append(seq_len)
         return GroupTokens(slots, tables, seq_lens, origins)
+
+
+def _recorded(items: Items[tuple[Sequence, int]], query_start: list[int]) -> list[tuple[PromptLogprobs, int, range]]:
+    """Of prompts whose log-probabilities are recorded: by what, the position of the first token computed now, and
+    which of the packed tokens have a token of the prompt behind them."""
+    found = []
+    for (sequence, query_len), start in zip(items, query_start):
+        recording, end = sequence.request.prompt_logprobs, sequence.num_computed_tokens
+        if recording is not None and (count := recording.num_wanted(end - query_len, end)):
+            found.append((recording, end - query_len, range(start, start + count)))
+    return found
 
 
 def _is_answered(sequence: Sequence) -> bool:

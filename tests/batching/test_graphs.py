@@ -450,7 +450,8 @@ def test_a_capture_that_fails(
     bench.begin()
     row = Row(tokens(60, 7), bench)
     bench.run([row.take(4)])
-    assert_close(bench.decode(row), [bench.plain(row)])
+    for _ in range(2):
+        assert_close(bench.decode(row), [bench.plain(row)])
     assert keys(bench)
 
 

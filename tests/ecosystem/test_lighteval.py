@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lighteval")
 
@@ -46,24 +47,6 @@ TASKS_TABLE = [
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model, a data set and the task over it."""
-    for name in ("_load_from_files", "_load_from_subdirs"):  # of lighteval's own tasks, one of which downloads a file
-        monkeypatch.setattr(Registry, name, staticmethod(lambda *args: {}))
-    model = models.build("llama")
-    tokenizer = models.tokenizer()
-    tokenizer.chat_template = TEMPLATE  # without one lighteval's road asks a document for what it has not
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    words = models.corpus()[0]
-    rows = [{"question": words[3 * i : 20 + 7 * i], "answer": words[i : i + 5]} for i in range(NUM_ROWS)]
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "task.py").write_text(TASK.format(folder=str(tmp_path / "data"), new_tokens=NEW_TOKENS))
-    return tmp_path
-
-
-@pytest.fixture
 def native_names() -> Iterator[None]:
     hf_paged.install(continuous_batching={"block_size": models.BLOCK_SIZE})
     yield
@@ -71,49 +54,62 @@ def native_names() -> Iterator[None]:
     hf_paged.install()
 
 
-def evaluate(folder: Path, name: str, **options: Any) -> tuple[dict[str, Any], list[Any]]:
-    """The results and the answers."""
-    config = TransformersModelConfig(
-        model_name=str(folder / "model"),
-        dtype="float32",
-        device="cpu",
-        batch_size=4,
-        model_parallel=False,
-        generation_parameters={"max_new_tokens": NEW_TOKENS},  # of which the road by batches makes its configuration
-        **options,
-    )
-    pipeline = Pipeline(
-        tasks="local",
-        pipeline_parameters=PipelineParameters(
-            launcher_type=ParallelismManager.ACCELERATE, custom_tasks_directory=str(folder / "task.py")
-        ),
-        evaluation_tracker=EvaluationTracker(output_dir=str(folder / name)),
-        model_config=config,
-    )
-    pipeline.evaluate()
-    details = pipeline.evaluation_tracker.details_logger.details
-    answers = [(row.doc.query, row.model_response.output_tokens) for rows in details.values() for row in rows]
-    results = pipeline.get_results()["results"]
-    return results, [(query, list(map(list, tokens))) for query, tokens in answers]
+def plain(model: Any, ids: list[int]) -> list[int]:
+    tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return list(map(int, tokens[0, len(ids) :]))
 
 
 @pytest.mark.usefixtures("native_names")
-def test_answers_are_those_of_the_padded_road(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    roads: set[str] = set()
+def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right answers of every other row are what the model says in a plain call: so half are found right."""
+    for name in ("_load_from_files", "_load_from_subdirs"):  # of lighteval's own tasks, one of which downloads a file
+        monkeypatch.setattr(Registry, name, staticmethod(lambda *args: {}))
+    model: Any = models.build("llama")
+    tokenizer: Any = models.tokenizer()
+    tokenizer.chat_template = TEMPLATE  # without one lighteval's road asks a document for what it has not
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    words, rows = models.corpus()[0], []
+    for i in range(NUM_ROWS):
+        question = words[3 * i : 20 + 7 * i]
+        answer = tokenizer.decode(plain(model, tokenizer(question)["input_ids"]), skip_special_tokens=True)
+        rows.append({"question": question, "answer": f"not {answer}" if i % 2 else answer})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "task.py").write_text(TASK.format(folder=str(tmp_path / "data"), new_tokens=NEW_TOKENS))
+
+    roads: list[str] = []
     generate_batch: Any = ContinuousMixin.generate_batch
 
     def counted(model: Any, **arguments: Any) -> Any:
-        calls.append(len(arguments["inputs"]))
         outputs = generate_batch(model, **arguments)
         route = hf_paged.last_route(model)
-        roads.add("" if route is None else route.road)
+        roads.append("" if route is None else route.road)
         return outputs
 
-    monkeypatch.setattr(ContinuousMixin, "generate_batch", counted)
-    results, answers = evaluate(folder, "batches", continuous_batching=True)
-    assert sum(calls) == NUM_ROWS == len(answers) and roads == {"engine"}
-    padded_results, padded = evaluate(folder, "padded")
-    assert results == padded_results and any("local" in name for name in results)
-    assert answers == padded and len({str(tokens) for _, tokens in answers}) > 1
-    monkeypatch.undo()  # before the names are given back
+    with monkeypatch.context() as patch:
+        patch.setattr(ContinuousMixin, "generate_batch", counted)
+        pipeline = Pipeline(
+            tasks="local",
+            pipeline_parameters=PipelineParameters(
+                launcher_type=ParallelismManager.ACCELERATE, custom_tasks_directory=str(tmp_path / "task.py")
+            ),
+            evaluation_tracker=EvaluationTracker(output_dir=str(tmp_path / "out")),
+            model_config=TransformersModelConfig(
+                model_name=str(tmp_path / "model"),
+                dtype="float32",
+                device="cpu",
+                continuous_batching=True,
+                generation_parameters={"max_new_tokens": NEW_TOKENS},
+            ),
+        )
+        pipeline.evaluate()
+    assert roads and set(roads) == {"engine"}
+    details = [row for rows in pipeline.evaluation_tracker.details_logger.details.values() for row in rows]
+    assert len(details) == NUM_ROWS
+    for row in details:
+        response = row.model_response
+        assert response.output_tokens == [plain(model, response.input_tokens)]
+    expected = {row["question"]: 0 if row["answer"].startswith("not ") else 1 for row in rows}
+    assert {row.doc.query: row.metric["em"] for row in details} == expected
+    assert pipeline.get_results()["results"]["all"]["em"] == 0.5

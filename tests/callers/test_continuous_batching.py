@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -619,6 +620,12 @@ def test_managers_of_several_threads_share_a_model() -> None:
 def test_every_field_of_the_config_is_mapped_or_left() -> None:
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     assert known <= {*MAPPED, *LEFT} and not set(MAPPED) & set(LEFT)
+
+
+def test_the_guide_has_the_tables() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
+    for name, meaning in (MAPPED | LEFT).items():
+        assert f"| `{name}` | {meaning} |" in guide
 
 
 def test_what_fields_of_the_config_mean() -> None:

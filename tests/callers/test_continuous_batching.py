@@ -451,6 +451,20 @@ def test_the_model_is_left_as_it_was() -> None:
     hf_paged.check_integrity(model)
 
 
+def test_the_last_manager_puts_the_model_back() -> None:
+    model: Any = models.build("llama")
+    model.train()
+    first, second = model.init_continuous_batching(LONG), model.init_continuous_batching(LONG)
+    for manager in (first, second):
+        manager.start()
+        manager.add_request(PROMPTS[0], max_new_tokens=1)
+        assert manager.get_result(timeout=WAIT).is_finished()
+    first.stop()
+    assert not any(module.training for module in model.modules())
+    second.stop()
+    assert all(module.training for module in model.modules())
+
+
 def test_a_manager_is_kept_for_the_next_session() -> None:
     model: Any = models.build("llama")
     prompt = models.token_ids(1, 40)[0].tolist()

@@ -210,7 +210,8 @@ def test_handlers_get_their_requests_outputs() -> None:
                 done.set_result(None)
 
         name = manager.add_request(PROMPTS[0], max_new_tokens=3, streaming=True)
-        await asyncio.sleep(0.3)  # outputs that came before are not lost
+        while len(manager._thread.outputs.get(name, ())) < 3:  # outputs that came before are not lost
+            await asyncio.sleep(0.01)
         manager.register_result_handler(name, told)
         await asyncio.wait_for(done, WAIT)
         return counts
@@ -234,6 +235,7 @@ def test_a_request_of_a_closed_loop_is_cancelled() -> None:
     while manager._thread.pending and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not manager._thread.pending and manager.is_running()
+    assert manager.engine.stats().num_generated_tokens < 1500
     manager.engine.check_integrity()
     manager.stop()
 

@@ -398,6 +398,7 @@ def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
         running = manager.add_request(prompt, max_new_tokens=1000)
         time.sleep(0.1)
         with manager.pause(), manager.pause():
+            assert manager.engine.has_unfinished  # in the middle of a request
             steps = manager.engine.stats().num_steps
             hits = manager.engine.stats().num_prefix_hit_tokens
             with torch.no_grad():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
@@ -30,6 +31,8 @@ from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for
+from . import continuous_batching as _continuous_batching
+from . import manager_config
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
@@ -307,9 +310,9 @@ def _method(owner: type, name: str) -> Callable[..., Any]:
     return method
 
 
-def _replace(owner: type, name: str) -> None:
+def _replace(owner: type, name: str, replacement: Callable[..., Any] | None = None) -> None:
     """For use within `_lock`."""
-    wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
+    wrapper = _wrapper(_method(owner, name), replacement or _REPLACEMENTS[name])
     _installed[owner, name] = (inspect.getattr_static(owner, name), wrapper)
     setattr(owner, name, wrapper)
 
@@ -324,15 +327,26 @@ def _wrap_overrides(model_class: type) -> None:
                 _replace(owner, name)
 
 
-def install() -> None:
-    """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import."""
+def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False) -> None:
+    """
+    Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import.
+
+    Args:
+        continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`, `init_continuous_batching`
+            and `continuous_batching_context_manager` of all models on a [`PagedEngine`]; a config is the default of
+            theirs. Without it a later call leaves them as they are.
+    """
     with _lock:
-        if _installed:
-            return
-        interface.register()
-        compat.allow_cache_implementation(NAME, True)
-        for name in _REPLACEMENTS:
-            _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
+        if not _installed:
+            interface.register()
+            compat.allow_cache_implementation(NAME, True)
+            for name in _REPLACEMENTS:
+                _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
+        if continuous_batching is not False:
+            manager_config.set_default(PagedConfig.coerce(None if continuous_batching is True else continuous_batching))
+            for name, replacement in _continuous_batching.REPLACEMENTS.items():
+                if (ContinuousMixin, name) not in _installed:
+                    _replace(ContinuousMixin, name, replacement)
 
 
 def uninstall() -> None:

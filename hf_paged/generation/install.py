@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,10 @@ from ..model.registry import memory_for
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
+VARIABLE = "HF_PAGED_INSTALL"  # of the environment: names of options of `install`, for the import
 
 _lock = forks.lock()
+_is_default = False  # calls that name no cache are paged
 
 
 # -- what methods of GenerationMixin become: functions of the original and its arguments ---------------------------
@@ -92,9 +95,10 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
     call = current.get()
-    requested = generation_config.cache_implementation in REQUESTED
-    config = PagedConfig.coerce(generation_config.cache_config) if requested else None
     passed = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+    chosen = generation_config.cache_implementation
+    requested = chosen in REQUESTED or (_is_default and chosen is None and not passed)
+    config = PagedConfig.coerce(generation_config.cache_config) if requested else None
     if requested:
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
@@ -323,9 +327,18 @@ def _wrap_overrides(model_class: type) -> None:
                 _replace(owner, name)
 
 
-def install() -> None:
-    """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import."""
+def install(*, by_default: bool = False) -> None:
+    """
+    Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import, with
+    the options that the environment variable HF_PAGED_INSTALL names (`python -m hf_paged run` writes it).
+
+    Args:
+        by_default (`bool`): From now on `generate` is paged, too, where neither the call nor a configuration names a
+            `cache_implementation`, and no cache is passed.
+    """
+    global _is_default
     with _lock:
+        _is_default |= by_default
         if _installed:
             return
         interface.register()
@@ -334,13 +347,24 @@ def install() -> None:
             _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
 
 
+def install_of_environment() -> None:
+    """`install` with the options that HF_PAGED_INSTALL names."""
+    allowed = inspect.signature(install).parameters.keys()
+    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"{VARIABLE} names {unknown}: it must be names among {', '.join(allowed)}, with commas")
+    install(**dict.fromkeys(names, True))
+
+
 def uninstall() -> None:
     """Undoes `install`. Raises `RuntimeError`, having changed nothing, if another library wrapped a method since."""
+    global _is_default
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():
             if getattr(owner, name) is not wrapper:
                 message = f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo that first"
                 raise RuntimeError(message)
+        _is_default = False
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             setattr(owner, name, original)

@@ -102,6 +102,8 @@ _CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
 _MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
 _name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
 
+CACHED_MANAGER = "_cached_continuous_batching_manager"  # attribute of a model: one that is kept for the next session
+
 from_config = _method("_from_config", PreTrainedModel)
 
 

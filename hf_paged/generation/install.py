@@ -6,13 +6,14 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks
@@ -31,6 +32,7 @@ from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for
+from . import continuous_batching as managers
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
@@ -310,9 +312,9 @@ def _method(owner: type, name: str) -> Callable[..., Any]:
     return method
 
 
-def _replace(owner: type, name: str) -> None:
+def _replace(owner: type, name: str, replacement: Callable[..., Any] | None = None) -> None:
     """For use within `_lock`."""
-    wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
+    wrapper = _wrapper(_method(owner, name), replacement or _REPLACEMENTS[name])
     _installed[owner, name] = (inspect.getattr_static(owner, name), wrapper)
     setattr(owner, name, wrapper)
 
@@ -327,24 +329,31 @@ def _wrap_overrides(model_class: type) -> None:
                 _replace(owner, name)
 
 
-def install(*, by_default: bool = False) -> None:
+def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False, *, by_default: bool = False) -> None:
     """
     Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import, with
     the options that the environment variable HF_PAGED_INSTALL names (`python -m hf_paged run` writes it).
 
     Args:
-        by_default (`bool`): From now on `generate` is paged, too, where neither the call nor a configuration names a
-            `cache_implementation`, and no cache is passed.
+        continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`, `init_continuous_batching`
+            and `continuous_batching_context_manager` of all models on a [`PagedEngine`]; a config is the default of
+            theirs. Without it a later call leaves them as they are.
+        by_default (`bool`): Also make `generate` paged where neither the call nor a configuration names a
+            `cache_implementation`, and no cache is passed. Without it a later call leaves that as it is.
     """
     global _is_default
     with _lock:
+        if not _installed:
+            interface.register()
+            compat.allow_cache_implementation(NAME, True)
+            for name in _REPLACEMENTS:
+                _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
         _is_default |= by_default
-        if _installed:
-            return
-        interface.register()
-        compat.allow_cache_implementation(NAME, True)
-        for name in _REPLACEMENTS:
-            _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
+        if continuous_batching is not False:
+            managers.set_default(PagedConfig.coerce(None if continuous_batching is True else continuous_batching))
+            for name, replacement in managers.REPLACEMENTS.items():
+                if (ContinuousMixin, name) not in _installed:
+                    _replace(ContinuousMixin, name, replacement)
 
 
 def install_of_environment() -> None:

@@ -1,6 +1,6 @@
 """A chat in the browser: answers stream from one `PagedEngine`, whose figures and blocks are shown beside them.
 
-Every visitor's answers run in the same batch; an answer that is stopped, or whose page is closed, gives its blocks back.
+Answers of all visitors run in the same batch; one that is stopped, or whose page is closed, gives its blocks back.
 The next turn of a conversation finds the ones before it in the prefix cache. MODEL is a folder or a name that
 transformers loads, with a chat template; without one a small model is trained, which can only rave about Python.
 

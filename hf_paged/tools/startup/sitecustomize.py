@@ -45,9 +45,9 @@ class AfterImport(MetaPathFinder):
         return spec
 
     def imported(self, name: str) -> None:
-        if name == SERVER:
+        if name == SERVER and "continuous_batching" in os.environ.get("HF_PAGED_INSTALL", ""):
             importlib.import_module("hf_paged.tools.serving").install()
-        elif all(each == name or is_complete(each) for each in MODELS):
+        elif name != SERVER and all(each == name or is_complete(each) for each in MODELS):
             importlib.import_module("hf_paged")
 
 

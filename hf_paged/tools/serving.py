@@ -32,7 +32,7 @@ class ServedManager(PagedBatchingManager):
         self.refused: dict[str, str] = {}  # errors of requests that never ran, until these are told
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
-        return super().add_request(*args, seed=_seed.get(), **{**_options.get(), **kwargs})
+        return super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         def told(output: GenerationOutput) -> None:
@@ -43,7 +43,7 @@ class ServedManager(PagedBatchingManager):
         super().register_result_handler(request_id, told)
 
 
-class EngineGenerateManager(utils.CBGenerateManager):  # type: ignore[misc]
+class EngineGenerateManager(utils.CBGenerateManager):
     """Continuous batching of the app. The manager is made of the model alone, whichever request comes first."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
@@ -102,7 +102,7 @@ class EngineGenerateManager(utils.CBGenerateManager):  # type: ignore[misc]
         return str(uuid.uuid4())
 
 
-class EngineGenerationState(utils.GenerationState):  # type: ignore[misc]
+class EngineGenerationState(utils.GenerationState):
     """Text goes to an engine, whether continuous batching was asked for or not; `engines` are those of now."""
 
     def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:

@@ -34,7 +34,11 @@ from benchmarks.paired import interval, ratios
 STEPS, GENERATIONS, NEW_TOKENS, LENGTH, TURNS = 4, 8, 48, 64, 8
 PROMPTS = (1, 4)  # a step
 TARGET = 2.2  # times the speed of plain rollouts
-SYSTEMS = {"plain": {}, "paged": {"generation_kwargs": {"cache_implementation": "paged"}}}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "paged": {"generation_kwargs": {"cache_implementation": "paged"}},
+    "generate_batch": {"use_transformers_continuous_batching": True},  # transformers' name, on our engine
+}
 
 
 class Timed(LlamaForCausalLM):

@@ -32,7 +32,8 @@ from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for
-from . import continuous_batching as managers
+from . import continuous_batching as _continuous_batching
+from . import manager_config
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
@@ -350,8 +351,8 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
                 _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
         _is_default |= by_default
         if continuous_batching is not False:
-            managers.set_default(PagedConfig.coerce(None if continuous_batching is True else continuous_batching))
-            for name, replacement in managers.REPLACEMENTS.items():
+            manager_config.set_default(PagedConfig.coerce(None if continuous_batching is True else continuous_batching))
+            for name, replacement in _continuous_batching.REPLACEMENTS.items():
                 if (ContinuousMixin, name) not in _installed:
                     _replace(ContinuousMixin, name, replacement)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .. import compat
 from ..kernels.hashing import hash_tensors
 from .forwards import is_idle_hook
 
@@ -36,7 +37,7 @@ _MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions lo
 NOTES = frozenset({"_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued"})
 # Not part of what the forward computes: these, and what torch keeps in every module (parameters, buffers, modules and
 # forward hooks are visited by themselves).
-_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", *NOTES}
+_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", compat.CACHED_MANAGER, *NOTES}
 # Classes of these modules hold what no forward computes: loading, saving, generation.
 _PLUMBING = (
     *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),

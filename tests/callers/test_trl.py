@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 from tests.support import models
 
 PAGED = {"generation_kwargs": {"cache_implementation": "paged", "cache_config": {"block_size": models.BLOCK_SIZE}}}
+BATCHES = {"use_transformers_continuous_batching": True}  # by `generate_batch`
 NUM_STEPS, NUM_ROWS = 4, 4
 LENGTHS = (9, 23, 40, 12, 30, 7, 18, 25)  # characters
 COMMON: dict[str, Any] = dict(
@@ -40,7 +42,14 @@ Run = tuple[list[list[list[int]]], list[float]]
 """The tokens of every rollout, and the losses."""
 
 
-def roll_out(trainer_class: type, config_class: type, folder: Path, is_paged: bool, **arguments: Any) -> Run:
+def roll_out(
+    trainer_class: type,
+    config_class: type,
+    folder: Path,
+    is_paged: bool,
+    road: dict[str, Any] = PAGED,
+    **arguments: Any,
+) -> Run:
     model: Any = models.build("llama")
     base, rollouts, seen = model, [], []
 
@@ -51,7 +60,7 @@ def roll_out(trainer_class: type, config_class: type, folder: Path, is_paged: bo
 
     own = {"num_generations": NUM_ROWS, "max_completion_length": 16, "beta": 0.0, "bf16": False, **COMMON}
     adapter = arguments.pop("peft_config", None)
-    config = config_class(output_dir=str(folder), **{**own, **arguments, **(PAGED if is_paged else {})})
+    config = config_class(output_dir=str(folder), **{**own, **arguments, **(road if is_paged else {})})
     data = Dataset.from_dict({"prompt": [models.corpus()[0] * 3] * 8})  # whose blocks a later rollout would find
     trainer = trainer_class(
         model=model,
@@ -89,6 +98,25 @@ def test_rollouts_between_steps(name: str, setup: str, tmp_path: Path) -> None:
     for step, (expected, actual) in enumerate(zip(plain, paged, strict=True)):
         assert expected == actual, f"step {step}"
     assert plain_losses == paged_losses
+
+
+@pytest.fixture
+def native_names() -> Iterator[None]:
+    hf_paged.install(continuous_batching={"block_size": models.BLOCK_SIZE})
+    yield
+    hf_paged.uninstall()
+    hf_paged.install()
+
+
+@pytest.mark.usefixtures("native_names")
+@pytest.mark.parametrize("setup", ["fp32", pytest.param("peft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp_path: Path) -> None:
+    """The draws, and so the rollouts and the losses, are those of the plain call with the same seed."""
+    plain = roll_out(*TRAINERS[name], tmp_path, False, **SETUPS[setup])
+    ours = roll_out(*TRAINERS[name], tmp_path, True, road=BATCHES, **SETUPS[setup])
+    assert len(plain[0]) == NUM_STEPS and any(plain[1])
+    assert ours == plain
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""What `ContinuousBatchingConfig` means here, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from transformers import ContinuousBatchingConfig
+
+from ..config import PagedConfig
+
+MAPPED: dict[str, str] = {
+    "page_size": "`block_size`, if it is not the default or `num_blocks` is given",
+    "block_size": "`block_size`; the name before transformers 5.18, and deprecated since",
+    "num_blocks": "`num_blocks`",
+    "max_batch_tokens": "`max_num_batched_tokens`",
+    "max_memory_percent": "`memory_fraction`",
+    "max_requests_per_batch": "`max_num_seqs`",
+    "allow_block_sharing": "`prefix_caching`",
+    "use_cuda_graph": "`capture`: off if it is False for both paths",
+    "scheduler_type": '"fifo"; "prefill_first" lifts the limit of prompts beside decodes (`max_chunk_tokens`)',
+    "return_logprobs": "`return_logprobs` of every request",
+    "seed": "request number i draws as `generate` does after `torch.manual_seed(seed + i)`",
+    "cpu_offload_space": '`preemption="swap"` unless it is 0; memory is taken when requests are preempted',
+    "max_queue_size": "requests that may wait for the engine's thread",
+}
+"""Fields of `ContinuousBatchingConfig` that have a meaning here, and which."""
+
+LEFT: dict[str, str] = {
+    "max_blocks_per_request": "sizes a block table of a flash kernel; here tables grow",
+    "use_async_batching": "the engine prepares the next step ahead by itself where that can be done",
+    "q_padding_interval_size": "pads the inputs of CUDA graphs; the engine chooses its own sizes",
+    "kv_padding_interval_size": "pads the inputs of CUDA graphs; the engine reads block tables",
+    "varlen_compile_config": "compiles transformers' own forward; tokens do not depend on it",
+    "decode_compile_config": "compiles transformers' own forward; tokens do not depend on it",
+    "default_compile_level": "compiles transformers' own forward; tokens do not depend on it",
+    "use_default_compile_configs": "deprecated name of `default_compile_level`",
+    "safety_margin": "blocks that transformers' scheduler keeps free; here requests that need blocks preempt others",
+    "auto_switch_to_flash": "no attention implementation is switched but to ours, which is put back",
+    "cpu_offload_space_safety_threshold": "bounds a buffer that is not allocated here",
+    "per_request_processors": "every request takes its own options always",
+    "drop_unsupported_processors": "no processor is dropped: all work as in `generate`",
+    "disable_nccl_graph_mixing": "of tensor parallelism, which is not served here",
+    "cpu_group_timeout": "of tensor parallelism, which is not served here",
+    "max_cached_graphs": "deprecated, without a use in transformers",
+}
+"""Fields that tune transformers' own implementation and change no token, and why they may be left."""
+
+_defaults: list[PagedConfig] = [PagedConfig()]  # what `install` was given
+
+
+def set_default(config: PagedConfig) -> None:
+    """The `PagedConfig` of managers, under what a model's `cache_config` and a `ContinuousBatchingConfig` say."""
+    _defaults[:] = [config]
+
+
+def paged_config(
+    cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
+) -> PagedConfig:
+    """What the fields of a `ContinuousBatchingConfig` that are not at their defaults mean here, over `cache_config`.
+    Raises `ValueError` for what has no meaning here and would change results, and for fields that are not known."""
+    given = _given(cb_config)
+    unknown = sorted(set(given) - set(MAPPED) - set(LEFT))
+    if unknown:
+        raise ValueError(f"hf_paged does not know what {unknown} of `ContinuousBatchingConfig` ask for: leave them out")
+    scheduler = given.get("scheduler_type", "fifo")
+    if scheduler not in ("fifo", "prefill_first"):
+        raise ValueError(f"`scheduler_type` is {scheduler!r}: it must be 'fifo' or 'prefill_first'")
+    base = (_defaults[0] if cache_config is None else PagedConfig.coerce(cache_config)).to_dict()
+    names = {
+        "num_blocks": "num_blocks",
+        "max_batch_tokens": "max_num_batched_tokens",
+        "max_memory_percent": "memory_fraction",
+        "max_requests_per_batch": "max_num_seqs",
+        "allow_block_sharing": "prefix_caching",
+    }
+    base |= {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+    size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
+    if {"page_size", "block_size", "num_blocks"} & set(given):  # a number of blocks counts those of their size
+        base["block_size"] = size
+    if "use_cuda_graph" in given:
+        base["capture"] = any(cb_config.cuda_graph_booleans)
+    if "cpu_offload_space" in given:
+        base["preemption"] = "recompute" if given["cpu_offload_space"] == 0 else "swap"
+    if scheduler == "prefill_first":
+        base["max_chunk_tokens"] = base["max_num_batched_tokens"]
+    try:
+        return PagedConfig(**base)
+    except ValueError as error:
+        raise ValueError(f"the `ContinuousBatchingConfig` cannot be served: {error}") from None
+
+
+def _given(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
+    """Fields that are not at their defaults."""
+    defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(cb_config)}
+    values = {name: getattr(cb_config, name) for name in defaults}
+    return {name: value for name, value in values.items() if value != defaults[name]}

@@ -1,0 +1,343 @@
+"""The thread of a continuous-batching manager: requests in, an engine's steps, transformers' outputs to who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching import RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from .. import compat, forks
+from ..batching.arguments import prompt_ids
+from ..batching.engine import PagedEngine
+from ..batching.results import RequestOutput, RequestResult
+from ..config import PagedConfig
+from ..model.forwards import compute_device
+
+logger = logging.getLogger(__name__)
+
+QUEUE_SECONDS = 10.0  # that a request waits for room in a full queue, as in transformers
+POLL_SECONDS = 0.25  # after which the engine's thread looks whether its manager is gone
+EXIT_SECONDS = 10.0  # that the interpreter's end waits for the step in progress
+OWN_ATTENTION = "paged|"  # begins the names of attention functions that only transformers' own loop can call
+
+
+@dataclass(eq=False)
+class Pending:
+    """An unfinished request of a manager; `names` are those of its outputs, the engine's one is `names[-1]`."""
+
+    names: list[str]
+    prompt: Any
+    make_config: Callable[[], GenerationConfig]  # run in the engine's thread: what it raises is this request's error
+    seed: int | None
+    is_streaming: bool
+    records_times: bool
+    created: float = field(default_factory=time.perf_counter)
+    started: float = -1.0
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # so far, by row of the engine's request
+    times: dict[int, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            self.prompt_ids = prompt_ids(self.prompt, None)
+        except Exception:  # it is none, as the engine will say
+            self.prompt_ids = []
+
+    def add(self, output: RequestOutput) -> list[GenerationOutput]:
+        """What a step brought."""
+        now = time.perf_counter()
+        self.started = now if self.started < 0 else self.started
+        for row, token in output.new_tokens.items():
+            self.tokens.setdefault(row, []).append(token)
+            self.times.setdefault(row, []).append(now)
+        if output.result is not None:
+            return self.end(output.result)
+        rows = range(len(self.names)) if self.is_streaming else ()
+        return [self._output(row, RequestStatus.DECODING) for row in rows if self._row(row) in output.new_tokens]
+
+    def end(self, result: RequestResult) -> list[GenerationOutput]:
+        now, error = time.perf_counter(), result.error
+        if error is None and result.finish_reason == "cancelled":
+            error = RuntimeError("the request was cancelled")
+        if result.timings.queued is not None:
+            self.started = self.created + result.timings.queued
+        status, outputs = RequestStatus.FINISHED if error is None else RequestStatus.FAILED, []
+        for row in range(len(self.names)):
+            output = self._output(row, status)
+            output.error, output.lifespan = None if error is None else str(error), (self.started, now)
+            if result.sequences:
+                sequence = result.sequences[min(row, len(result.sequences) - 1)]
+                output.generated_tokens = list(sequence.token_ids)  # of beams, these are settled only now
+                output.logprobs = [processed for _, processed in sequence.logprobs or ()]
+            outputs.append(output)
+        return outputs
+
+    def _row(self, row: int) -> int:
+        """Of the engine's request, which has one where all would be equal (greedy search)."""
+        return row if row in self.tokens else 0
+
+    def _output(self, row: int, status: RequestStatus) -> GenerationOutput:
+        return GenerationOutput(
+            self.names[row],
+            prompt_ids=self.prompt_ids,
+            generated_tokens=list(self.tokens.get(self._row(row), ())),
+            status=status,
+            created_time=self.created,
+            lifespan=(self.started, -1),
+            timestamps=list(self.times.get(self._row(row), ())) if self.records_times else None,
+        )
+
+
+class ManagerThread:
+    """The engine's thread, and what it shares with callers. It does not hold the manager, which can be collected."""
+
+    def __init__(self, model: PreTrainedModel, config: PagedConfig, max_queue_size: int, return_logprobs: bool) -> None:
+        self.engine = PagedEngine(model, config)
+        self.max_queue_size, self.return_logprobs = max_queue_size, return_logprobs
+        self.lock = forks.rlock()
+        self.changed = threading.Condition(self.lock)  # of all below
+        self.thread: threading.Thread | None = None
+        self.fatal_error: BaseException | None = None  # what ended the thread
+        self.pending: dict[str, Pending] = {}  # unfinished requests, by their engine's id
+        self.inbox: deque[Pending] = deque()  # those that the engine has not got yet
+        self.cancelled: deque[str] = deque()
+        self.outputs: OrderedDict[str, deque[GenerationOutput]] = OrderedDict()  # that nothing has read yet
+        self.handlers: dict[str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]] = {}
+        self.is_flushing = self.is_stopping = self.keeps_memory = False
+        self.pausing: list[int] = []  # threads
+        self.is_paused = False
+        self.is_abandoned = threading.Event()  # the manager is gone; alone, for what tells of that to hold no model
+        forks.in_child(self)
+
+    # -- in callers' threads --------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self) -> None:
+        with self.changed:
+            self.is_flushing = self.is_stopping = self.is_paused = False
+            self.fatal_error = None
+            self.thread = threading.Thread(target=self._run, name="hf_paged-continuous-batching", daemon=True)
+            self.thread.start()
+            _running.add(self)
+
+    def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
+        with self.changed:
+            self.is_flushing, self.keeps_memory = True, keeps_memory
+            self.is_stopping |= is_hard
+            self.changed.notify_all()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether the thread has ended."""
+        thread = self.thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+        return not self.is_alive
+
+    def add(self, request: Pending) -> None:
+        def has_room() -> bool:
+            return self.is_flushing or not self.max_queue_size or len(self.inbox) < self.max_queue_size
+
+        with self.changed:
+            if not self.changed.wait_for(has_room, QUEUE_SECONDS):
+                raise queue.Full(f"{len(self.inbox)} requests wait, as many as `max_queue_size` allows: raise it")
+            if self.is_flushing:
+                why = "it was stopped" if self.fatal_error is None else f"its thread died: {self.fatal_error!r}"
+                raise RuntimeError(f"the manager takes no more requests: {why}") from self.fatal_error
+            if request.names[-1] in self.pending:
+                raise ValueError(f"request id {request.names[-1]!r} is in use by an unfinished request: choose another")
+            self.pending[request.names[-1]] = request
+            self.inbox.append(request)
+            self.changed.notify_all()
+
+    def cancel(self, name: str) -> None:
+        with self.changed:
+            self.cancelled.append(name)
+            self.changed.notify_all()
+
+    def get(self, name: str | None, timeout: float | None) -> GenerationOutput | None:
+        """The next output, of a request if `name` is given; `None` after the timeout and once none can come."""
+        with self.changed:
+            here = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
+            self.changed.wait_for(lambda: here() or not self.is_alive, timeout)
+            if not here():
+                return None
+            found = next(iter(self.outputs)) if name is None else name
+            output = self.outputs[found].popleft()
+            if not self.outputs[found]:
+                del self.outputs[found]
+            return output
+
+    def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
+        with self.changed:
+            for output in outputs:
+                callback, loop = self.handlers.get(output.request_id, (None, None))
+                if callback is None or loop is None:
+                    self.outputs.setdefault(output.request_id, deque()).append(output)
+                    continue
+                if output.is_finished():
+                    del self.handlers[output.request_id]
+                try:
+                    loop.call_soon_threadsafe(callback, output)
+                except RuntimeError:  # the loop is closed, nothing waits for the request
+                    self.handlers.pop(output.request_id, None)
+                    self.cancelled.append(output.request_id)
+            self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self.changed:
+            self.pausing.append(me)
+        try:
+            with self.changed:
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.is_paused or self.is_stopping or not self.is_alive)
+                if not self.is_paused:
+                    raise RuntimeError("the engine's thread ended before it could pause") from self.fatal_error
+            yield
+        finally:
+            with self.changed:
+                self.pausing.remove(me)
+                self.changed.notify_all()
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """In a child process, which has neither the thread nor its requests."""
+        self.changed = threading.Condition(self.lock)
+        for each in (self.pending, self.inbox, self.cancelled, self.outputs, self.handlers, self.pausing):
+            each.clear()
+        self.engine, self.thread = PagedEngine(self.engine.model, self.engine.config), None
+
+    # -- in the engine's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with served(self.engine.model), torch.no_grad():
+                while self._take_requests():
+                    outputs = [(self.pending.get(each.request_id), each) for each in self.engine.step()]
+                    self._tell([new for pending, each in outputs if pending is not None for new in pending.add(each)])
+        except BaseException as caught:
+            error = caught
+            logger.error("the engine's thread died", exc_info=caught)
+        finally:
+            self._end(error)
+
+    def _take_requests(self) -> bool:
+        """Waits until there is something to do, and gives new requests to the engine. False: the end has come."""
+        with self.changed:
+            while not self.is_stopping and not self.is_abandoned.is_set():
+                self.is_paused = bool(self.pausing)
+                if self.is_paused:
+                    self.changed.notify_all()
+                elif self.inbox or self.cancelled or self.engine.has_unfinished:
+                    break
+                elif self.is_flushing:
+                    return False
+                self.changed.wait(POLL_SECONDS)
+            self.is_paused = False
+            if self.is_stopping or self.is_abandoned.is_set():
+                return False
+            requests, cancelled = list(self.inbox), list(self.cancelled)
+            self.inbox.clear()
+            self.cancelled.clear()
+            self.changed.notify_all()  # there is room
+        for request in requests:
+            try:
+                self.engine.add_request(
+                    request.prompt,
+                    request.make_config(),
+                    request_id=request.names[-1],
+                    seed=request.seed,
+                    return_logprobs=self.return_logprobs,
+                )
+            except Exception as error:
+                self._fail(request, error)
+        for name in cancelled:
+            with contextlib.suppress(ValueError):  # it has ended
+                self.engine.cancel(name)
+        return True
+
+    def _fail(self, request: Pending, error: Exception) -> None:
+        self._tell(request.end(RequestResult(request.names[-1], [], error=error)))
+
+    def _tell(self, outputs: list[GenerationOutput]) -> None:
+        if outputs:
+            with self.changed:
+                for output in outputs:
+                    if output.is_finished():
+                        self.pending.pop(output.request_id, None)
+                self.deliver(outputs)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self.changed:
+            self.is_flushing = self.is_stopping = True
+            self.fatal_error = error
+            self.inbox.clear()
+            self.cancelled.clear()
+            why = error if isinstance(error, Exception) else RuntimeError("the manager was stopped before its end")
+            for request in list(self.pending.values()):
+                with contextlib.suppress(ValueError):
+                    self.engine.cancel(request.names[-1])
+                self._fail(request, why)
+        try:
+            if error is None and self.keeps_memory:
+                while self.engine.has_unfinished:  # what is cancelled, which is told to nothing
+                    self.engine.step()
+            else:
+                self.engine.free()
+        finally:
+            with self.changed:
+                self.is_paused, self.thread = False, None
+                self.changed.notify_all()
+
+
+_running: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Before the interpreter ends: a thread in the middle of a forward may not outlive it."""
+    for thread in list(_running):
+        if thread.is_alive:
+            thread.stop(is_hard=True)
+            thread.join(EXIT_SECONDS)
+
+
+@contextlib.contextmanager
+def served(model: PreTrainedModel) -> Iterator[None]:
+    """As transformers' continuous batching runs it: in evaluation mode. Its own attention implementations, which only
+    it can call, are replaced by what they are made of. Both are put back."""
+    training = [module for module in model.modules() if module.training]
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    named = [
+        (config, compat.attention_of(config)) for config in configs.values() if isinstance(config, PreTrainedConfig)
+    ]
+    named = [(config, name) for config, name in named if isinstance(name, str) and name.startswith(OWN_ATTENTION)]
+    device = compute_device(model)
+    try:
+        model.eval()
+        for config, name in named:
+            compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # a thread's own
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        for config, name in named:
+            compat.set_attention(config, name)

@@ -1,0 +1,674 @@
+"""transformers' continuous-batching names on `PagedEngine`: what they give, and how their threads end."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import os
+import queue
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin, RequestStatus
+
+import hf_paged
+from hf_paged.generation import manager_thread
+from hf_paged.generation.manager_config import LEFT, MAPPED, paged_config
+from tests.support import models
+
+GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)
+LONG = GenerationConfig(max_new_tokens=1500, do_sample=False)
+PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 21, 13)]
+WAIT = 30.0  # seconds: what takes so long hangs
+
+
+@pytest.fixture(autouse=True)
+def native_names() -> Iterator[None]:
+    hf_paged.install(continuous_batching={"block_size": models.BLOCK_SIZE})
+    try:
+        yield
+    finally:
+        hf_paged.uninstall()
+        hf_paged.install()
+    assert not threads(), "a thread was left behind"
+
+
+def threads() -> list[threading.Thread]:
+    gc.collect()  # managers that are gone
+    deadline = time.monotonic() + WAIT
+    while found := [each for each in threading.enumerate() if each.name.startswith("hf_paged")]:
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+    return []
+
+
+def plain(model: Any, prompt: list[int], config: GenerationConfig, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    tokens: list[int] = model.generate(ids, generation_config=copy.deepcopy(config), **options)[0].tolist()
+    return tokens[0 if model.config.is_encoder_decoder else len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "gpt2"])
+def test_greedy_batches_are_plain(name: str) -> None:
+    model = models.get(name)
+    outputs = model.generate_batch(PROMPTS, GREEDY)
+    assert list(outputs) == ["req_0", "req_1", "req_2"]
+    for prompt, output in zip(PROMPTS, outputs.values()):
+        assert output.status == RequestStatus.FINISHED and output.error is None and output.is_finished()
+        assert output.prompt_ids == prompt and output.generated_tokens == plain(model, prompt, GREEDY)
+        assert output.created_time <= output.lifespan[0] <= output.lifespan[1] <= time.perf_counter()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int) -> None:
+    model: Any = models.get("llama")
+    config = GenerationConfig(max_new_tokens=24, do_sample=True, temperature=1.5, num_return_sequences=num_sequences)
+    inputs = models.padded_prompt("llama", (13, 4, 9))
+    torch.manual_seed(3)
+    config.eos_token_id = model.generate(**inputs, generation_config=config)[0, 13 + 5].item()
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+    torch.manual_seed(3)
+    expected = model.generate(**inputs, generation_config=config)[:, 13:].tolist()
+    torch.manual_seed(3)
+    outputs = model.generate_batch(prompts, config)
+    assert len(outputs) == len(expected) == 3 * num_sequences
+    ended = 0
+    for row, output in zip(expected, outputs.values()):
+        assert row[: len(output.generated_tokens)] == output.generated_tokens
+        assert set(row[len(output.generated_tokens) :]) <= {models.PAD}
+        ended += output.generated_tokens[-1] == config.eos_token_id
+    assert ended, "no row ended early"
+    assert config.cache_implementation is None  # the caller's is left as it was
+
+
+def test_a_seed_gives_each_request_the_draws_of_generate() -> None:
+    model: Any = models.get("llama")
+    config = GenerationConfig(max_new_tokens=8, do_sample=True)
+    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(seed=7))
+    for number, (prompt, output) in enumerate(zip(PROMPTS, outputs.values())):
+        torch.manual_seed(7 + number)
+        assert output.generated_tokens == plain(model, prompt, config)
+
+
+def test_more_prompts_than_run_at_once_draw_one_by_one() -> None:
+    model: Any = models.get("llama")
+    config = GenerationConfig(max_new_tokens=4, do_sample=True)
+    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(max_requests_per_batch=2))
+    assert [len(output.generated_tokens) for output in outputs.values()] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4, "do_sample": False}, {"do_sample": True, "seed": 0}])
+def test_returned_sequences(options: dict[str, Any]) -> None:
+    model: Any = models.get("llama")
+    options = dict(options)
+    cb_config = ContinuousBatchingConfig(seed=options.pop("seed", None))
+    config = GenerationConfig(max_new_tokens=6, **{"do_sample": False, **options})
+    outputs = model.generate_batch(PROMPTS[:2], config, cb_config, num_return_sequences=3)
+    assert list(outputs)[:4] == ["req_0__child#0", "req_0__child#1", "req_0", "req_1__child#0"]
+    found = [output.generated_tokens for output in outputs.values()]
+    for number, prompt in enumerate(PROMPTS[:2]):
+        own = found[3 * number : 3 * number + 3]
+        if not options:
+            assert own == [plain(model, prompt, GREEDY, max_new_tokens=6)] * 3
+            continue
+        torch.manual_seed(number)
+        config.num_return_sequences = 3
+        expected = model.generate(torch.tensor([prompt]), generation_config=config)[:, len(prompt) :].tolist()
+        assert own == expected
+
+
+def test_each_request_has_its_own_options() -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        assert isinstance(manager, ContinuousBatchingManager)
+        first = manager.add_request(PROMPTS[0], max_new_tokens=3)
+        token = plain(model, PROMPTS[1], GREEDY)[2]
+        second = manager.add_request(PROMPTS[1], eos_token_id=[token, -1])
+        third = manager.add_request(PROMPTS[2], repetition_penalty=1.7, request_id="mine")
+        unending = manager.add_request(PROMPTS[1], eos_token_id=-1)
+        assert third == "mine"
+        found = {name: manager.get_result(name, WAIT) for name in (third, first, second, unending)}
+    assert found[first].generated_tokens == plain(model, PROMPTS[0], GREEDY, max_new_tokens=3)
+    assert found[second].generated_tokens == plain(model, PROMPTS[1], GREEDY)[:3]
+    assert found[third].generated_tokens == plain(model, PROMPTS[2], GREEDY, repetition_penalty=1.7)
+    assert found[unending].generated_tokens == plain(model, PROMPTS[1], GREEDY)
+
+
+def test_without_a_limit_a_request_goes_to_the_models_last_position() -> None:
+    model: Any = models.build("llama", max_position_embeddings=48)
+    outputs = model.generate_batch([PROMPTS[0]], GenerationConfig(do_sample=False))
+    assert len(outputs["req_0"].generated_tokens) == 48 - len(PROMPTS[0])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logprobs_are_of_the_processed_scores(do_sample: bool) -> None:
+    model: Any = models.get("llama")
+    options: dict[str, Any] = {"temperature": 0.7, "top_k": 20} if do_sample else {"repetition_penalty": 1.3}
+    config = GenerationConfig(max_new_tokens=6, do_sample=do_sample, **options)
+    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(return_logprobs=True, seed=1))
+    for number, (prompt, output) in enumerate(zip(PROMPTS, outputs.values())):
+        torch.manual_seed(1 + number)
+        ids = torch.tensor([prompt])
+        told = model.generate(ids, generation_config=config, output_scores=True, return_dict_in_generate=True)
+        assert told.sequences[0, len(prompt) :].tolist() == output.generated_tokens
+        expected = model.compute_transition_scores(told.sequences, told.scores, normalize_logits=True)[0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_streams_and_timestamps() -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        name = manager.add_request(PROMPTS[0], max_new_tokens=4, streaming=True, record_timestamps=True)
+        chunks = list(manager.request_id_iter(name))
+        quiet = manager.add_request(PROMPTS[0], max_new_tokens=4)
+        assert [len(output.generated_tokens) for output in manager.request_id_iter(quiet)] == [4]
+    assert [len(chunk.generated_tokens) for chunk in chunks] == [1, 2, 3, 4]
+    assert [chunk.status.name for chunk in chunks] == ["DECODING"] * 3 + ["FINISHED"]
+    times = chunks[-1].timestamps
+    assert len(times) == 4 and times == sorted(times) and chunks[0].created_time < times[0]
+
+
+def test_iteration_gives_all_and_ends_with_the_manager() -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY)
+    names = manager.add_requests(PROMPTS)  # before the start
+    assert not manager.is_running() and manager.get_result(timeout=0.0) is None
+    manager.start()
+    manager.stop()
+    assert sorted(output.request_id for output in manager) == names
+    manager.start()  # again
+    name = manager.add_request(PROMPTS[0])
+    assert manager.get_result(name, WAIT).generated_tokens == plain(model, PROMPTS[0], GREEDY)
+    manager.stop()
+
+
+def test_handlers_get_their_requests_outputs() -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY)
+    manager.start()
+
+    async def collect() -> list[int]:
+        counts: list[int] = []
+        done = asyncio.get_running_loop().create_future()
+
+        def told(output: Any) -> None:
+            counts.append(len(output.generated_tokens))
+            if output.is_finished():
+                done.set_result(None)
+
+        name = manager.add_request(PROMPTS[0], max_new_tokens=3, streaming=True)
+        await asyncio.sleep(0.3)  # outputs that came before are not lost
+        manager.register_result_handler(name, told)
+        await asyncio.wait_for(done, WAIT)
+        return counts
+
+    assert asyncio.run(collect()) == [1, 2, 3]
+    assert not manager._thread.handlers and manager.get_result(timeout=0.0) is None
+    manager.stop()
+
+
+def test_a_request_of_a_closed_loop_is_cancelled() -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(LONG)
+    manager.start()
+
+    async def leave() -> None:
+        manager.register_result_handler("gone", print)
+        manager.add_request(PROMPTS[0], request_id="gone", streaming=True)
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + WAIT
+    while manager._thread.pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not manager._thread.pending and manager.is_running()
+    manager.engine.check_integrity()
+    manager.stop()
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_cannot_be_served_ends_alone() -> None:
+    model: Any = models.get("llama")
+    wrong: list[Any] = [[], [models.VOCAB_SIZE], "text", None]
+    outputs = model.generate_batch([PROMPTS[0], *wrong, PROMPTS[1]], GREEDY)
+    found = list(outputs.values())
+    assert [found[0].generated_tokens, found[-1].generated_tokens] == [plain(model, p, GREEDY) for p in PROMPTS[:2]]
+    for output in found[1:-1]:
+        assert output.status == RequestStatus.FAILED and output.error and not output.generated_tokens
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        unknown = manager.add_request(PROMPTS[0], temprature=0.5)
+        assert "did you mean `temperature`" in manager.get_result(unknown, WAIT).error
+        large = manager.add_request(PROMPTS[0], max_new_tokens=0)
+        assert "max_new_tokens" in manager.get_result(large, WAIT).error
+    with pytest.raises(ValueError, match="temprature"):
+        model.generate_batch(PROMPTS, GREEDY, temprature=0.5)
+
+
+def test_a_request_that_never_fits_ends_alone() -> None:
+    model: Any = models.get("llama")
+    config = ContinuousBatchingConfig(num_blocks=4, page_size=8)
+    outputs = model.generate_batch([PROMPTS[0], PROMPTS[1] * 4], GREEDY, config)
+    assert outputs["req_0"].generated_tokens == plain(model, PROMPTS[0], GREEDY)
+    assert "num_blocks" in outputs["req_1"].error
+
+
+def test_few_blocks_preempt() -> None:
+    model: Any = models.get("llama")
+    config = ContinuousBatchingConfig(num_blocks=6, page_size=8, cpu_offload_space=1.0)
+    for sample in (False, True):
+        options = GenerationConfig(max_new_tokens=16, do_sample=sample)
+        torch.manual_seed(0)
+        outputs = model.generate_batch(PROMPTS * 2, options, config)
+        assert all(output.error is None for output in outputs.values())
+        if not sample:
+            for prompt, output in zip(PROMPTS * 2, outputs.values()):
+                assert output.generated_tokens == plain(model, prompt, options)
+
+
+def test_ids_in_use_and_managers_that_have_stopped_are_refused() -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(LONG)
+    manager.start()
+    manager.add_request(PROMPTS[0], request_id="a")
+    with pytest.raises(ValueError, match="'a' is in use"):
+        manager.add_request(PROMPTS[0], request_id="a")
+    manager.stop(hard_stop=True)
+    assert "stopped" in manager.get_result("a").error and manager.get_result("a") is None
+    with pytest.raises(RuntimeError, match="stopped"):
+        manager.add_request(PROMPTS[0])
+    with pytest.raises(RuntimeError, match="not running"), manager.pause():
+        pass
+
+
+def test_a_full_queue_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_thread, "QUEUE_SECONDS", 0.05)
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_queue_size=2))
+    manager.add_requests(PROMPTS[:2])
+    with pytest.raises(queue.Full, match="`max_queue_size`"):
+        manager.add_request(PROMPTS[2])
+    manager.start()
+    manager.add_request(PROMPTS[2])
+    manager.stop()
+    assert len(list(manager)) == 3
+
+
+def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(LONG)
+    manager.start()
+    name = manager.add_request(PROMPTS[0])
+    handled = []
+
+    async def handler() -> None:
+        done = asyncio.get_running_loop().create_future()
+        manager.register_result_handler("handled", done.set_result)
+        manager.add_request(PROMPTS[1], request_id="handled")
+        handled.append((await done).error)
+
+    waits: list[Callable[[], Any]] = [
+        lambda: list(manager.request_id_iter(name)),
+        lambda: list(manager.request_id_iter("never added")),
+        lambda: manager.join(),
+        lambda: asyncio.run(handler()),
+    ]
+    found: dict[int, Any] = {}
+    waiting = [threading.Thread(target=lambda i=i: found.update({i: waits[i]()})) for i in range(len(waits))]
+    for thread in waiting:
+        thread.start()
+    deadline = time.monotonic() + WAIT
+    while "handled" not in manager._thread.pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    def die() -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(manager.engine, "step", die)
+    for thread in waiting:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in waiting)
+    assert [output.error for output in found[0]] == ["boom"] and found[1] == [] and handled == ["boom"]
+    assert str(manager.fatal_error) == "boom" and not manager.is_running()
+    assert manager.background_thread_status.fatal_error is manager.fatal_error
+    with pytest.raises(RuntimeError, match="its thread died") as raised:
+        manager.add_request(PROMPTS[0])
+    assert raised.value.__cause__ is manager.fatal_error
+    manager.stop()
+    monkeypatch.undo()
+    manager.engine.check_integrity()
+    manager.start()
+    manager.add_request(PROMPTS[0], max_new_tokens=3, request_id="after")
+    assert len(manager.get_result("after", WAIT).generated_tokens) == 3
+    assert manager.fatal_error is None
+    manager.stop()
+
+
+def test_a_batch_raises_what_ended_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(self: Any) -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(hf_paged.PagedEngine, "step", die)
+    with pytest.raises(RuntimeError, match="thread died") as raised:
+        models.get("llama").generate_batch(PROMPTS, GREEDY)
+    assert str(raised.value.__cause__) == "boom"
+
+
+def test_a_cancelled_request_tells_so() -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(LONG) as manager:
+        manager.cancel_request("unknown")
+        name = manager.add_request(PROMPTS[0], streaming=True)
+        chunks = []
+        for chunk in manager.request_id_iter(name):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                manager.cancel_request(name)
+        assert chunks[-1].status == RequestStatus.FAILED and "cancelled" in chunks[-1].error
+        tokens = chunks[-1].generated_tokens
+        assert 3 <= len(tokens) < 1500 and tokens == plain(model, PROMPTS[0], GREEDY, max_new_tokens=len(tokens))
+        assert manager.engine.stats().used_blocks == 0
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+
+
+def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
+    model: Any = models.build("llama")
+    prompt = models.token_ids(1, 40)[0].tolist()
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        first = manager.get_result(manager.add_request(prompt), WAIT)
+        again = manager.get_result(manager.add_request(prompt), WAIT)
+        assert manager.engine.stats().num_prefix_hit_tokens >= 32
+        running = manager.add_request(prompt, max_new_tokens=1000)
+        time.sleep(0.1)
+        with manager.pause(), manager.pause():
+            steps = manager.engine.stats().num_steps
+            hits = manager.engine.stats().num_prefix_hit_tokens
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            time.sleep(0.1)
+            assert manager.engine.stats().num_steps == steps
+            with pytest.raises(RuntimeError, match="leave `pause`"):
+                manager.stop()
+        changed = manager.get_result(manager.add_request(prompt), WAIT)
+        manager.cancel_request(running)
+        assert manager.get_result(running, WAIT).is_finished()
+        assert manager.engine.stats().num_prefix_hit_tokens - hits <= 40  # of the running one, which began before
+    assert first.generated_tokens == again.generated_tokens != changed.generated_tokens
+    assert changed.generated_tokens == plain(model, prompt, GREEDY)
+
+
+def test_pausing_threads_wait_for_one_another() -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(LONG) as manager:
+        name = manager.add_request(PROMPTS[0])
+        inside, leave = threading.Barrier(4), [threading.Event() for _ in range(3)]
+
+        def hold(number: int) -> None:
+            with manager.pause():
+                inside.wait(WAIT)
+                leave[number].wait(WAIT)
+
+        holders = [threading.Thread(target=hold, args=(number,)) for number in range(3)]
+        for holder in holders:
+            holder.start()
+        inside.wait(WAIT)
+        steps = manager.engine.stats().num_steps
+        for number in range(3):
+            time.sleep(0.05)
+            assert manager.engine.stats().num_steps == steps
+            leave[number].set()
+            holders[number].join(WAIT)
+        assert len(manager.get_result(name, WAIT).generated_tokens) == 1500
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model: Any = models.build("llama")
+    model.train()
+    model.config._attn_implementation = "paged|sdpa"  # transformers' own, which needs its own loop
+    outputs = model.generate_batch(PROMPTS, GREEDY)
+    sampled = model.generate_batch(PROMPTS, GREEDY, do_sample=True)
+    assert all(module.training for module in model.modules())
+    assert model.config._attn_implementation == "paged|sdpa"
+    model.config._attn_implementation = "sdpa"
+    assert [o.generated_tokens for o in outputs.values()] == [plain(model, prompt, GREEDY) for prompt in PROMPTS]
+    assert all(len(output.generated_tokens) == 8 for output in sampled.values())
+    hf_paged.check_integrity(model)
+
+
+def test_a_manager_is_kept_for_the_next_session() -> None:
+    model: Any = models.build("llama")
+    prompt = models.token_ids(1, 40)[0].tolist()
+    first = model.generate_batch([prompt], GREEDY, persistent_manager=True)
+    manager = model.init_continuous_batching()
+    assert manager is model.init_continuous_batching(GREEDY) and not manager.is_running()
+    again = model.generate_batch([prompt], GREEDY, persistent_manager=True)
+    assert manager.engine.stats().num_prefix_hit_tokens >= 32
+    assert first["req_0"].generated_tokens == again["req_1"].generated_tokens
+    other = model.generate_batch([prompt], GREEDY, max_new_tokens=3, persistent_manager=True)
+    assert len(other["req_2"].generated_tokens) == 3
+    twin = copy.deepcopy(model)
+    assert twin.init_continuous_batching(GREEDY) is not manager
+    assert model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_batch_tokens=64)) is not manager
+    model.destroy_cached_continuous_batching_manager()
+    assert manager.engine.memory.stats().used_bytes == 0
+    held, kept = weakref.ref(model), weakref.ref(manager)
+    model.generate_batch([prompt], GREEDY, persistent_manager=True)
+    del model, manager
+    gc.collect()
+    assert held() is None and kept() is None
+
+
+def test_paged_calls_of_generate_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = models.get("llama")
+    monkeypatch.setattr(ContinuousMixin, "generate_batch", None)
+    inputs = models.padded_prompt("llama")
+    expected = model.generate(**inputs, max_new_tokens=5)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, cache_implementation="paged"), expected)
+    config = GenerationConfig(max_new_tokens=5, cache_implementation="paged")
+    monkeypatch.undo()
+    output = model.generate_batch([PROMPTS[0]], config)["req_0"]
+    assert output.generated_tokens == plain(model, PROMPTS[0], GREEDY, max_new_tokens=5)
+
+
+def test_uninstall_gives_the_names_back() -> None:
+    model: Any = models.get("llama")
+    assert type(model.init_continuous_batching(GREEDY)) is not ContinuousBatchingManager
+    hf_paged.uninstall()
+    try:
+        assert type(model.init_continuous_batching(GREEDY)) is ContinuousBatchingManager
+    finally:
+        hf_paged.install()
+    assert type(model.init_continuous_batching(GREEDY)) is ContinuousBatchingManager
+
+
+# -- how threads end ----------------------------------------------------------------------------------------------
+
+
+def test_managers_that_are_collected_leave_nothing() -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(LONG)
+    manager.start()
+    manager.add_requests(PROMPTS)
+    engine = weakref.ref(manager.engine)
+    del manager
+    assert not threads()
+    gc.collect()
+    assert engine() is None
+
+
+def test_leaving_the_context_by_an_error_does_not_wait_for_requests() -> None:
+    model: Any = models.get("llama")
+    with pytest.raises(ZeroDivisionError), model.continuous_batching_context_manager(LONG) as manager:
+        manager.add_requests(PROMPTS * 10)
+        raise ZeroDivisionError
+    assert not manager.is_running()
+    assert len([output for output in manager if output.error]) == 30
+    assert manager.engine.memory.stats().used_bytes == 0
+
+
+RUN = """
+import os, signal, sys, threading, time
+import hf_paged
+from transformers import GenerationConfig
+from tests.support import models
+hf_paged.install(continuous_batching=True)
+model = models.build("llama", max_position_embeddings=100_000)
+config = GenerationConfig(max_new_tokens=50_000, do_sample=False)
+prompt = list(range(5, 25))
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    script = RUN + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_interpreter_ends_with_a_running_manager() -> None:
+    ended = run(
+        """
+        manager = model.init_continuous_batching(config)
+        manager.start()
+        manager.add_request(prompt)
+        time.sleep(0.5)
+        print("the last line")
+        """
+    )
+    assert ended.returncode == 0 and ended.stdout.endswith("the last line\n"), ended.stderr
+
+
+def test_an_interrupt_ends_a_batch() -> None:
+    ended = run(
+        """
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            model.generate_batch([prompt] * 3, config)
+        except KeyboardInterrupt:
+            print([each.name for each in threading.enumerate() if each.name.startswith("hf_paged")])
+        del config.do_sample
+        config.do_sample = True
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            model.generate_batch([prompt] * 3, config)
+        except KeyboardInterrupt:
+            hf_paged.check_integrity(model)
+            print("whole")
+        """
+    )
+    assert ended.returncode == 0 and ended.stdout == "[]\nwhole\n", ended.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_process_has_no_thread_and_can_start_one() -> None:
+    ended = run(
+        """
+        manager = model.init_continuous_batching(config)
+        manager.start()
+        name = manager.add_request(prompt)
+        time.sleep(0.5)
+        child = os.fork()
+        if not child:
+            assert not manager.is_running() and manager.get_result() is None
+            manager.stop()
+            manager.start()
+            assert len(manager.get_result(manager.add_request(prompt, max_new_tokens=5)).generated_tokens) == 5
+            manager.stop()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert manager.is_running()
+        manager.cancel_request(name)
+        assert manager.get_result(name).error
+        manager.stop()
+        print("whole")
+        """
+    )
+    assert ended.returncode == 0 and ended.stdout == "whole\n", ended.stderr
+
+
+def test_managers_of_several_threads_share_a_model() -> None:
+    model: Any = models.get("llama")
+    expected = [plain(model, prompt, GREEDY) for prompt in PROMPTS]
+    found: list[Any] = []
+    running = [threading.Thread(target=lambda: found.append(model.generate_batch(PROMPTS, GREEDY))) for _ in range(3)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(WAIT)
+    assert len(found) == 3
+    for outputs in found:
+        assert [output.generated_tokens for output in outputs.values()] == expected
+
+
+# -- configuration ------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_config_is_mapped_or_left() -> None:
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    assert known <= {*MAPPED, *LEFT} and not set(MAPPED) & set(LEFT)
+
+
+def test_what_fields_of_the_config_mean() -> None:
+    base = {"block_size": 32}
+    assert paged_config(ContinuousBatchingConfig(), base) == hf_paged.PagedConfig(block_size=32)
+    assert paged_config(ContinuousBatchingConfig()) == hf_paged.PagedConfig(block_size=models.BLOCK_SIZE)
+    given = ContinuousBatchingConfig(
+        num_blocks=40,
+        max_batch_tokens=512,
+        max_memory_percent=0.5,
+        max_requests_per_batch=9,
+        allow_block_sharing=False,
+        use_cuda_graph=False,
+        scheduler_type="prefill_first",
+        cpu_offload_space=2.0,
+        q_padding_interval_size=64,
+        default_compile_level=2,
+    )
+    assert paged_config(given, base) == hf_paged.PagedConfig(
+        block_size=256,  # what transformers' blocks are by default
+        num_blocks=40,
+        max_num_batched_tokens=512,
+        memory_fraction=0.5,
+        max_num_seqs=9,
+        prefix_caching=False,
+        capture=False,
+        max_chunk_tokens=512,
+        preemption="swap",
+    )
+    assert paged_config(ContinuousBatchingConfig(use_cuda_graph=(False, True)), base).capture
+    for wrong, message in (
+        ({"scheduler_type": "mine"}, "'fifo' or 'prefill_first'"),
+        ({"max_memory_percent": 90}, "memory_fraction"),
+        ({"max_requests_per_batch": 0}, "max_num_seqs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_config(ContinuousBatchingConfig(**wrong), base)
+
+
+def test_a_field_that_is_not_known_is_refused() -> None:
+    class Newer(ContinuousBatchingConfig):
+        pass
+
+    Newer.__dataclass_fields__ = {**ContinuousBatchingConfig.__dataclass_fields__}  # type: ignore[attr-defined]
+    newer = copy.copy(ContinuousBatchingConfig.__dataclass_fields__["seed"])
+    newer.name = "reads_minds"
+    Newer.__dataclass_fields__["reads_minds"] = newer  # type: ignore[attr-defined]
+    config = Newer()
+    config.reads_minds = None  # type: ignore[attr-defined]
+    paged_config(config)
+    config.reads_minds = 1  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="reads_minds"):
+        paged_config(config)

@@ -22,22 +22,21 @@ HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache")  # which the app pa
 
 _options: ContextVar[Mapping[str, Any]] = ContextVar("options")  # of the request that this task serves
 _seed: ContextVar[int | None] = ContextVar("seed", default=None)
+_refusals: ContextVar[list[str]] = ContextVar("refusals")  # its error, if it never ran
 
 
 class ServedManager(PagedBatchingManager):
     """Requests take the options of the task that adds them: the app passes on but a few."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.refused: dict[str, str] = {}  # errors of requests that never ran, until these are told
-
     def add_request(self, *args: Any, **kwargs: Any) -> str:
         return super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        refusals = _refusals.get()
+
         def told(output: GenerationOutput) -> None:
             if output.error is not None and output.lifespan[0] < 0:  # it never ran: what it asks for cannot be served
-                self.refused[request_id] = output.error
+                refusals.append(output.error)
             callback(output)
 
         super().register_result_handler(request_id, told)
@@ -76,16 +75,12 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> Any:
         name = self._begin(processor, gen_config)
-        assert self.manager is not None
-        refused = self.manager.refused
         try:
             return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
-        except RuntimeError:
-            if name in refused and self.manager.fatal_error is None:
-                raise ValueError(refused[name]) from None
+        except utils.CBWorkerDeadError:
             raise
-        finally:
-            refused.pop(name, None)
+        except RuntimeError as error:
+            raise ValueError(_refusals.get()[0]) if _refusals.get() else error from None
 
     def _begin(self, processor: Any, gen_config: GenerationConfig) -> str:
         """Takes the options of this task's request, and names it: two clients may send the same id."""
@@ -99,6 +94,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 if name[0] != "_" and name not in HOW_TO_RUN and value not in (None, getattr(shared, name, None))
             }
         )
+        _refusals.set([])
         return str(uuid.uuid4())
 
 
@@ -127,8 +123,9 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
     app = _build_server(*args, generation_state=generation_state, **kwargs)
 
     async def refuse(request: Any, error: Exception) -> JSONResponse:
-        logger.warning("refused %s", request.url.path, exc_info=error)
         message = f"{type(error).__name__}: {error}"
+        logger.warning("refused %s: %s", request.url.path, message)
+        logger.debug("it was raised here", exc_info=error)  # clients may send many
         return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=400)
 
     for kind in (KeyError, TypeError, ValueError):  # of what the app and we read from the body
@@ -153,7 +150,10 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
 def set_seed(seed: int) -> None:
     """Of a request, which draws by itself then; where `generate` serves it, all requests do from one generator."""
     _seed.set(seed)
-    _set_torch_seed(seed)
+    try:
+        _set_torch_seed(seed)
+    except RuntimeError as error:  # it has more than 64 bits
+        raise ValueError(f"`seed` is {seed}: {error}") from None
 
 
 _build_server, _set_torch_seed = server.build_server, utils.set_torch_seed

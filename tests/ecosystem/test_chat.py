@@ -1,5 +1,5 @@
-"""The page of examples/chat.py in a browser without a window. `python -m tests.ecosystem.test_chat FILE` takes the
-picture of the documentation (with a model that is trained for a minute, on a machine that does nothing else)."""
+"""The page of examples/chat.py in a browser without a window. `python -m tests.ecosystem.test_chat FILE [OPTIONS]`
+takes the picture of the documentation, with options of the example."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_a_chat_in_a_browser(tmp_path: Path) -> None:
         page.close()
 
 
-def take_picture(path: str) -> None:
+def take_picture(path: str, *options: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        page = Page(Path(folder), "--max-new-tokens", "120", "--train-seconds", "90")
+        page = Page(Path(folder), "--max-new-tokens", "150", *options)
         try:
             page.ask(QUESTION)
             wait_for(lambda: page.requests()[2] == 1)
@@ -137,4 +137,4 @@ def take_picture(path: str) -> None:
 
 
 if __name__ == "__main__":
-    take_picture(sys.argv[1])
+    take_picture(*sys.argv[1:])

@@ -180,6 +180,7 @@ MALFORMED = [
     {"max_tokens": 10**9},  # more blocks than there are
     {"stop": 5},
     {"seed": "a"},
+    {"seed": 2**70},
     {"logit_bias": {"99999": 5}},
     {"model": "another"},
 ]

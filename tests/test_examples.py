@@ -74,8 +74,9 @@ def assert_shows(cells: list[Any]) -> None:
 
 
 def test_every_script_is_run() -> None:
+    """But for the page, which runs until it is stopped: `tests/ecosystem/test_chat.py` looks at it."""
     scripts = {path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
-    assert scripts == set(EXPECTED)
+    assert scripts - {"chat.py"} == set(EXPECTED)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,46 @@ def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
     assert [each["tokens"] for each in told] == [expected()] * 2
 
 
+REWARDS = """
+import gc, json, os, sys
+from transformers import PreTrainedModel
+
+def reward(completions, **others):
+    ours = sys.modules.get("hf_paged")
+    models = [each for each in gc.get_objects() if isinstance(each, PreTrainedModel)] if ours else []
+    roads = {ours.last_route(model).road for model in models if ours.last_route(model)}
+    with open(os.environ["REWARDS"], "a") as file:
+        file.write(json.dumps([completions, sorted(roads)]) + "\\n")
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_trl(folder: Path, tmp_path: Path) -> None:
+    """`trl grpo` starts its training in a child: the rollouts of paged calls are those of plain ones."""
+    pytest.importorskip("trl")
+    models.tokenizer().save_pretrained(folder / "model")
+    (folder / "rewards.py").write_text(REWARDS)
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"prompt": text}) for text in models.corpus()[:4]]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+
+    def rollouts(name: str, *options: str, run_with: tuple[str, ...]) -> list[Any]:
+        grpo = f"""grpo --model_name_or_path {folder / "model"} --dataset_name {tmp_path / "data"} --use_cpu
+            --reward_funcs rewards.reward --output_dir {tmp_path / name} --per_device_train_batch_size 4
+            --num_generations 4 --max_completion_length 8 --report_to none --save_strategy no --bf16 false
+            --gradient_checkpointing false --dtype float32 --max_steps 2 --seed 3"""
+        env = {"REWARDS": str(tmp_path / f"{name}.jsonl"), "PYTHONPATH": str(folder), "HF_HOME": str(tmp_path)}
+        ended = run(*grpo.split(), *options, command=("-m", *run_with), **env)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+
+    plain = rollouts("plain", run_with=("trl.cli.main",))
+    paged = rollouts("paged", "--cache_implementation", "paged", run_with=("hf_paged", "run", "trl"))
+    assert [texts for texts, _ in paged] == [texts for texts, _ in plain] and len(plain) == 2
+    assert [roads for _, roads in plain] == [[], []] and paged[-1][1] == ["engine"]
+
+
 def test_a_traceback_is_the_programs_own(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("def inner():\n    raise KeyError('mine')\ninner()\n")

@@ -270,7 +270,8 @@ def _cb_config(config: GenerationConfig, given: ContinuousBatchingConfig | None)
 
 
 def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    return _effective(model, config, "cache_config")
+    is_ours = _effective(model, config, "cache_implementation") in (None, "paged", NAME)
+    return _effective(model, config, "cache_config") if is_ours else None
 
 
 def _init(

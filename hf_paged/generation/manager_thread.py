@@ -25,6 +25,7 @@ from ..batching.arguments import prompt_ids
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestOutput, RequestResult
 from ..config import PagedConfig
+from ..interrupts import held
 from ..model.forwards import compute_device
 
 logger = logging.getLogger(__name__)
@@ -319,25 +320,44 @@ def _stop_all() -> None:
             thread.join(EXIT_SECONDS)
 
 
+class _Served:
+    """What is put back when nothing serves a model any more."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.count = 0
+        self.training = [module for module in model.modules() if module.training]
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        found = [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
+        names = [(config, compat.attention_of(config)) for config in found]
+        self.attention = [(c, name) for c, name in names if isinstance(name, str) and name.startswith(OWN_ATTENTION)]
+
+
+_served: weakref.WeakKeyDictionary[PreTrainedModel, _Served] = weakref.WeakKeyDictionary()
+_served_lock = forks.lock()
+
+
 @contextlib.contextmanager
 def served(model: PreTrainedModel) -> Iterator[None]:
     """As transformers' continuous batching runs it: in evaluation mode. Its own attention implementations, which only
-    it can call, are replaced by what they are made of. Both are put back."""
-    training = [module for module in model.modules() if module.training]
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    named = [
-        (config, compat.attention_of(config)) for config in configs.values() if isinstance(config, PreTrainedConfig)
-    ]
-    named = [(config, name) for config, name in named if isinstance(name, str) and name.startswith(OWN_ATTENTION)]
-    device = compute_device(model)
+    it can call, are replaced by what they are made of. Both are put back by the last of those that serve it."""
+    device, mine = compute_device(model), list[_Served]()
     try:
-        model.eval()
-        for config, name in named:
-            compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
+        with held(), _served_lock:
+            before = _served.setdefault(model, _Served(model))
+            before.count += 1
+            mine.append(before)
+            model.eval()
+            for config, name in before.attention:
+                compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # a thread's own
             yield
     finally:
-        for module in training:
-            module.training = True
-        for config, name in named:
-            compat.set_attention(config, name)
+        with held(), _served_lock:
+            for before in mine:
+                before.count -= 1
+                if not before.count:
+                    del _served[model]
+                    for module in before.training:
+                        module.training = True
+                    for config, name in before.attention:
+                        compat.set_attention(config, name)

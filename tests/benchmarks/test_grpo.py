@@ -7,16 +7,23 @@ from pathlib import Path
 
 import pytest
 
+import hf_paged
 from benchmarks import grpo
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 
 
 def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
-    grpo.main(["--quick", "--json", str(path)])
+    try:
+        grpo.main(["--quick", "--json", str(path)])
+    finally:
+        hf_paged.uninstall()
+        hf_paged.install()
     rows = json.loads(path.read_text())["rows"]
     assert [row["prompts"] for row in rows] == [1, 4]
     for row in rows:
         assert row["equal"] and row["road"] == "engine"
         assert row["rollouts"]["paged"] > 0 and row["training"]["plain"] > row["rollouts"]["plain"]
-    assert "rollouts: 4 steps of 4 x 8 x 6 tokens" in capsys.readouterr().out
+        assert row["rollouts"]["generate_batch"] > 0
+    out = capsys.readouterr().out
+    assert "rollouts: 4 steps of 4 x 8 x 6 tokens |" in out and "tokens, by `generate_batch`" in out

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -450,6 +451,20 @@ def test_the_model_is_left_as_it_was() -> None:
     hf_paged.check_integrity(model)
 
 
+def test_the_last_manager_puts_the_model_back() -> None:
+    model: Any = models.build("llama")
+    model.train()
+    first, second = model.init_continuous_batching(LONG), model.init_continuous_batching(LONG)
+    for manager in (first, second):
+        manager.start()
+        manager.add_request(PROMPTS[0], max_new_tokens=1)
+        assert manager.get_result(timeout=WAIT).is_finished()
+    first.stop()
+    assert not any(module.training for module in model.modules())
+    second.stop()
+    assert all(module.training for module in model.modules())
+
+
 def test_a_manager_is_kept_for_the_next_session() -> None:
     model: Any = models.build("llama")
     prompt = models.token_ids(1, 40)[0].tolist()
@@ -619,6 +634,12 @@ def test_managers_of_several_threads_share_a_model() -> None:
 def test_every_field_of_the_config_is_mapped_or_left() -> None:
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     assert known <= {*MAPPED, *LEFT} and not set(MAPPED) & set(LEFT)
+
+
+def test_the_guide_has_the_tables() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
+    for name, meaning in (MAPPED | LEFT).items():
+        assert f"| `{name}` | {meaning} |" in guide
 
 
 def test_what_fields_of_the_config_mean() -> None:

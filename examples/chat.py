@@ -1,75 +1,92 @@
-"""Chats on a loaded engine: messages in, answers of several samples out, and how sure the model was of each token.
+"""A chat in the browser: answers stream from one `PagedEngine`, whose figures and blocks are shown beside them.
 
-The model and its tokenizer, with a chat template, are saved to a folder, and `PagedEngine.from_pretrained` loads both.
-The script exits with status 1 if one token differs from plain `generate` on the template's text.
+Answers of all visitors run in the same batch; one that is stopped, or whose page is closed, gives its blocks back.
+The next turn of a conversation finds the ones before it in the prefix cache. MODEL is a folder or a name that
+transformers loads, with a chat template; without one a small model is trained, which can only rave about Python.
 
-    python examples/chat.py [--train-seconds 15] [--quick]
+    pip install gradio
+    python examples/chat.py [MODEL] [--port 7860] [--train-seconds 60] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import sys
-import tempfile
+from collections.abc import AsyncIterator
 from typing import Any
 
 import tiny_model  # before transformers: it sets the environment
-import torch
 
 import hf_paged
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-SYSTEM = {"role": "system", "content": "You are Python's manual. Say what is asked, in one sentence."}
-QUESTIONS = ("What does the with statement do?", "When is an exception raised?", "What is a class?")
-TOP = 3  # alternatives that are shown of each token
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ '\n' }}{% endfor %}"
+MAX_PROMPT_TOKENS = 600  # of a conversation; the oldest turns are left out
 
 
-def is_plain(engine: hf_paged.PagedEngine, chat: list[dict[str, str]], result: Any, options: dict[str, Any]) -> bool:
-    """Whether the answers are those of plain `generate` with the text of the template."""
-    ids = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    torch.manual_seed(0)
-    plain = engine.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :]
-    found = [sequence.token_ids for sequence in result.sequences]
-    return all(row[: len(tokens)].tolist() == tokens for row, tokens in zip(plain, found))
+def build_page(engine: hf_paged.PagedEngine, generation: dict[str, Any]) -> Any:
+    """The page, a `gradio.Blocks`: a chat, and the engine's figures, twice a second."""
+    import gradio
+
+    async def answer(message: str, history: list[dict[str, Any]]) -> AsyncIterator[str]:
+        turns = [{"role": turn["role"], "content": text_of(turn)} for turn in history]
+        turns.append({"role": "user", "content": message})
+        ids = prompt_of(engine.tokenizer, turns)
+        text = ""
+        async for output in engine.astream([ids], generation):  # closed with this generator: that cancels the request
+            text += output.text or ""
+            yield text
+            if output.result is not None and output.result.error is not None:
+                raise gradio.Error(str(output.result.error))
+
+    with gradio.Blocks(title="hf_paged") as page:
+        with gradio.Row():
+            with gradio.Column(scale=3):
+                gradio.ChatInterface(answer, concurrency_limit=None, title="Chat")
+            with gradio.Column(scale=2):
+                gradio.Markdown("### The engine")
+                figures = gradio.HTML(engine._repr_html_(), elem_id="engine")
+        gradio.Timer(0.5).tick(engine._repr_html_, outputs=figures, show_progress="hidden")
+    return page
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    tiny_model.add_arguments(parser, seconds=15)
-    model, tokenizer = tiny_model.from_arguments(arguments := parser.parse_args())
-    options = {
-        "max_new_tokens": 12 if arguments.quick else 32,
-        "do_sample": True,
-        "top_k": 20,
-        "num_return_sequences": 2,
-    }
-    chats = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
-    with tempfile.TemporaryDirectory() as folder:
+def text_of(turn: dict[str, Any]) -> str:
+    """What was said in a turn, which gradio keeps as text or as a list of parts."""
+    content = turn["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def prompt_of(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
+    """The ids of a conversation up to its next answer."""
+    while True:
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        if len(inputs["input_ids"]) <= MAX_PROMPT_TOKENS or len(turns) == 1:
+            return inputs["input_ids"]
+        turns = turns[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", help="a folder, or a name that transformers loads")
+    parser.add_argument("--port", type=int, default=7860)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--num-blocks", type=int, default=512)
+    tiny_model.add_arguments(parser, seconds=60)
+    arguments = parser.parse_args()
+    generation: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
+    if arguments.model is None:
+        model, tokenizer = tiny_model.from_arguments(arguments)
         tokenizer.chat_template = TEMPLATE
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        engine = hf_paged.PagedEngine.from_pretrained(folder, config={"block_size": 8}, dtype="float32")
-    with engine:
-        results = engine.generate(chats, options, seed=0, return_logprobs=True, top_logprobs=TOP)
-        later = engine.generate(chats, options, seed=0)
-        equal = [is_plain(engine, chat, result, options) for chat, result in zip(chats, results)]
+        generation |= {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for question, result in zip(QUESTIONS, results):
-        print(f"\n{question}")
-        for sequence in result.sequences:
-            print(f"  {tiny_model.shown(sequence.text, 90)}")
-        (raw, _), top = result.logprobs[0], result.sequences[0].top_logprobs[0]
-        others = ", ".join(f"{engine.tokenizer.decode([token])!r} {math.exp(own):.0%}" for token, own, _ in top)
-        print(f"  its first token had {math.exp(raw):.1%}; the best were {others}")
-    hits = sum(result.num_prefix_hit_tokens for result in later)
-    print(f"\nasked again, {hits} tokens of the chats were found in the prefix cache")
-    print(f"equal to plain generate: {', '.join('yes' if each else 'NO' for each in equal)}")
-    return 0 if all(equal) and hits else 1
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto", device_map="auto")
+    config = hf_paged.PagedConfig(num_blocks=arguments.num_blocks)
+    with hf_paged.PagedEngine(model, config, tokenizer=tokenizer) as engine:
+        build_page(engine, generation).launch(server_port=arguments.port)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

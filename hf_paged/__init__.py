@@ -18,7 +18,7 @@ from .cache.block_pool import OutOfBlocksError
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
 from .config import PagedConfig
-from .generation.install import install, uninstall
+from .generation.install import install, install_of_environment, uninstall
 from .model.registry import Route, check_integrity, free, last_route, memory_stats
 
 __version__ = "0.2.0"
@@ -43,4 +43,4 @@ __all__ = [
     "uninstall",
 ]
 
-install()
+install_of_environment()

@@ -104,6 +104,7 @@ _MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
 _name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
 
 CACHED_MANAGER = "_cached_continuous_batching_manager"  # attribute of a model: one that is kept for the next session
+SERVED_MANAGER = "_cb"  # of the manager of `transformers serve` (`CBGenerateManager`): the one of continuous batching
 
 from_config = _method("_from_config", PreTrainedModel)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
@@ -9,12 +11,28 @@ from typing import Any
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 PREEMPTION = ("auto", "recompute", "swap")
+VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
+
+
+def _with_defaults_of_environment(cls: type) -> type:
+    try:
+        defaults = json.loads(os.environ.get(VARIABLE) or "{}")
+    except ValueError:
+        defaults = None
+    if not isinstance(defaults, dict) or not defaults.keys() <= cls.__annotations__.keys():
+        allowed = ", ".join(cls.__annotations__)
+        raise ValueError(f"{VARIABLE} is {os.environ[VARIABLE]!r}: it must be a JSON object with keys among {allowed}")
+    for name, value in defaults.items():
+        setattr(cls, name, value)
+    return cls
 
 
 @dataclass(frozen=True)
+@_with_defaults_of_environment
 class PagedConfig:
     """
-    The knobs of the paged key/value memory. Pass one, or the same keys as a dict, as `cache_config`.
+    The knobs of the paged key/value memory. Pass one, or the same keys as a dict, as `cache_config`. The environment
+    variable HF_PAGED_CONFIG, which `python -m hf_paged run --set` writes, holds other defaults as JSON.
 
     Args:
         block_size (`int`, defaults to 16):

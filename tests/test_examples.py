@@ -35,7 +35,7 @@ EXPECTED = {
         r"\(plain -\d+\.\d+\): \w+",
         r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3 beams yes, scores yes",
     ],
-    "chat.py": [
+    "chats.py": [
         r"its first token had \d+\.\d%; the best were .*%, .*%, .*%",
         r"asked again, [1-9]\d* tokens of the chats were found in the prefix cache",
         r"equal to plain generate: yes, yes, yes\n",
@@ -61,7 +61,7 @@ EXPECTED = {
     ],
 }
 
-ELSEWHERE = {"structured_output.py"}  # whose packages are not everywhere: tests/ecosystem runs them
+ELSEWHERE = {"chat.py", "structured_output.py"}  # whose packages are not everywhere: tests/ecosystem runs them
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

@@ -14,7 +14,8 @@ ROOMS = ("tools", "generation", "batching", "model", "attention", "cache", "tape
 # What is not in a folder of its room's name. The first that fits a module's name counts.
 PLACES = {
     "": "tools",  # the package's door
-    "inspect": "tools",  # the command
+    "__main__": "tools",  # commands
+    "inspect": "tools",
     "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
     **dict.fromkeys(("compat", "config", "forks", "interrupts", "step"), "base"),
 }

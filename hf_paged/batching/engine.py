@@ -308,6 +308,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 num_running=scheduler.num_running if scheduler else 0,
                 num_waiting=scheduler.num_waiting if scheduler else 0,
                 tokens_per_second=counts["num_generated_tokens"] / counts["seconds"] if counts["seconds"] else 0.0,
+                first_token_seconds=core.first_token_seconds,
+                output_token_seconds=core.output_token_seconds,
                 route=core.route,
                 **{name: getattr(memory, name) for name in _MEMORY},
                 **counts,

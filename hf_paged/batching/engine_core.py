@@ -36,7 +36,7 @@ from .factory import (
 )
 from .generation import RequestState
 from .loop import StepLoop
-from .results import RequestOutput
+from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
 
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
@@ -65,6 +65,7 @@ class EngineCore:
         self._empty: Any = None  # the cache of these prompts' checks
         self._config_text = ""  # of the model's config then
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))  # of requests, and of earlier loops
+        self.first_token_seconds, self.output_token_seconds = FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
         self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
@@ -138,9 +139,19 @@ class EngineCore:
         result = state.result(reason)
         self._counts["num_finished"] += 1
         self._counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
+        self._time(result)
         self.remove(state)
         state.outbox.append(RequestOutput(state.request_id, tokens or {}, text, result))
         state.end_streamer()
+
+    def _time(self, result: RequestResult) -> None:
+        first, last = result.timings.first_token, result.timings.total
+        if first is None or last is None:
+            return
+        self.first_token_seconds = self.first_token_seconds.with_value(first)
+        others = max((len(sequence.token_ids) for sequence in result.sequences), default=0) - 1
+        if others > 0:
+            self.output_token_seconds = self.output_token_seconds.with_value((last - first) / others)
 
     def remove(self, state: RequestState) -> None:
         """Takes a request out, of which nothing is told. With the last of them nothing is in flight any more."""

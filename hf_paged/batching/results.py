@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,33 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """
+    How many values were at most how large.
+
+    Args:
+        bounds (`tuple[float, ...]`): Upper limits, in rising order.
+        counts (`tuple[int, ...]`): For each limit the values above the limit before it, and last those above all.
+        total (`float`): The sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...] = ()
+    total: float = 0.0
+
+    def with_value(self, value: float) -> Histogram:
+        """The same with one value more."""
+        counts = list(self.counts or [0] * (len(self.bounds) + 1))
+        counts[bisect_left(self.bounds, value)] += 1
+        return Histogram(self.bounds, tuple(counts), self.total + value)
+
+
+# Seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from what a small model needs to minutes.
+FIRST_TOKEN_SECONDS = Histogram((0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0))
+OUTPUT_TOKEN_SECONDS = Histogram((0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """
     What a `PagedEngine` holds and has done since it was made.
@@ -131,6 +159,9 @@ class EngineStats:
             for each.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
+        first_token_seconds, output_token_seconds ([`Histogram`]): Of the requests that ended since the engine was made:
+            from their arrival to their first new token; a token after the first, on average over the longest sequence
+            of a request.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
     """
 
@@ -154,6 +185,8 @@ class EngineStats:
     num_captured_steps: int
     seconds: float
     tokens_per_second: float
+    first_token_seconds: Histogram = FIRST_TOKEN_SECONDS
+    output_token_seconds: Histogram = OUTPUT_TOKEN_SECONDS
     route: Route | None = None
 
 

@@ -148,6 +148,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
+        seed: int | None = None,
         **options: Any,
     ) -> str:
         """
@@ -160,6 +161,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             streaming (`bool`): An output for each new token, with all so far; log-probabilities come with the last.
             record_timestamps (`bool`): `time.perf_counter()` of every token.
             eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's; negative ones are none.
+            seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the configuration's.
             options: Any of [`GenerationConfig`], of this request.
 
         Raises:
@@ -168,7 +170,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
             queue.Full: if `max_queue_size` requests have waited for 10 seconds.
         """
         name = self._make_name() if request_id is None else request_id
-        seed = self.continuous_batching_config.seed
+        if seed is None and (first := self.continuous_batching_config.seed) is not None:
+            seed = first + next(self._numbers)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         given = {option: value for option, value in options.items() if value is not None}
         given.setdefault("num_return_sequences", self.num_return_sequences)
@@ -176,7 +179,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             _output_names(name, given["num_return_sequences"]),
             input_ids,
             functools.partial(_request_config, self.model, self.generation_config, given),
-            None if seed is None else seed + next(self._numbers),
+            seed,
             streaming,
             record_timestamps,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,8 +37,10 @@ from . import manager_config
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
+VARIABLE = "HF_PAGED_INSTALL"  # of the environment: names of options of `install`, for the import
 
 _lock = forks.lock()
+_is_default = False  # calls that name no cache are paged
 
 
 # -- what methods of GenerationMixin become: functions of the original and its arguments ---------------------------
@@ -95,9 +98,10 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     generation_config, model_kwargs = arguments["generation_config"], arguments["model_kwargs"]
     call = current.get()
-    requested = generation_config.cache_implementation in REQUESTED
-    config = PagedConfig.coerce(generation_config.cache_config) if requested else None
     passed = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+    chosen = generation_config.cache_implementation
+    requested = chosen in REQUESTED or (_is_default and chosen is None and not passed)
+    config = PagedConfig.coerce(generation_config.cache_config) if requested else None
     if requested:
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
@@ -327,21 +331,26 @@ def _wrap_overrides(model_class: type) -> None:
                 _replace(owner, name)
 
 
-def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False) -> None:
+def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False, *, by_default: bool = False) -> None:
     """
-    Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import.
+    Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent; run by the import, with
+    the options that the environment variable HF_PAGED_INSTALL names (`python -m hf_paged run` writes it).
 
     Args:
         continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`, `init_continuous_batching`
             and `continuous_batching_context_manager` of all models on a [`PagedEngine`]; a config is the default of
             theirs. Without it a later call leaves them as they are.
+        by_default (`bool`): Also make `generate` paged where neither the call nor a configuration names a
+            `cache_implementation`, and no cache is passed. Without it a later call leaves that as it is.
     """
+    global _is_default
     with _lock:
         if not _installed:
             interface.register()
             compat.allow_cache_implementation(NAME, True)
             for name in _REPLACEMENTS:
                 _replace(PreTrainedModel if name == compat.WARN_OF_PADDING else GenerationMixin, name)
+        _is_default |= by_default
         if continuous_batching is not False:
             manager_config.set_default(PagedConfig.coerce(None if continuous_batching is True else continuous_batching))
             for name, replacement in _continuous_batching.REPLACEMENTS.items():
@@ -349,13 +358,24 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False)
                     _replace(ContinuousMixin, name, replacement)
 
 
+def install_of_environment() -> None:
+    """`install` with the options that HF_PAGED_INSTALL names."""
+    allowed = inspect.signature(install).parameters.keys()
+    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+    if unknown := [name for name in names if name not in allowed]:
+        raise ValueError(f"{VARIABLE} names {unknown}: it must be names among {', '.join(allowed)}, with commas")
+    install(**dict.fromkeys(names, True))
+
+
 def uninstall() -> None:
     """Undoes `install`. Raises `RuntimeError`, having changed nothing, if another library wrapped a method since."""
+    global _is_default
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():
             if getattr(owner, name) is not wrapper:
                 message = f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo that first"
                 raise RuntimeError(message)
+        _is_default = False
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             setattr(owner, name, original)

@@ -1,0 +1,131 @@
+"""Metrics of engines for Prometheus, read from `PagedEngine.stats()` when they are asked for. Extra: `serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from ..batching.engine import PagedEngine
+from ..batching.results import EngineStats, Histogram
+
+try:
+    from prometheus_client import core as prometheus
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(
+        'hf_paged.tools.metrics needs prometheus_client: pip install "hf_paged[serve]"', name=error.name
+    ) from error
+
+Values = Callable[[EngineStats], float]
+
+# Names as vLLM's (`vllm:num_requests_running`) where it has the metric, spelt by Prometheus' rules: our prefix, base
+# units, and no colon, which is for the rules of a server. A counter's name gets `_total` when it is read.
+GAUGES: dict[str, tuple[str, Values]] = {
+    "num_requests_running": ("Requests in the batch.", lambda stats: stats.num_running),
+    "num_requests_waiting": ("Requests that wait for room.", lambda stats: stats.num_waiting),
+    "kv_cache_bytes": ("Bytes of the blocks that sequences hold, over all layers.", lambda stats: stats.used_bytes),
+    "kv_cache_peak_bytes": ("The most of these bytes so far.", lambda stats: stats.peak_bytes),
+}
+BLOCKS: dict[str, Values] = {
+    "one_sequence": lambda stats: stats.used_blocks - stats.shared_blocks,
+    "shared": lambda stats: stats.shared_blocks,
+    "cached": lambda stats: stats.cached_blocks,
+}
+COUNTERS: dict[str, tuple[str, Values]] = {
+    "requests_finished": ("Requests that ended, whatever ended them.", lambda stats: stats.num_finished),
+    "prompt_tokens": ("Tokens of prompts.", lambda stats: stats.num_prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
+    "prefix_cache_hit_tokens": (
+        "Tokens of prompts that were found in the prefix cache, of requests that ended.",
+        lambda stats: stats.num_prefix_hit_tokens,
+    ),
+    "preemptions": ("Requests that gave their blocks up for others.", lambda stats: stats.num_preemptions),
+    "swaps": ("Of these, the ones whose blocks went to host memory.", lambda stats: stats.num_swaps),
+    "steps": ("Forwards of the batch.", lambda stats: stats.num_steps),
+    "captured_steps": ("Of these, replays of a recorded step.", lambda stats: stats.num_captured_steps),
+    "step_seconds": ("Time spent in steps.", lambda stats: stats.seconds),
+}
+HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
+    "time_to_first_token_seconds": (
+        "From a request's arrival to its first new token, of requests that ended.",
+        lambda stats: stats.first_token_seconds,
+    ),
+    "time_per_output_token_seconds": (
+        "A request's average time for a token after the first, of requests that ended.",
+        lambda stats: stats.output_token_seconds,
+    ),
+}
+
+
+class EngineCollector(Collector):
+    """
+    Tells a Prometheus registry what engines hold and have done. Nothing is kept or counted here: each scrape reads
+    `PagedEngine.stats()`, which waits for the step in progress.
+
+    Args:
+        engines ([`PagedEngine`], `dict[str, PagedEngine]`, or a function that returns such a dict): Whose metrics, by
+            the value of the label `model_name`; of a single engine that is `model.name_or_path`, or the model's class.
+
+    Raises:
+        ImportError: without prometheus_client, when this module is imported.
+
+    Example:
+
+    ```python
+    prometheus_client.REGISTRY.register(EngineCollector(engine))
+    prometheus_client.start_http_server(9000)
+    ```
+    """
+
+    def __init__(
+        self, engines: PagedEngine | Mapping[str, PagedEngine] | Callable[[], Mapping[str, PagedEngine]]
+    ) -> None:
+        if isinstance(engines, PagedEngine):
+            engines = {engines.model.name_or_path or type(engines.model).__name__: engines}
+        self._engines = engines
+
+    def describe(self) -> Iterable[prometheus.Metric]:
+        """The same without values: a registry looks for names that are taken."""
+        return self._metrics({})
+
+    def collect(self) -> Iterator[prometheus.Metric]:
+        """All metrics, with a value for each engine."""
+        engines = self._engines() if callable(self._engines) else self._engines
+        return self._metrics({name: engine.stats() for name, engine in engines.items()})
+
+    def _metrics(self, read: Mapping[str, EngineStats]) -> Iterator[prometheus.Metric]:
+        def family(kind: Any, name: str, text: str, *labels: str) -> Any:
+            return kind(f"hf_paged_{name}", text, labels=["model_name", *labels])
+
+        for name, (text, value) in GAUGES.items():
+            metric = family(prometheus.GaugeMetricFamily, name, text)
+            for model, stats in read.items():
+                metric.add_metric([model], value(stats))
+            yield metric
+        metric = family(prometheus.GaugeMetricFamily, "kv_cache_blocks", "Blocks that are in use, by use.", "use")
+        for model, stats in read.items():
+            for use, value in BLOCKS.items():
+                metric.add_metric([model, use], value(stats))
+        yield metric
+        metric = family(prometheus.GaugeMetricFamily, "kv_cache_max_blocks", "Most of them, where a limit is set.")
+        for model, stats in read.items():
+            if stats.num_blocks is not None:
+                metric.add_metric([model], stats.num_blocks)
+        yield metric
+        for name, (text, value) in COUNTERS.items():
+            metric = family(prometheus.CounterMetricFamily, name, text)
+            for model, stats in read.items():
+                metric.add_metric([model], value(stats))
+            yield metric
+        for name, (text, histogram) in HISTOGRAMS.items():
+            metric = family(prometheus.HistogramMetricFamily, name, text)
+            for model, stats in read.items():
+                metric.add_metric([model], buckets(histogram(stats)), histogram(stats).total)
+            yield metric
+
+
+def buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """For each limit, and for none, how many values are at most as large."""
+    names = [*map(str, histogram.bounds), "+Inf"]
+    return list(zip(names, accumulate(histogram.counts or [0] * len(names))))

@@ -1,0 +1,167 @@
+"""`transformers serve` on `PagedEngine`: what its parts become after `install`. The app stays transformers' own."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.cli.serving import server, utils
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from .. import compat
+from ..batching.engine import PagedEngine
+from ..generation.continuous_batching import PagedBatchingManager
+
+logger = logging.getLogger(__name__)
+
+HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache")  # which the app passes by itself, or for its own loop
+
+_options: ContextVar[Mapping[str, Any]] = ContextVar("options")  # of the request that this task serves
+_seed: ContextVar[int | None] = ContextVar("seed", default=None)
+_refusals: ContextVar[list[str]] = ContextVar("refusals")  # its error, if it never ran
+
+
+class ServedManager(PagedBatchingManager):
+    """Requests take the options of the task that adds them: the app passes on but a few."""
+
+    def add_request(self, *args: Any, **kwargs: Any) -> str:
+        return super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        refusals = _refusals.get()
+
+        def told(output: GenerationOutput) -> None:
+            if output.error is not None and output.lifespan[0] < 0:  # it never ran: what it asks for cannot be served
+                refusals.append(output.error)
+            callback(output)
+
+        super().register_result_handler(request_id, told)
+
+
+class EngineGenerateManager(utils.CBGenerateManager):
+    """Continuous batching of the app. The manager is made of the model alone, whichever request comes first."""
+
+    def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
+        super().__init__(cb_config)
+        self.manager: ServedManager | None = None
+        self._config = cb_config or ContinuousBatchingConfig()
+
+    def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
+        if self.manager is not None and self.manager.model is not model:  # it was unloaded, and loaded again
+            self.manager.stop(hard_stop=True)
+            self.manager = None
+        if self.manager is None:
+            self.manager = ServedManager(model, model.generation_config, self._config)
+            setattr(self, compat.SERVED_MANAGER, self.manager)
+            self.manager.start()
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        name = self._begin(processor, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, name, response_parser)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
+    ) -> Any:
+        name = self._begin(processor, gen_config)
+        try:
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
+        except utils.CBWorkerDeadError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(_refusals.get()[0]) if _refusals.get() else error from None
+
+    def _begin(self, processor: Any, gen_config: GenerationConfig) -> str:
+        """Takes the options of this task's request, and names it: two clients may send the same id."""
+        assert self.manager is not None  # the app calls `init_cb` before
+        self.manager.engine.tokenizer = getattr(processor, "tokenizer", processor)  # of stop strings
+        shared = self.manager.generation_config
+        _options.set(
+            {
+                name: value
+                for name, value in vars(gen_config).items()
+                if name[0] != "_" and name not in HOW_TO_RUN and value not in (None, getattr(shared, name, None))
+            }
+        )
+        _refusals.set([])
+        return str(uuid.uuid4())
+
+
+class EngineGenerationState(utils.GenerationState):
+    """Text goes to an engine, whether continuous batching was asked for or not; `engines` are those of now."""
+
+    def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:
+        super().__init__(continuous_batching=True, **kwargs)
+        self._served: dict[str, EngineGenerateManager] = {}
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        manager = super().get_manager(model_id, use_cb)
+        if use_cb:
+            self._served = {model_id: manager}  # the app has one at a time
+        return manager
+
+    def engines(self) -> dict[str, PagedEngine]:
+        return {name: each.manager.engine for name, each in self._served.items() if each.manager is not None}
+
+
+def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: Any) -> Any:
+    """The app, which refuses (400) what cannot be read or served, with /metrics, if prometheus_client is here."""
+    from fastapi import Response
+    from fastapi.responses import JSONResponse
+
+    app = _build_server(*args, generation_state=generation_state, **kwargs)
+
+    async def refuse(request: Any, error: Exception) -> JSONResponse:
+        message = f"{type(error).__name__}: {error}"
+        logger.warning("refused %s: %s", request.url.path, message)
+        logger.debug("it was raised here", exc_info=error)  # clients may send many
+        return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=400)
+
+    for kind in (KeyError, TypeError, ValueError):  # of what the app and we read from the body
+        app.add_exception_handler(kind, refuse)
+    try:
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+        from .metrics import EngineCollector
+    except ImportError:
+        logger.warning('no /metrics: pip install "hf_paged[serve]"')
+        return app
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(generation_state.engines))
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def set_seed(seed: int) -> None:
+    """Of a request, which draws by itself then; where `generate` serves it, all requests do from one generator."""
+    _seed.set(seed)
+    try:
+        _set_torch_seed(seed)
+    except RuntimeError as error:  # it has more than 64 bits
+        raise ValueError(f"`seed` is {seed}: {error}") from None
+
+
+_build_server, _set_torch_seed = server.build_server, utils.set_torch_seed
+
+
+def install() -> None:
+    """Makes `transformers serve` run on [`PagedEngine`], in this process, if it has not begun. Idempotent."""
+    server.build_server = build_server
+    utils.CBGenerateManager = EngineGenerateManager
+    utils.GenerationState = EngineGenerationState
+    utils.set_torch_seed = set_seed

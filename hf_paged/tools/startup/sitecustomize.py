@@ -1,0 +1,73 @@
+"""
+Run by Python when it starts (`site`), in processes that `python -m hf_paged run` began: this folder is in PYTHONPATH
+there, as other tools do that look into programs from outside (`opentelemetry-instrument`, `ddtrace-run`). It imports
+`hf_paged` as soon as models of transformers can be used. Processes that use none import nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
+from types import ModuleType
+from typing import Any
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
+MODELS = ("transformers.modeling_utils", "transformers.generation.utils")  # which `hf_paged` imports, too
+SERVER = "transformers.cli.serving.server"
+
+
+class AfterImport(MetaPathFinder):
+    """Finds the `hf_paged` that this file belongs to, and imports it after modules of transformers."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == "hf_paged":
+            init = os.path.join(PACKAGE, "__init__.py")
+            return spec_from_file_location(name, init, submodule_search_locations=[PACKAGE])
+        if name not in (*MODELS, SERVER):
+            return None
+        others = (each for each in sys.meta_path if each is not self)
+        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module
+                run(module)
+                self.imported(name)
+
+            loader.exec_module = exec_module
+        return spec
+
+    def imported(self, name: str) -> None:
+        if name == SERVER and "continuous_batching" in os.environ.get("HF_PAGED_INSTALL", ""):
+            importlib.import_module("hf_paged.tools.serving").install()
+        elif name != SERVER and all(each == name or is_complete(each) for each in MODELS):
+            importlib.import_module("hf_paged")
+
+
+def is_complete(name: str) -> bool:
+    """Whether a module is imported to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+def run_next_one() -> None:
+    """Another `sitecustomize` that this one hides, for instance the system's."""
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != FOLDER]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        if find_spec("sitecustomize") is not None:
+            importlib.import_module("sitecustomize")
+    finally:
+        if ours is not None:
+            sys.modules.setdefault("sitecustomize", ours)
+
+
+sys.meta_path.insert(0, AfterImport())
+run_next_one()

@@ -1,0 +1,235 @@
+"""`python -m hf_paged run`: programs that know nothing of hf_paged, their children, what is refused before a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.__main__ import command_of, environment, main
+
+from .support import models
+
+ROOT = Path(hf_paged.__file__).parents[1]
+TIME_LIMIT = 300  # seconds, for machines that do other things as well
+
+# What a user's script may be: it does not import hf_paged. It tells what it is, and what became of a call.
+SCRIPT = """
+import json, os, subprocess, sys
+import torch
+from transformers import AutoModelForCausalLM
+
+def report(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = model.generate(torch.tensor([[5, 6, 7], [9, 8, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    ours = sys.modules.get("hf_paged")
+    return {
+        "argv": sys.argv[1:],
+        "tokens": tokens.tolist(),
+        "file": ours and ours.__file__,
+        "road": ours and ours.last_route(model).road,
+        "block_size": ours and ours.PagedConfig().block_size,
+        "rank": os.environ.get("RANK"),
+    }
+
+if __name__ == "__main__":
+    with open(sys.argv[1] + "/" + os.environ.get("RANK", "0") + ".json", "w") as file:
+        json.dump(report(sys.argv[2]), file)
+    sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a script, and a model in a folder."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "script.py").write_text(SCRIPT)
+    models.get("llama").save_pretrained(folder / "model")
+    return folder
+
+
+def run(*arguments: Any, cwd: Path = ROOT, command: tuple[str, ...] = ("-m", "hf_paged", "run"), **env: str) -> Any:
+    return subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIME_LIMIT,
+    )
+
+
+def expected() -> list[list[int]]:
+    return (
+        models.get("llama")
+        .generate(torch.tensor([[5, 6, 7], [9, 8, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+        .tolist()
+    )
+
+
+def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """Its arguments, its exit status; all its calls of `generate` are paged, with the block size that was set."""
+    ended = run("--paged", "--set", "block_size=32", folder / "script.py", tmp_path, folder / "model", "7", "--set")
+    assert ended.returncode == 7, ended.stderr
+    told = json.loads((tmp_path / "0.json").read_text())
+    assert told["tokens"] == expected()
+    assert (told["road"], told["block_size"]) == ("engine", 32)
+    assert told["argv"] == [str(tmp_path), str(folder / "model"), "7", "--set"]
+    assert Path(told["file"]).parents[1] == ROOT
+
+
+@pytest.mark.slow
+def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
+    """A console script that starts Python again, twice: both have what `run` was told."""
+    # its road to several processes on one machine; without a GPU they compute on the CPU
+    launch = "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"
+    launch = *launch, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"
+    ended = run("--paged", "--set=block_size=64", *launch, folder / "script.py", tmp_path, folder / "model", "0")
+    assert ended.returncode == 0, ended.stderr
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [each["rank"] for each in told] == ["0", "1"]
+    assert all((each["road"], each["block_size"]) == ("engine", 64) for each in told)
+    assert [each["tokens"] for each in told] == [expected()] * 2
+
+
+REWARDS = """
+import gc, json, os, sys
+from transformers import PreTrainedModel
+
+def reward(completions, **others):
+    ours = sys.modules.get("hf_paged")
+    models = [each for each in gc.get_objects() if isinstance(each, PreTrainedModel)] if ours else []
+    roads = {ours.last_route(model).road for model in models if ours.last_route(model)}
+    with open(os.environ["REWARDS"], "a") as file:
+        file.write(json.dumps([completions, sorted(roads)]) + "\\n")
+    return [float(len(set(text))) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_trl(folder: Path, tmp_path: Path) -> None:
+    """`trl grpo` starts its training in a child: the rollouts of paged calls are those of plain ones."""
+    pytest.importorskip("trl")
+    models.tokenizer().save_pretrained(folder / "model")
+    (folder / "rewards.py").write_text(REWARDS)
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"prompt": text}) for text in models.corpus()[:4]]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+
+    def rollouts(name: str, *options: str, run_with: tuple[str, ...]) -> list[Any]:
+        grpo = f"""grpo --model_name_or_path {folder / "model"} --dataset_name {tmp_path / "data"} --use_cpu
+            --reward_funcs rewards.reward --output_dir {tmp_path / name} --per_device_train_batch_size 4
+            --num_generations 4 --max_completion_length 8 --report_to none --save_strategy no --bf16 false
+            --gradient_checkpointing false --dtype float32 --max_steps 2 --seed 3"""
+        env = {"REWARDS": str(tmp_path / f"{name}.jsonl"), "PYTHONPATH": str(folder), "HF_HOME": str(tmp_path)}
+        ended = run(*grpo.split(), *options, command=("-m", *run_with), **env)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+
+    plain = rollouts("plain", run_with=("trl.cli.main",))
+    paged = rollouts("paged", "--cache_implementation", "paged", run_with=("hf_paged", "run", "trl"))
+    assert [texts for texts, _ in paged] == [texts for texts, _ in plain] and len(plain) == 2
+    assert [roads for _, roads in plain] == [[], []] and paged[-1][1] == ["engine"]
+
+
+def test_a_traceback_is_the_programs_own(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("def inner():\n    raise KeyError('mine')\ninner()\n")
+    plain, ended = run(script, command=()), run(script)
+    assert ended.returncode == plain.returncode == 1
+    assert ended.stderr.endswith(plain.stderr)
+    assert "Traceback" not in ended.stderr.removesuffix(plain.stderr)
+
+
+PROBE = """
+import sys, sitecustomize
+print("torch" in sys.modules, "hf_paged" in sys.modules, getattr(sitecustomize, "theirs", None), len(sys.argv))
+"""
+
+
+def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
+    """... and a `sitecustomize` that was there before runs as well."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("theirs = 'here'\n")
+    env = environment({}, [])
+    paths = env["PYTHONPATH"] + os.pathsep + str(tmp_path / "site")
+    ended = run("-c", PROBE, command=(), **{**env, "PYTHONPATH": paths})
+    assert ended.stdout == "False False here 1\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import transformers.models.llama.modeling_llama",
+        "import transformers.generation.utils; from transformers import AutoModel; AutoModel.from_pretrained; "
+        "from transformers import PreTrainedModel",
+        pytest.param("import hf_paged", marks=pytest.mark.slow),
+        pytest.param("from transformers import Trainer", marks=pytest.mark.slow),
+    ],
+)
+def test_whichever_module_is_first(first: str, tmp_path: Path) -> None:
+    code = f"{first}\nimport sys; print(sys.modules['hf_paged'].__file__)"
+    ended = run("-c", code, command=(), cwd=tmp_path, **environment({}, []))
+    assert ended.stdout == f"{hf_paged.__file__}\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--set", "block=3", "x"], r"--set: .*unknown keys \['block'\].*'block_size', 'num_blocks'"),
+        (["--set", "block_size=33", "x"], "--set: `block_size` is 33"),
+        (["--set", "block_size", "x"], "--set: 'block_size' is not NAME=VALUE"),
+        (["acelerate"], "'acelerate' is no console script.*: accelerate"),
+        (["-m", "no.such.module"], "no module 'no.such.module'"),
+        (["--sett", "a=b", "x"], "usage"),
+        ([], "usage"),
+    ],
+)
+def test_refused_before_anything_starts(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["run", *arguments])
+    assert raised.value.code == 2
+    assert re.search(error, capsys.readouterr().err)
+
+
+def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console script before a file of that name, a path, then a module."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("accelerate", "mine.py"):
+        (tmp_path / name).touch()
+    assert command_of("accelerate", False) == [str(Path(sys.executable).with_name("accelerate"))]
+    assert command_of("./accelerate", False) == [sys.executable, "./accelerate"]
+    assert command_of("mine.py", False) == [sys.executable, "mine.py"]
+    assert command_of("json.tool", False) == command_of("json.tool", True) == [sys.executable, "-m", "json.tool"]
+
+
+def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "hf_paged run" in printed and "hf_paged.inspect" in printed
+
+
+def test_runs_within_runs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment({"block_size": 32, "num_blocks": 9}, ["by_default"]).items():
+        monkeypatch.setenv(name, value)
+    inner = environment({"num_blocks": 7}, ["by_default"])
+    assert json.loads(inner["HF_PAGED_CONFIG"]) == {"block_size": 32, "num_blocks": 7}
+    assert inner["HF_PAGED_INSTALL"] == "by_default"
+    assert inner["PYTHONPATH"].count("startup") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HF_PAGED_CONFIG", "[]"), ("HF_PAGED_CONFIG", '{"blocks": 1}'), ("HF_PAGED_INSTALL", "every")],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+    ended = run("-c", "import hf_paged", command=(), **{variable: value})
+    assert ended.returncode == 1 and f"ValueError: {variable} " in ended.stderr

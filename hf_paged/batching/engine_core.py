@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Hashable
 from typing import Any
@@ -55,6 +57,8 @@ class EngineCore:
         self.memory = PagedMemory(config)  # the loop's
         self.timeline = Timeline()  # of all loops
         self.layout = Layout()  # of the loop's forwards
+        # which of the readers in an event loop waits for a step
+        self.readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         self.paused_by: list[int] = []  # threads that asked that no step be taken
         self.resumed = threading.Condition(self.lock.lock)
         self._made_for: tuple[Any, ...] = ()  # what the loop depends on

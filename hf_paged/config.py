@@ -61,6 +61,11 @@ class PagedConfig:
             `cache_salt`). Choose it where you know the tenant, not from what a tenant sends: equal salts share. A saved
             `GenerationConfig` holds it as text. `PagedEngine.add_request` takes one for each request. `None`: all
             requests without a salt share with one another.
+        idle_release_seconds (`float`, *optional*, defaults to 60):
+            How long, in seconds, no call may have used the pool before its memory goes back to the system, with cached
+            prefixes and recorded steps; the next call allocates again, and gives the same tokens. 0: after each call,
+            or once an engine has no unfinished request, as where training follows each rollout. `None`: never, but
+            for `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's cache holds keep the pool.
 
     Raises:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
@@ -77,6 +82,7 @@ class PagedConfig:
     capture: bool = True
     batch_invariant: bool = False
     cache_salt: str | None = None
+    idle_release_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
         size, fraction = self.block_size, self.memory_fraction
@@ -94,6 +100,11 @@ class PagedConfig:
             self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")
         self._check("preemption", self.preemption in PREEMPTION, f"one of {', '.join(PREEMPTION)}")
         check_cache_salt(self.cache_salt)
+        seconds = self.idle_release_seconds
+        is_time = isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 <= seconds < float("inf")
+        self._check(
+            "idle_release_seconds", seconds is None or is_time, "None or a finite number of at least 0 (seconds)"
+        )
 
     def _check(self, name: str, is_allowed: bool, allowed: str) -> None:
         if not is_allowed:

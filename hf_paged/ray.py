@@ -13,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from transformers import GenerationConfig
 
+from .batching.arguments import as_config
 from .batching.engine import PagedEngine
 from .batching.results import EngineStats, RequestOutput, RequestResult
 from .cache.block_pool import OutOfBlocksError
@@ -51,13 +52,12 @@ class _Worker:
                 f"`model_source` made a {type(self.engine).__name__}: it must be the name or the folder of a model, or "
                 "a function that returns a `PagedEngine`"
             )
-        given = generation_config.to_dict() if isinstance(generation_config, GenerationConfig) else generation_config
-        self._options = _set(given or {})
+        as_config(generation_config)  # else each request would be refused
+        self._options = _options(generation_config)
 
     def _config(self, own: Any) -> Any:
         """The generation config of a request, whose own options come first. One that is none the engine refuses."""
-        own = own.to_dict() if isinstance(own, GenerationConfig) else own
-        return {**self._options, **_set(own or {})} if own is None or isinstance(own, Mapping) else own
+        return {**self._options, **_options(own)} if isinstance(own, (GenerationConfig, Mapping, type(None))) else own
 
 
 class LLMPredictor(_Worker):
@@ -71,14 +71,15 @@ class LLMPredictor(_Worker):
     The prompts are a column of text, of token ids or of chat messages. Two more columns are read where a batch has
     them. `generation_config`: options of the row, over those of all; nulls, with which Arrow fills missing fields, set
     nothing. (Where rows set different options, pass `batch_format="pyarrow"`: NumPy and pandas have no missing whole
-    numbers and make floats of all of them.) `seed`: draws of the row, as `PagedEngine.add_request` takes it. It belongs to the row, not to its place in
-    a batch, so that samples are the same however rows are parted, ordered and repeated; without one they differ from
-    run to run.
+    numbers and make floats of all of them.) `seed`: draws of the row, as `PagedEngine.add_request` takes it. It belongs
+    to the row, not to its place in a batch, so that samples are the same however rows are parted, ordered and repeated.
+    Without one they depend on all of that.
 
     All columns are kept, and these are added, with the names of `ray.data.llm`: `generated_text` (of the first
     sequence), `generated_tokens` (`list[int64]`, of the same), `num_input_tokens`, `num_generated_tokens`,
-    `finish_reason`, `sequences` (all of the row as structs: `token_ids`, `text`, `finish_reason`, `score`), and
-    `__inference_error__` (`"ValueError: ..."`, or empty).
+    `finish_reason`, `sequences` (all of the row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs`
+    and `prompt_top_logprobs` (null unless `options` ask for them), and `__inference_error__` (`"ValueError: ..."`, or
+    empty).
 
     Args:
         model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a function that returns
@@ -116,6 +117,7 @@ class LLMPredictor(_Worker):
     ) -> None:
         super().__init__(model_source, generation_config, engine_kwargs=engine_kwargs)
         self.prompt_column, self.row_options, self.options = prompt_column, row_options, options
+        self.engine.generate([], **options)  # refuses what it does not know
 
     def __call__(self, batch: Any) -> Any:
         """The rows of a batch with what was generated, a `pyarrow.Table`. The batch is a dict of arrays, a
@@ -155,7 +157,7 @@ class LLMServer(_Worker):
 
     async def generate(
         self, prompt: Any, generation_config: Any = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt, as `PagedEngine.astream` gives them, with its arguments."""
         outputs = self.engine.astream([prompt], [self._config(generation_config)], **options)
         async with contextlib.aclosing(outputs):
@@ -172,7 +174,8 @@ class LLMServer(_Worker):
 
         try:
             body = dict(await request.json())
-            is_stream = body.pop("stream", False)
+            if not isinstance(is_stream := body.pop("stream", False), bool):
+                raise ValueError(f"`stream` is {is_stream!r}: it must be true or false")
             if unknown := body.keys() - _FIELDS:
                 raise ValueError(f"the body has the fields {sorted(unknown)}: there are {sorted(_FIELDS)} and stream")
             outputs = self.generate(body.pop("prompt"), **body)
@@ -187,10 +190,11 @@ class LLMServer(_Worker):
         return Response(_json(result), status, media_type="application/json")
 
 
-async def _events(first: RequestOutput, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-    yield f"data: {_json(first)}\n\n"
-    async for output in outputs:
-        yield f"data: {_json(output)}\n\n"
+async def _events(first: RequestOutput, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(outputs):
+        yield f"data: {_json(first)}\n\n"
+        async for output in outputs:
+            yield f"data: {_json(output)}\n\n"
 
 
 def _json(value: Any) -> str:
@@ -201,7 +205,9 @@ def _said(error: Exception | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _set(options: Mapping[str, Any]) -> dict[str, Any]:
+def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those that a generation config sets."""
+    options = config.to_dict() if isinstance(config, GenerationConfig) else config or {}
     return {name: value for name, value in options.items() if not _is_missing(value)}
 
 
@@ -214,15 +220,26 @@ def _table(results: list[RequestResult]) -> Any:
     """A `pyarrow.Table` of results, whose types do not depend on what is in them: batches are put together."""
     import pyarrow as pa
 
-    ids, names = pa.list_(pa.int64()), ("token_ids", "text", "finish_reason", "score")
+    token, number, text = pa.int64(), pa.float64(), pa.string()
+    both = {"logprob": number, "processed_logprob": number}
+    sequence = {
+        "token_ids": pa.list_(token),
+        "text": text,
+        "finish_reason": text,
+        "score": number,
+        "logprobs": pa.list_(pa.struct(both)),
+        "top_logprobs": pa.list_(pa.list_(pa.struct({"token_id": token, **both}))),
+    }
     types = {
-        "generated_text": pa.string(),
-        "generated_tokens": ids,
+        "generated_text": text,
+        "generated_tokens": pa.list_(token),
         "num_input_tokens": pa.int64(),
         "num_generated_tokens": pa.int64(),
-        "finish_reason": pa.string(),
-        "sequences": pa.list_(pa.struct(dict(zip(names, (ids, pa.string(), pa.string(), pa.float64()))))),
-        ERROR: pa.string(),
+        "finish_reason": text,
+        "sequences": pa.list_(pa.struct(sequence)),
+        "prompt_logprobs": pa.list_(number),
+        "prompt_top_logprobs": pa.list_(pa.list_(pa.struct({"token_id": token, "logprob": number}))),
+        ERROR: text,
     }
     rows = [
         (
@@ -231,7 +248,9 @@ def _table(results: list[RequestResult]) -> Any:
             len(result.prompt_ids),
             len(result.token_ids),
             result.finish_reason,
-            [{name: getattr(sequence, name) for name in names} for sequence in result.sequences],
+            [{name: getattr(row, name) for name in sequence} for row in result.sequences],
+            result.prompt_logprobs,
+            result.prompt_top_logprobs,
             _said(result.error),
         )
         for result in results

@@ -25,6 +25,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "capture": st.booleans(),
     "batch_invariant": st.booleans(),
     "cache_salt": st.none() | st.text("aé ", min_size=1),
+    "idle_release_seconds": st.none() | st.floats(0, 1e9) | st.integers(0, 10**9),
 }
 
 
@@ -88,3 +89,9 @@ def test_does_not_change() -> None:
 def test_numbers_of_numpy_can_be_saved() -> None:
     config = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
     assert json.loads(json.dumps(config.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), True, "60"])
+def test_idle_seconds_are_finite_and_not_negative(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"`idle_release_seconds` is .*None or a finite number of at least 0"):
+        PagedConfig(idle_release_seconds=value)

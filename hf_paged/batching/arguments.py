@@ -19,8 +19,12 @@ from .. import compat
 from ..config import is_whole
 from ..model.capability import is_stock
 
-# list[int], 1-D or (1, length) tensor, str where the engine has a tokenizer, or what a tokenizer makes of one text
+# list[int], 1-D or (1, length) tensor, where the engine has a tokenizer str or a chat's messages, or what a tokenizer
+# makes of one text
 Prompt = Any
+
+
+MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary has; those there are, are given
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class RequestOptions:
     streamer: Any = None
     adapter: Any = None
     seed: Any = None
-    return_logprobs: bool = False
+    return_logprobs: Any = False
+    top_logprobs: Any = 0
+    prompt_logprobs: Any = False
     cache_salt: Any = None
     inputs: Any = None
 
@@ -86,6 +92,18 @@ def check_names(request_id: Any, adapter: Any) -> None:
         raise ValueError(f"`request_id` is {shown(request_id)}: it must be hashable, a string for instance") from None
     if adapter is not None and not isinstance(adapter, str):
         raise ValueError(f"`adapter` is {shown(adapter)}: it must be None or the name of an adapter, a string")
+
+
+def check_logprobs(options: RequestOptions) -> int:
+    """How many alternatives are asked for."""
+    for name in ("return_logprobs", "prompt_logprobs"):
+        if not isinstance(getattr(options, name), bool):
+            value = shown(getattr(options, name))
+            raise ValueError(f"`{name}` is {value}: it must be True or False; ask for alternatives with `top_logprobs`")
+    count = as_whole("top_logprobs", options.top_logprobs, 0, MAX_TOP_LOGPROBS, after=" (alternatives of a token)")
+    if count and not (options.return_logprobs or options.prompt_logprobs):
+        raise ValueError(f"`top_logprobs` is {count}: it goes with `return_logprobs=True` or `prompt_logprobs=True`")
+    return count
 
 
 def as_list(name: str, value: Any) -> list[Any]:
@@ -183,6 +201,39 @@ def has_inputs(prompt: Mapping[str, Any]) -> bool:
     return any(name not in ("input_ids", "attention_mask") and value is not None for name, value in prompt.items())
 
 
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt is the messages of a chat. Raises `ValueError` if only some of them have a role."""
+    if not isinstance(prompt, (list, tuple)):
+        return False
+    roles = [isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt]
+    if any(roles) and not all(roles):
+        place = roles.index(False)
+        raise ValueError(f"message {place} of the chat is {shown(prompt[place])}: pass a dict with its `role`, as text")
+    return any(roles)
+
+
+def _chat_ids(messages: Any, tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise ValueError("the prompt is a chat: make the engine with `tokenizer=`, or pass token ids")
+    if getattr(tokenizer, "chat_template", "its own") is None or not hasattr(tokenizer, "apply_chat_template"):
+        raise ValueError(
+            "the prompt is a chat, and the tokenizer has no chat template: set `tokenizer.chat_template`, or pass text"
+        )
+    for part in (
+        part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+    ):
+        if isinstance(part, Mapping) and part.get("type") != "text":
+            raise ValueError(
+                f"a message of the chat holds content of type {shown(part.get('type'))}, which no tokenizer reads: "
+                "pass what `processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, "
+                'return_dict=True, return_tensors="pt")` returns'
+            )
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # a template's own, of jinja2
+        raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
+
+
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The token ids of one prompt. Raises `ValueError` for what is none, and for text without a tokenizer."""
     if isinstance(prompt, Mapping):
@@ -194,6 +245,8 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
         if tokenizer is None:
             raise ValueError("the prompt is text: make the engine with `tokenizer=`, or pass token ids")
         prompt = tokenizer(prompt)["input_ids"]
+    elif is_chat(prompt):
+        prompt = _chat_ids(prompt, tokenizer)
     if isinstance(prompt, Tensor):
         if prompt.dim() == 2 and len(prompt) == 1:
             prompt = prompt[0]
@@ -215,7 +268,7 @@ def split_prompts(
     prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
 ) -> list[tuple[Prompt, Any]]:
     """The prompts of `PagedEngine.generate`, each with its generation config. Raises its errors."""
-    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2)
+    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() < 2) or is_chat(prompts)
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
             raise ValueError("`attention_mask` goes with one tensor of shape (rows, length); a mapping holds its own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.memory import PagedMemory
+from ..cache.storage import trim
 from ..config import PagedConfig
+from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
 from .arguments import Prompt, RequestOptions, check_generates
@@ -61,6 +64,33 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        config: PagedConfig | Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        **loading: Any,
+    ) -> PagedEngine:
+        """
+        An engine for a saved model, or a name on the Hub, which transformers loads (with accelerate).
+
+        Args:
+            name_or_path (`str` or path): A model, or a PEFT adapter, whose base model is then loaded with it.
+            config ([`PagedConfig`] or `dict`, *optional*): The engine's.
+            tokenizer (*optional*): In place of the one that was saved beside the model, if one was.
+            loading: What `from_pretrained` of the model's class takes: `dtype`, `device_map`, `quantization_config`,
+                `revision`, `attn_implementation`, ...
+
+        Raises:
+            OSError, ValueError: what `from_pretrained` raises, and the errors of [`PagedEngine`].
+        """
+        config = PagedConfig.coerce(config)  # before anything is loaded
+        model = load_model(name_or_path, **loading)
+        tokenizer = load_tokenizer(name_or_path, model, **loading) if tokenizer is None else tokenizer
+        return cls(model, config, tokenizer=tokenizer)
+
     def add_request(
         self,
         input_ids: Prompt = None,
@@ -75,15 +105,18 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         adapter: str | None = None,
         seed: int | None = None,
         return_logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         cache_salt: str | None = None,
     ) -> str:
         """
         Queues a request and returns its id. Nothing is computed before the next `step`, but for what `inputs` say.
 
         Args:
-            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, or a mapping): The
-                prompt, for the encoder where the model has one; a mapping is what a tokenizer or a processor makes of
-                one text, with its images or sound.
+            input_ids (`list[int]`, `torch.Tensor` of shape `(length,)` or `(1, length)`, `str`, `list[dict]`, or a
+                mapping): The prompt, for the encoder where the model has one; a list of dicts is the messages of a
+                chat, `[{"role": "user", "content": ...}, ...]`, which the tokenizer's template puts before the answer;
+                a mapping is what a tokenizer or a processor makes of one text, with its images or sound.
             inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of token ids, for one
                 prompt, as `{"pixel_values": ..., "image_grid_thw": ...}` of images or `{"input_features": ...}` of
                 sound. Encoders of encoder-decoder models run here, in the preparation that is `generate`'s own; vision
@@ -96,18 +129,24 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             streamer (*optional*): As in `generate`; gets the prompt at once. It is ended however the request ends.
             adapter (`str`, *optional*): The PEFT adapter to run with, `"__base__"` for none; else the active one.
             seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
-            return_logprobs (`bool`): Record log-probabilities of the new tokens.
+            return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model and under the
+                distribution that they were chosen from ([`SequenceResult`]).
+            top_logprobs (`int`): How many alternatives to record beside each of these tokens, the most probable ones.
+            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens ([`RequestResult`]), all of which
+                are computed then: the request neither finds nor leaves cached prefixes.
             cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; else the config's. Requests with
                 different salts share no cached prefix.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary, an id in use, an unknown adapter, arguments of
-                another type or outside their limits, options that contradict each other, that only `generate` serves
-                or that the engine's config decides, and under another autocast than unfinished requests have.
+            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
+                an unknown adapter, arguments of another type or outside their limits, options that contradict each
+                other, that only `generate` serves or that the engine's config decides, and under another autocast than
+                unfinished requests have.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer
-        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, return_logprobs, cache_salt, inputs)
+        logprobs = return_logprobs, top_logprobs, prompt_logprobs
+        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, *logprobs, cache_salt, inputs)
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
@@ -164,7 +203,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         Results of all prompts, in order. A request that cannot be served has its error in its result.
 
         Args:
-            prompts (iterable of `list[int]`, `torch.Tensor` or `str`, or a mapping): As in `add_request`. Rows of a 2-D
+            prompts (iterable of prompts, or a mapping): As in `add_request`. Rows of a 2-D
                 tensor are taken as they are, padding included, unless a mask is given. A mapping is what a tokenizer
                 makes of several texts: `input_ids`, less the padding that `attention_mask` hides. With images or sound
                 pass a list of mappings, one a prompt.
@@ -173,8 +212,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 padding, on the left or right, which is dropped.
             progress (`bool`): Show a progress bar (tqdm).
             options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
-                and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs` and `cache_salt` of
-                `add_request`, for all; of `adapter`, `cache_salt`, `priority` and `seed` also a list, one a prompt.
+                and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
+                `prompt_logprobs` and `cache_salt` of `add_request`, for all; of `adapter`, `cache_salt`, `priority` and
+                `seed` also a list, one a prompt.
 
         Raises:
             TypeError: for options that `add_request` does not have.
@@ -320,6 +360,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             for state in list(self._core.requests.values()):
                 self._core.end(state, "cancelled")
             self._core.retire()
+        trim()
 
     def __exit__(self, *error: object) -> None:
         self.free()

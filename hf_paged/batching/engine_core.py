@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
@@ -102,8 +103,10 @@ class EngineCore:
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
                 loop = self._get_loop()  # takes memory: not for what is refused
                 self._take_inputs(new)
+                self._check_prompt_logprobs(new)
                 if not self.requests:
                     loop.executor.begin()
+                    begin_use(self.memory)
                 loop.add(new)
                 self.requests[new.request_id] = state = new
                 self._shares_prefills |= new.request.num_rows > 1
@@ -143,6 +146,7 @@ class EngineCore:
         del self.requests[state.request_id]
         if self.loop is not None and not self.requests:
             self.loop.executor.rest()
+            end_use(self.memory)
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""
@@ -157,7 +161,7 @@ class EngineCore:
         """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
-        if self.lock.lock in freed:
+        if self.lock.lock in freed or self.memory.lock in freed:
             self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
             self.retire()
 
@@ -270,6 +274,17 @@ class EngineCore:
                 '`model.generate(..., cache_implementation="paged")`'
             )
         prompts.give(state.request, 0, keys)
+
+    def _check_prompt_logprobs(self, state: RequestState) -> None:
+        """Raises `ValueError` if those of the prompt are asked for, and no forward gives them."""
+        reason = self.layout.unsupported_reason
+        if state.request.inputs is not None:
+            reason = "the prompt is more than token ids"
+        if state.request.prompt_logprobs is not None and reason is not None:
+            raise ValueError(
+                f"`prompt_logprobs` is served in packed forwards of token ids, and not here: {reason}. Leave it out, "
+                "or take the logits of a forward of the model's own"
+            )
 
     def _check_fits_unfinished(self) -> None:
         """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from .. import compat
-from ..cache.block_manager import SequenceBlocks
+from ..cache.block_manager import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import let_in, step_lock
 from ..model.own_loop import select_rows, tensors_of
@@ -23,6 +23,7 @@ from ..step import to_device
 from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
+from .decoding.scores import PromptLogprobs
 from .execution.adapters import check_adapter, use_adapter
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
@@ -132,6 +133,9 @@ class RequestState(Generation):
         sequences = [Sequence([0] * num_unseen + tokens)]
         size = decoding.max_length + num_unseen, decoding.num_rows
         self.request = Request(options.request_id, sequences, *size, priority, namespace, options.adapter)
+        if options.prompt_logprobs:
+            self.request.prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
+            self.request.namespace = UNCACHED  # all of it is computed
         self._prepare = prepare if call is not None else None
         if prompts is not None:
             self.request.inputs, self.request.num_encoder_tokens = (prompts, 0), prompts.num_encoder_tokens
@@ -188,7 +192,7 @@ class RequestState(Generation):
             sequences, failure = self._sequences(reason)
         except Exception as caught:  # what an interrupt left of the decoding is no more to be read
             failure = caught
-        admitted_at = self.request.admitted_at
+        admitted_at, recorded = self.request.admitted_at, self.request.prompt_logprobs
         queued = None if admitted_at is None else admitted_at - self._added
         return RequestResult(
             request_id=self.request_id,
@@ -198,6 +202,8 @@ class RequestState(Generation):
             timings=Timings(queued, self._first_token, time.perf_counter() - self._added),
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
+            prompt_logprobs=None if recorded is None else recorded.values,
+            prompt_top_logprobs=recorded.top if recorded is not None and recorded.num_top else None,
         )
 
     def end_streamer(self) -> None:
@@ -227,7 +233,8 @@ class RequestState(Generation):
                     failure = caught
             logprobs = decoding.logprobs[i] if decoding.record_logprobs else None
             score = None if scores is None else scores[i]
-            results.append(SequenceResult(token_ids, ended or reason or "cancelled", text, logprobs, score))
+            top = decoding.top_logprobs[i] if decoding.record_logprobs and decoding.num_top else None
+            results.append(SequenceResult(token_ids, ended or reason or "cancelled", text, logprobs, score, top))
         return results, failure
 
 

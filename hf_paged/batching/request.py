@@ -92,6 +92,7 @@ class Request:
     num_tokens_alone: int = -1  # of its sequences when it last gave up its blocks while no other request ran
     rope_factors: int = 0  # what stands for those of its rotary embeddings (`Scheduler.rope`)
     num_hit_tokens: int = 0  # of its prompt that the prefix cache had when it was first admitted
+    prompt_logprobs: Any = None  # what records those of its prompt as it is computed (`scores.PromptLogprobs`)
 
     def __post_init__(self) -> None:
         sequences, self.sequences = self.sequences, []

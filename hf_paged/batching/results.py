@@ -28,8 +28,11 @@ class SequenceResult:
             single beam may have when fewer were found than were asked for.
         text (`str`, *optional*): The new tokens decoded, when the engine has a tokenizer (that can decode them).
         logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability under the model (full
-            vocabulary, no processors) and under the distribution it was chosen from.
+            vocabulary, no processors: `log_softmax` of `output_logits`) and under the distribution it was chosen from
+            (`log_softmax` of `output_scores`; of beams, the number that their score adds up).
         score (`float`, *optional*): The score of a beam, length penalty included.
+        top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token the `top_logprobs` most
+            probable tokens under the model, best first, each with its log-probabilities as in `logprobs`.
     """
 
     token_ids: list[int]
@@ -37,6 +40,7 @@ class SequenceResult:
     text: str | None = None
     logprobs: list[tuple[float, float]] | None = None
     score: float | None = None
+    top_logprobs: list[list[tuple[int, float, float]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class RequestResult:
         timings ([`Timings`]): When what happened.
         num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when it was first admitted.
         num_preemptions (`int`): How often the request had to give its blocks up.
+        prompt_logprobs (`list[float | None]`, *optional*): Of each token of the prompt the log-probability under the
+            model, behind those before it; `None` for the first, and for those that were not computed before the end.
+        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): In the place of each token of the prompt the
+            `top_logprobs` most probable ones, best first, with their log-probabilities; none where there is no number.
     """
 
     request_id: str
@@ -61,6 +69,8 @@ class RequestResult:
     timings: Timings = Timings()
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
     @property
     def token_ids(self) -> list[int]:

@@ -17,7 +17,7 @@ from .block_manager import BlockManager
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
-from .storage import KVBlocks, Storage, free_bytes
+from .storage import KVBlocks, Storage, free_bytes, trim
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -33,7 +33,7 @@ class MemoryStats:
         block_size (`int`): Tokens in a block.
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
         used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
-        held_bytes (`int`): Bytes of every block that was ever in use and not given back by `free`.
+        held_bytes (`int`): Bytes of every block that was ever in use and not given back since.
         waste (`float`): Share of the slots that were allocated but unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
         cached_blocks (`int`): Blocks that no table holds, kept for their tokens until their place is needed.
@@ -153,6 +153,12 @@ class GroupMemory(BlockGroup):
             self._is_short = False
             return layer
 
+    def release(self) -> None:
+        """Gives all memory up, where no table holds a block."""
+        self.pool.shrink()
+        self.storage.clear()
+        self._expected_bytes, self._is_short = 0, False
+
     def live_tables(self) -> Iterable[BlockTable]:
         """Every table that holds blocks of the group, or may."""
         for manager in self.memory.managers.values():
@@ -179,6 +185,7 @@ class PagedMemory:
         self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
         self.graphs: Any = None  # graphs of decode steps, which know where the blocks are
         self._limit_bytes: int | None = None
+        self._released_peak_bytes = 0  # of layers that were given back since the last reset
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
@@ -274,7 +281,28 @@ class PagedMemory:
             unused += sum(tails.values())
         self._waste = unused / slots if slots else 0.0
 
+    def release(self) -> bool:
+        """Gives every byte back to the system (on other devices: to PyTorch's allocator), with what is cached and
+        recorded, unless a table holds a block; returns whether it did. What runs holds some, and the next that is
+        written makes the layers again: it may be called at any moment, from any thread."""
+        with held(), self.lock:
+            if any(group.pool.num_used for group in self.groups.values()):
+                return False
+            self._released_peak_bytes, self._limit_bytes = self._peak_bytes, None
+            for group in self.groups.values():
+                group.release()
+            if self.graphs is not None:
+                self.graphs.clear()
+        trim()
+        return True
+
+    @property
+    def _peak_bytes(self) -> int:
+        of_layers = sum(n * self.groups[key].storage.block_bytes for key, n in self._peak_used.items())
+        return max(of_layers, self._released_peak_bytes)
+
     def reset_peak(self) -> None:
+        self._released_peak_bytes = 0
         self._peak_blocks, self._waste, self.num_copied, self._peak_used = 0, 0.0, 0, {}
         self.note_peak()
 
@@ -287,7 +315,7 @@ class PagedMemory:
                 used_blocks=self.num_used,
                 peak_blocks=self._peak_blocks,
                 used_bytes=sum(group.pool.num_used * group.storage.block_bytes for group in groups),
-                peak_bytes=sum(n * self.groups[key].storage.block_bytes for key, n in self._peak_used.items()),
+                peak_bytes=self._peak_bytes,
                 held_bytes=self._held_bytes,
                 waste=self._waste,
                 copied_blocks=self.num_copied,

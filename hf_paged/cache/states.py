@@ -35,6 +35,10 @@ class StateStorage:
     def grow(self, num_blocks: int, most: int) -> None:
         self.capacity = max(self.capacity, num_blocks)
 
+    def clear(self) -> None:
+        """No slot is used or kept any more."""
+        self._rows, self.capacity = {}, 0
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Slot `target` gets the state of slot `source`, for each pair; all are read before one is written."""
         found = [(target, self._rows[source]) for source, target in copies if source in self._rows]

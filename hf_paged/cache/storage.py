@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -138,6 +140,10 @@ class Reservation:
         """There are `free` bytes."""
         self._budget = int(self._share * free)
 
+    def renew(self) -> None:
+        """How much memory is free is asked again."""
+        self._budget = -1
+
     def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
         """Blocks of a layer with this spec, each of which takes these bytes there."""
         if self._budget < 0:
@@ -264,6 +270,12 @@ class Storage:
         self.layers[index] = layer
         return layer
 
+    def clear(self) -> None:
+        """Gives all memory up: no table holds a block."""
+        self.layers, self.capacity = {}, 0
+        if self._reservation is not None:
+            self._reservation.renew()
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Block `source` to block `target` in every layer, for each pair; all are read before one is written."""
         self._copies.make((tensor for layer in self.layers.values() for tensor in layer.data), copies)
@@ -283,6 +295,21 @@ def free_bytes(device: torch.device) -> int:
     free = int(psutil.virtual_memory().available)
     limit = resource.getrlimit(resource.RLIMIT_AS)[0] if resource is not None else _UNLIMITED
     return free if limit == _UNLIMITED else max(0, min(free, limit - psutil.Process().memory_info().vms))
+
+
+def trim() -> None:
+    """Pages of host memory that were freed and that the C library still holds go back to the system. (It maps large
+    tensors one by one, and unmaps them when they are freed; those of small layers lie between others.)"""
+    if (malloc_trim := _malloc_trim()) is not None:
+        malloc_trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

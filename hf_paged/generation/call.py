@@ -42,7 +42,8 @@ from ..batching.request import Request, Sequence
 from ..batching.shared_loop import shared_loop
 from ..cache.block_manager import UNCACHED
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.memory import autocast_dtype
+from ..cache.idle import end_use
+from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.capability import TOGETHER, Layout, is_stock
@@ -84,6 +85,7 @@ class Call:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
+        self.memory: PagedMemory | None = None  # the model's, if it uses that
         self.built: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # those built, or the caller's
         self.counters: list[ReadCounters] = []  # of how their keys and values were read
@@ -116,6 +118,9 @@ class Call:
             route = route_of(self.road, self.reason, self.counters, self.slowed_by, **self.details)
             if capturing.get() is None:
                 note_route(self.model, route)
+            self.built, self.caches = [], []  # they may hold blocks
+            if self.memory is not None:
+                end_use(self.memory)
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
@@ -381,7 +386,7 @@ class BatchCall:
         device = compute_device(self.call.model)
         modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
         return (
-            dataclasses.replace(self._config, cache_salt=None),
+            dataclasses.replace(self._config, cache_salt=None, idle_release_seconds=None),
             self.layout,
             tuple(self.cache.groups),
             self.call.model.training,

@@ -106,7 +106,8 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
         if config is not None and not passed:
             blocks_per_row = (arguments.get("max_cache_length") or 0) // config.block_size + 1
             num_rows = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config)
-            memory, is_assistant = memory_for(model, config), generation_config.is_assistant
+            call.memory = memory = memory_for(model, config)
+            is_assistant = generation_config.is_assistant
             _swap(memory, num_rows * blocks_per_row, num_rows, model_kwargs, is_assistant)
         parts = (part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
         if caches := [part for part in parts if isinstance(part, PagedCache)]:

@@ -686,7 +686,9 @@ def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype
 
 
 def _sequence(manager: BlockManager, num_prompt_tokens: int, inputs: Any = None) -> Any:
-    request = SimpleNamespace(inputs=inputs, encoded=NO_BLOCKS, namespace=UNCACHED, num_prompt_tokens=num_prompt_tokens)
+    request = SimpleNamespace(
+        inputs=inputs, encoded=NO_BLOCKS, namespace=UNCACHED, num_prompt_tokens=num_prompt_tokens, prompt_logprobs=None
+    )
     return SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new(), request=request)
 
 

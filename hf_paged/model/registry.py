@@ -12,7 +12,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
+from ..cache.storage import trim
 from ..config import PagedConfig
 from ..step import ReadCounters
 from .forwards import compute_device
@@ -72,7 +74,8 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, dtype or device are others than before."""
+    """The memory of `model`, made again when block size, budget, dtype or device are others than before. It is in use
+    from here on (`idle.end_use`)."""
     budget = (config.block_size, config.num_blocks, config.memory_fraction)
     device = compute_device(model)
     key = (budget, model.dtype, autocast_dtype(device), device)
@@ -82,6 +85,7 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
             memory = PagedMemory(config)
             _memories[model] = key, memory
         memory.config = config
+        begin_use(memory)
         return memory
 
 
@@ -106,6 +110,7 @@ def free(model: Any) -> None:
     with _lock:
         for module in _owners(model):
             _memories.pop(module)[1].graphs = None  # graphs are of use to no cache
+    trim()
 
 
 def last_route(model: Any) -> Route | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -32,7 +33,10 @@ from tests.support.engine_helpers import lone_run, prompts
 GREEDY = {"do_sample": False, "max_new_tokens": 10}
 SAMPLES = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6}
 ENGINE = {"config": {"block_size": 8, "num_blocks": 256}}
-ADDED = ["generated_text", "generated_tokens", "num_input_tokens", "num_generated_tokens", "finish_reason", "sequences"]
+ADDED = [
+    *("generated_text", "generated_tokens", "num_input_tokens", "num_generated_tokens", "finish_reason", "sequences"),
+    *("prompt_logprobs", "prompt_top_logprobs", ERROR),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint like any other."""
     path = str(tmp_path_factory.mktemp("model"))
     models.get("llama").save_pretrained(path)
-    models.tokenizer().save_pretrained(path)
+    tokenizer = copy.deepcopy(models.tokenizer())
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role[:1] + message.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -73,7 +79,8 @@ def as_numpy(columns: dict[str, list[Any]]) -> dict[str, np.ndarray]:
 
 
 def as_pandas(columns: dict[str, list[Any]]) -> pd.DataFrame:
-    return pd.DataFrame(columns).astype({"seed": "Int64"})  # else a missing one makes floats of all
+    frame = pd.DataFrame(columns)
+    return frame.astype({"seed": "Int64"}) if "seed" in columns else frame  # else a missing one makes floats of all
 
 
 @pytest.mark.parametrize("form", [as_numpy, as_pandas, pa.table])
@@ -88,7 +95,7 @@ def test_batches_in_every_format(folder: str, form: Any) -> None:
     }
     predictor = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE)
     table = predictor(form(columns))
-    assert table.column_names == ["prompt", "generation_config", "seed", "kept", *ADDED, ERROR]
+    assert table.column_names == ["prompt", "generation_config", "seed", "kept", *ADDED]
     rows = table.to_pylist()
     assert [row["kept"] for row in rows] == columns["kept"]
     for row, text, own, seed in zip(rows, texts, columns["generation_config"], columns["seed"]):
@@ -109,8 +116,8 @@ def test_batches_that_are_odd(folder: str) -> None:
     predictor = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE, prompt_column="text", row_options=("priority",))
     empty = predictor({"text": np.array([], dtype=object)})
     full = predictor({"text": np.array(["bade cifo", "", None], dtype=object), "seed": np.array(["not", "read", "!"])})
-    assert empty.num_rows == 0 and [empty.schema.field(name).type for name in (*ADDED, ERROR)] == [
-        full.schema.field(name).type for name in (*ADDED, ERROR)
+    assert empty.num_rows == 0 and [empty.schema.field(name).type for name in ADDED] == [
+        full.schema.field(name).type for name in ADDED
     ]
     first, *refused = full.to_pylist()
     assert first["generated_tokens"] == plain(models.tokenizer()("bade cifo")["input_ids"], GREEDY)[0]
@@ -125,11 +132,39 @@ def test_batches_that_are_odd(folder: str) -> None:
         assert row[ERROR].startswith("ValueError: "), row
 
 
+@pytest.mark.parametrize("form", [as_numpy, as_pandas, pa.table])
+def test_chats_and_log_probabilities(folder: str, form: Any) -> None:
+    user, system = {"role": "user", "content": "bade cifo"}, {"role": "system", "content": "dugi"}
+    options = {"return_logprobs": True, "prompt_logprobs": True, "top_logprobs": 2}
+    predictor = LLMPredictor(folder, GREEDY, engine_kwargs=ENGINE, prompt_column="messages", **options)
+    rows = predictor(form({"messages": [[user], [system, user]]})).to_pylist()
+    for row, text in zip(rows, ["ubade cifo", "sdugiubade cifo"]):
+        prompt = models.tokenizer()(text)["input_ids"]
+        assert row[ERROR] == "" and row["generated_tokens"] == plain(prompt, GREEDY)[0]
+        [expected] = predictor.engine.generate([prompt], GREEDY, **options)
+        [sequence] = row["sequences"]
+        assert_close([list(both.values()) for both in sequence["logprobs"]], expected.logprobs)
+        tops = [[list(top.values()) for top in tops] for tops in sequence["top_logprobs"]]
+        assert_close(tops, expected.sequences[0].top_logprobs)
+        assert_close(row["prompt_logprobs"], expected.prompt_logprobs)
+        tops = [[list(top.values()) for top in tops] for tops in row["prompt_top_logprobs"]]
+        assert tops[0] == expected.prompt_top_logprobs[0] == []
+        assert_close(tops[1:], expected.prompt_top_logprobs[1:])
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.array(found, dtype=float), np.array(expected, dtype=float), rtol=1e-4)
+
+
 def test_what_cannot_be_a_model(folder: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="made a str"):
         LLMPredictor(lambda: "a model")  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="Unrecognized model"):
         LLMPredictor(str(tmp_path))
+    with pytest.raises(ValueError, match="max_new_token"):
+        LLMPredictor(folder, {"max_new_token": 3})
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        LLMPredictor(folder, max_new_tokens=3)
 
 
 # --------------------------------------------------------------------------------------------------- Ray Data
@@ -181,7 +216,9 @@ def test_a_killed_worker_loses_no_row(folder: str, cluster: None, tmp_path: Path
     ds = ray.data.from_items(rows, override_num_blocks=20).map_batches(
         Dying,
         fn_constructor_args=(lambda: make_engine(folder), GREEDY),
-        concurrency=2,
+        compute=ray.data.ActorPoolStrategy(  # two batches of an actor share the steps of its engine
+            size=2, max_concurrent_calls_per_actor=2, enable_true_multi_threading=True
+        ),
         batch_size=10,
         batch_format="pyarrow",
     )
@@ -260,6 +297,7 @@ def test_serve(replica: Any) -> None:
         {"prompt": [5], "generation_config": {"max_new_token": 3}},
         {"prompt": [5], "generation_config": [{}], "stream": True},
         {"prompt": [5], "cache_salt": "another's"},
+        {"prompt": [5], "stream": "no"},
         {},
         [],
     ):

@@ -19,6 +19,13 @@ from ...step import to_device
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
 
 
+Alternatives = list[tuple[int, float, float]]
+"""The most probable tokens in the place of one, each with its log-probabilities: the model's own, the processed one."""
+
+Record = tuple[tuple[float, float], Alternatives]
+"""A token's log-probabilities, and its alternatives."""
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """What one step decided. All lists are Python numbers; rows are indices into the decoding's rows."""
@@ -39,6 +46,7 @@ class LoopInputs:
     generation_config: GenerationConfig
     generator: torch.Generator | None = None  # `None`: torch's global one
     record_logprobs: bool = False
+    num_top: int = 0  # alternatives recorded beside each
 
 
 class StopChecker:
@@ -96,7 +104,7 @@ class Decoding:
     def __init__(self, inputs: LoopInputs, num_returned: int):
         config: Any = inputs.generation_config
         self.inputs, self.config = inputs, config
-        self.generator, self.record_logprobs = inputs.generator, inputs.record_logprobs
+        self.generator, self.record_logprobs, self.num_top = inputs.generator, inputs.record_logprobs, inputs.num_top
         self.logits_processor, self.stopping_criteria = inputs.logits_processor, inputs.stopping_criteria
         self.stop_checker = StopChecker(self.stopping_criteria)
         self.num_rows, self.length = inputs.input_ids.shape
@@ -106,6 +114,7 @@ class Decoding:
         self.finish_reasons: list[str | None] = [None] * num_returned
         # if recorded, of each and by generated token: of the model's own distribution, of the processed one
         self.logprobs: list[list[tuple[float, float]]] = [[] for _ in range(num_returned)]
+        self.top_logprobs: list[list[Alternatives]] = [[] for _ in range(num_returned)]
         keeps = config.return_dict_in_generate
         # `(rows, vocab)` of each step, where asked for
         self.scores: tuple[Tensor, ...] | None = () if keeps and config.output_scores else None

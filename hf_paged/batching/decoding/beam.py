@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from ... import compat
-from .base import Decoding, LoopInputs, SampledTokens, stop_string_hits
+from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
 from .scores import are_row_wise, values_at
 
 _NEVER = -1.0e9  # what transformers adds to the score of a beam that must not be chosen
@@ -35,6 +35,7 @@ class BeamDecoding(Decoding):
         self._may_close = self._runs_known_code and not config.return_dict_in_generate
         # of each step, by row and token continued with: its two log-probabilities
         self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
+        self._top_history: list[list[Alternatives]] = []  # of each step, by row
         # running beams and finished ones, [prompts, beams, max_length]
         fill = int(pad or eos[0]) if eos is not None else -1
         self.running = torch.full((prompts, beams, self.max_length), fill, dtype=torch.int64, device=device)
@@ -132,7 +133,13 @@ class BeamDecoding(Decoding):
             rows, ids = (beams + first_rows).flatten(), tokens.flatten()
             pairs = zip(values_at(raw, rows, ids).tolist(), log_probs[rows, ids].tolist())
             self._history.append(dict(zip(zip(rows.tolist(), ids.tolist()), pairs)))
+            self._top_history.append(self._alternatives(raw, log_probs))
         return dict(topk_log_probs=best_scores, topk_running_sequences=sequences, topk_running_beam_indices=indices)
+
+    def _alternatives(self, raw: Tensor, log_probs: Tensor) -> list[Alternatives]:
+        best, ids = raw.topk(min(self.num_top, raw.shape[1]), dim=-1)
+        processed = values_at(log_probs, torch.arange(len(ids), device=ids.device)[:, None], ids)
+        return [list(zip(*row)) for row in zip(ids.tolist(), best.tolist(), processed.tolist())]
 
     def _finished_beams(self) -> dict[str, Any]:
         return dict(
@@ -175,4 +182,5 @@ class BeamDecoding(Decoding):
             for i, rows in enumerate(self.returned(self.beam_indices).tolist()):
                 new = zip(self._history, rows, sequences[i][self.prompt_length :])
                 self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
+                self.top_logprobs[i] = [step[row] for step, row in zip(self._top_history, rows) if row >= 0]
         return finished

@@ -16,7 +16,7 @@ from ... import compat
 from ...interrupts import let_in, step_lock
 from ...model.capability import is_stock
 from ...model.forwards import compute_device
-from ..arguments import RequestOptions, as_list, as_whole, check_streamer
+from ..arguments import RequestOptions, as_list, as_whole, check_logprobs, check_streamer
 from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
@@ -102,6 +102,7 @@ def request_decoding(
         seed = as_whole("seed", options.seed, -(2**63), 2**64 - 1, before="None or ")  # as torch does
         generator = torch.Generator(device=compute_device(model)).manual_seed(seed)
     check_streamer(streamer)
+    logprobs = options.return_logprobs, check_logprobs(options)
     own = LogitsProcessorList(as_list("logits_processor", options.logits_processor))
     criteria = StoppingCriteriaList(as_list("stopping_criteria", options.stopping_criteria))
     if not is_stock(model, compat.LOOP_CONDITION):
@@ -116,7 +117,7 @@ def request_decoding(
         call = _captured_request(model, input_ids, generation_config, options, own, criteria, tokenizer)
         names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
         given = {name: call.arguments[name] for name in names}
-        inputs = LoopInputs(**given, generator=generator, record_logprobs=options.return_logprobs)
+        inputs = LoopInputs(**given, generator=generator, record_logprobs=logprobs[0], num_top=logprobs[1])
         if call.method == compat.SAMPLE:
             return SampleDecoding(inputs, streamer), call
         _check_no_streamer(streamer)
@@ -135,7 +136,7 @@ def request_decoding(
         model, config, ids.shape[1], ids, logits_processor=own, device=ids.device, model_kwargs={}
     )
     criteria = compat.get_stopping_criteria(model, config, criteria, tokenizer)
-    inputs = LoopInputs(rows, processors, criteria, config, generator, options.return_logprobs)
+    inputs = LoopInputs(rows, processors, criteria, config, generator, *logprobs)
     return BeamDecoding(model, inputs) if uses_beams else SampleDecoding(inputs, streamer), None
 
 

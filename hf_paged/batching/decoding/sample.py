@@ -12,7 +12,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 
 from ... import compat
 from ...interrupts import let_in
-from .base import Decoding, LoopInputs, SampledTokens, hits
+from .base import Decoding, LoopInputs, Record, SampledTokens, hits
 from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
@@ -141,14 +141,14 @@ class SampleDecoding(Decoding):
         new = [tokens[row] for tokens in self._new[max(0, len(self._new) - count) :]]
         return new if len(new) == count else self._ids[row, len(new) - count :].tolist() + new
 
-    def accept(
-        self, chosen: list[int], logprobs: Sequence[tuple[float, float]] = (), stopped: Sequence[bool] = ()
-    ) -> SampledTokens:
+    def accept(self, chosen: list[int], records: Sequence[Record] = (), stopped: Sequence[bool] = ()) -> SampledTokens:
         """Appends a token to every open row. `stopped`: which of them complete a stop string, if any does."""
         rows, tokens, checker = self.open_rows, chosen, self.stop_checker
         going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
-        for at, row in going if logprobs else ():
-            self.logprobs[row].append(logprobs[at])
+        for at, row in going if records else ():
+            pair, top = records[at]
+            self.logprobs[row].append(pair)
+            self.top_logprobs[row].append(top)
         if checker.has_eos and len(going) < self.num_rows:
             tokens = [self._pad_token_id] * self.num_rows
             for at, row in going:
@@ -197,7 +197,7 @@ class SampleDecoding(Decoding):
             part = SampleDecoding(inputs, streamer)
             part.finish_reasons, part._ends = [self.finish_reasons[row]], [self._ends[row]]
             part.open_rows = [0] if row in self.open_rows else []
-            part.logprobs = [self.logprobs[row]]  # the same list
+            part.logprobs, part.top_logprobs = [self.logprobs[row]], [self.top_logprobs[row]]  # the same lists
             parts.append(part)
         return parts
 

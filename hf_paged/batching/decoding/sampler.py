@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...step import to_device
-from .base import Decoding, Fetch, SampledTokens, stop_string_hits
+from .base import Decoding, Fetch, Record, SampledTokens, stop_string_hits
 from .beam import BeamDecoding
 from .sample import SampleDecoding
-from .scores import argmax, invert, logprobs_of, pick, stack_rows, together
+from .scores import alternatives, argmax, invert, logprobs_of, pick, stack_rows, together
 
 Result = SampledTokens | BaseException
 _NO_TOKEN = -1  # of a row whose scores have none to draw
@@ -27,13 +27,25 @@ class Choice:
     places: list[int]  # of the decodings among those of the step
     batch: list[SampleDecoding]
     tokens: Tensor  # (open rows,) int64, `_NO_TOKEN` included
-    logprobs: list[Tensor]  # (recorded rows,) of the model's own distribution, and of the processed one, if any is
+    # (recorded rows,) log-probabilities of the model's own distribution, and of the processed one, if any is recorded;
+    # then, if any has alternatives, of these (recorded rows, k) ids and both log-probabilities
+    logprobs: list[Tensor]
 
-    def pairs(self) -> list[tuple[float, float]]:
-        """The log-probabilities of each open row, zeros where they are not recorded; nothing if none is."""
+    def records(self) -> list[Record]:
+        """Of each open row, zeros where they are not recorded; nothing if none is."""
         recorded = zip(*(values.tolist() for values in self.logprobs))
         rows = [decoding for decoding in self.batch for _ in decoding.open_rows] if self.logprobs else []
-        return [next(recorded) if decoding.record_logprobs else (0.0, 0.0) for decoding in rows]
+        return [
+            _record(*next(recorded), decoding.num_top) if decoding.record_logprobs else _NOTHING for decoding in rows
+        ]
+
+
+_NOTHING: Record = ((0.0, 0.0), [])
+
+
+def _record(raw: float, processed: float, *rest: Any) -> Record:
+    *top, count = rest
+    return (raw, processed), list(zip(*top))[:count]
 
 
 @torch.no_grad()
@@ -52,8 +64,8 @@ def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = 
         _choose_or_fail([(place, *ready[place]) for place in places], choices, results)
     if results or fetch is None:
         fetch = Tensor.tolist
-    for choice, tokens, pairs in _fetch_or_fail(choices, fetch, results):
-        results.update(zip(choice.places, _accept(choice.batch, tokens, pairs)))
+    for choice, tokens, records in _fetch_or_fail(choices, fetch, results):
+        results.update(zip(choice.places, _accept(choice.batch, tokens, records)))
     return [results[place] for place in range(len(ready))]
 
 
@@ -93,7 +105,10 @@ def _choose(places: list[int], batch: list[SampleDecoding], logits: Tensor) -> C
     logprobs: list[Tensor] = []
     if recorded:
         chosen = pick(tokens, recorded).clamp_min(0)
-        logprobs = [logprobs_of(pick(values, recorded), chosen) for values in (raw, scores)]
+        kept = pick(raw, recorded), pick(scores, recorded)
+        logprobs = [logprobs_of(values, chosen) for values in kept]
+        if num_top := max(decoding.num_top for decoding in batch):
+            logprobs += alternatives(*kept, num_top)
     return Choice(places, batch, tokens, logprobs)
 
 
@@ -125,10 +140,10 @@ def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
 
 def _fetch_or_fail(
     choices: list[Choice], fetch: Fetch, results: dict[int, Result]
-) -> list[tuple[Choice, list[int], list[tuple[float, float]]]]:
+) -> list[tuple[Choice, list[int], list[Record]]]:
     """Each choice with its tokens and log-probabilities on the host; one that cannot come there fails alone."""
     try:
-        return [(choice, found, choice.pairs()) for choice, found in zip(choices, _fetch(choices, fetch))]
+        return [(choice, found, choice.records()) for choice, found in zip(choices, _fetch(choices, fetch))]
     except Exception as error:
         if len(choices) == 1:
             results.update(dict.fromkeys(choices[0].places, error))
@@ -150,8 +165,8 @@ def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:
     return [[token for place in choice.places for token in by_place[place]] for choice in choices]
 
 
-def _accept(batch: list[SampleDecoding], tokens: list[int], logprobs: list[tuple[float, float]]) -> list[Result]:
-    """What each decoding makes of the tokens of its open rows, of which `logprobs` are given if it records them."""
+def _accept(batch: list[SampleDecoding], tokens: list[int], records: list[Record]) -> list[Result]:
+    """What each decoding makes of the tokens of its open rows, of which `records` are given if it records them."""
     ends = list(itertools.accumulate(len(decoding.open_rows) for decoding in batch))
     parts = [slice(end - len(decoding.open_rows), end) for decoding, end in zip(batch, ends)]
     try:
@@ -161,15 +176,15 @@ def _accept(batch: list[SampleDecoding], tokens: list[int], logprobs: list[tuple
             return [error]
         if not isinstance(error, Exception):
             raise
-        return [_accept([decoding], tokens[part], logprobs[part])[0] for decoding, part in zip(batch, parts)]
+        return [_accept([decoding], tokens[part], records[part])[0] for decoding, part in zip(batch, parts)]
     results: list[Result] = []
     for decoding, part in zip(batch, parts):
         try:
             if _NO_TOKEN in tokens[part]:
                 raise RuntimeError("the scores of the next token contain nan, or no token has a finite one")
-            pairs = logprobs[part] if decoding.record_logprobs else ()
+            own = records[part] if decoding.record_logprobs else ()
             stops = [i in stopped for i in range(part.start, part.stop)] if stopped else ()
-            results.append(decoding.accept(tokens[part], pairs, stops))
+            results.append(decoding.accept(tokens[part], own, stops))
         except BaseException as error:
             results.append(error)
     return results

@@ -243,3 +243,38 @@ def pick(values: Tensor, rows: list[int]) -> Tensor:
     if len(rows) == len(values):
         return values
     return values[to_device(torch.tensor(rows, dtype=torch.long, device="cpu"), values.device)]
+
+
+def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
+    """The `count` best tokens of each row of `(rows, vocab)` logits: `(rows, count)` ids, and log-probabilities under
+    these and under the scores that processors made of them."""
+    best, ids = raw.topk(min(count, raw.shape[1]), dim=-1)
+    rows = torch.arange(len(ids), device=ids.device)[:, None]
+    processed = values_at(scores, rows, ids) - scores.logsumexp(dim=-1, keepdim=True)
+    return [ids, best - raw.logsumexp(dim=-1, keepdim=True), processed]
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, of which the first has none, chunk by chunk, and perhaps again."""
+
+    MAX_ROWS = 256  # of logits that are converted at once
+
+    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
+        self.token_ids, self.num_top = token_ids, num_top
+        self.values: list[float | None] = [None] * len(token_ids)
+        self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
+
+    def num_wanted(self, start: int, end: int) -> int:
+        """Of the tokens from `start` to `end`, which are computed now: how many have one of the prompt behind them."""
+        return max(0, min(end, len(self.token_ids) - 1) - start)
+
+    def record(self, start: int, logits: Tensor) -> None:
+        """`(n, vocab)` logits, in the model's dtype, of the tokens from `start` on."""
+        for part in logits.split(self.MAX_ROWS):
+            behind = slice(start + 1, start + 1 + len(part))
+            part = part.float()
+            self.values[behind] = logprobs_of(part, torch.tensor(self.token_ids[behind], device=part.device)).tolist()
+            if self.num_top:
+                ids, best, _ = (values.tolist() for values in alternatives(part, part, self.num_top))
+                self.top[behind] = [list(zip(*pair)) for pair in zip(ids, best)]
+            start += len(part)

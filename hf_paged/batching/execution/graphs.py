@@ -132,10 +132,11 @@ class DecodeGraphs:
             torch.get_num_threads(),
         )
         if found != self._signature:
-            self._clear()
+            self.clear()
             self._signature, self.obstacle = found, None
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drops what was recorded."""
         self._graphs.clear()
         self._outputs.clear()
 
@@ -215,7 +216,7 @@ class DecodeGraphs:
                 _log_once(f"for now no more of them, for want of memory ({_reason(error)})", self._backend.notice)
                 return None
             self.obstacle = _reason(error)
-            self._clear()
+            self.clear()
             _log_once(self.obstacle, self._backend.notice)
             return None
         self._num_short = 0

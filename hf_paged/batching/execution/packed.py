@@ -24,6 +24,7 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...step import StepMetadata, to_device
 from ...tape.invariant import by_kernels, in_fixed_order
+from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .executor import Runner, in_order
 from .graphs import decode_graphs
@@ -152,7 +153,15 @@ class PackedRunner(Runner):
         tokens = self._lay_out(items)
         are_decodes = tokens.num_decodes == len(tokens.token_ids) == len(tokens.last)
         replayed = self._replay(tokens, adapter) if are_decodes else None
-        return self._run_eagerly(tokens) if replayed is None else replayed
+        if replayed is not None:
+            return replayed
+        recorded = _recorded(items, tokens.query_start)
+        logits = self._run_eagerly(tokens, [place for _, _, places in recorded for place in places])
+        end = len(tokens.last)
+        for recording, position, places in recorded:
+            recording.record(position, logits[end : end + len(places)])
+            end += len(places)
+        return logits[: len(tokens.last)] if recorded else logits
 
     @torch.no_grad()
     def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
@@ -168,7 +177,8 @@ class PackedRunner(Runner):
         self.num_captured_steps += logits is not None
         return logits
 
-    def _run_eagerly(self, tokens: PackedTokens) -> Tensor:
+    def _run_eagerly(self, tokens: PackedTokens, others: list[int]) -> Tensor:
+        """Logits of each sequence's last token, where that is here, then of `others` among the packed tokens."""
         buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
         buffer.extend(tokens.positions)
         for group in tokens.groups:
@@ -192,17 +202,17 @@ class PackedRunner(Runner):
             )
             for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]
-        last = tokens.last
+        last = tokens.last + others
         kept = last or [len(tokens.token_ids) - 1]  # a head with weights of another library's may refuse no rows
         arguments = {}
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             own = inputs[2 + len(tokens.groups) :]
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
-        if self._picks_logits and len(kept) < len(tokens.token_ids):
+        if self._picks_logits and (others or len(kept) < len(tokens.token_ids)):
             arguments["logits_to_keep"] = to_device(torch.tensor(kept, dtype=torch.long, device="cpu"), self.device)
         with self._rotating(tokens.rope_factors), self.products:
             logits = self._forward(inputs[0:1], inputs[1:2], steps, **arguments)[0]
-        if logits.shape[0] != len(last):  # the forward gives those of every token
+        if logits.shape[0] != len(last) or (others and not self._picks_logits):  # those of every token
             logits = logits[to_device(torch.tensor(last, dtype=torch.long, device="cpu"), logits.device)]
         return logits
 
@@ -278,6 +288,17 @@ class PackedRunner(Runner):
             tables.append(block_ids)
             seq_lens.append(seq_len)
         return GroupTokens(slots, tables, seq_lens, origins)
+
+
+def _recorded(items: Items[tuple[Sequence, int]], query_start: list[int]) -> list[tuple[PromptLogprobs, int, range]]:
+    """Of prompts whose log-probabilities are recorded: by what, the position of the first token computed now, and
+    which of the packed tokens have a token of the prompt behind them."""
+    found = []
+    for (sequence, query_len), start in zip(items, query_start):
+        recording, end = sequence.request.prompt_logprobs, sequence.num_computed_tokens
+        if recording is not None and (count := recording.num_wanted(end - query_len, end)):
+            found.append((recording, end - query_len, range(start, start + count)))
+    return found
 
 
 def _is_answered(sequence: Sequence) -> bool:

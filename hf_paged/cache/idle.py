@@ -1,0 +1,113 @@
+"""Pools that no call uses any more: when they go back to the system. One thread waits for all of them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+
+from .. import forks
+from .memory import PagedMemory
+
+logger = logging.getLogger(__name__)
+
+MIN_WAIT = 1.0  # seconds after which a pool is looked at again whose blocks a caller's cache still holds
+_MAX_WAIT = 3600.0  # seconds: less than any system's limit
+
+_condition = threading.Condition(forks.rlock())
+_deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()  # by `time.monotonic`
+_thread: threading.Thread | None = None  # a daemon, alive while there are deadlines
+
+
+def begin_use(memory: PagedMemory) -> None:
+    """A call, or an engine with unfinished requests, uses the pool: it is not idle."""
+    with _condition:
+        _deadlines.pop(memory, None)
+
+
+def end_use(memory: PagedMemory) -> None:
+    """A call has ended, or an engine's last request: without another one, the pool is given back after
+    `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole pool until they go."""
+    seconds = memory.config.idle_release_seconds
+    if seconds is None or (seconds == 0 and memory.release()):
+        begin_use(memory)
+    else:
+        _watch(memory, seconds or MIN_WAIT)
+
+
+def _watch(memory: PagedMemory, seconds: float) -> None:
+    global _thread
+    with _condition:
+        first = min(_deadlines.values(), default=float("inf"))
+        _deadlines[memory] = deadline = time.monotonic() + seconds
+        if _thread is None:
+            thread = threading.Thread(target=_serve, name="hf_paged idle pools", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends, and all memory with it
+                return
+            _thread = thread
+        elif deadline < first:  # else it wakes early enough by itself
+            _condition.notify_all()
+
+
+def _serve() -> None:
+    global _thread
+    while True:
+        with _condition:
+            due, delay = _take_due()
+            if delay is None and not due:
+                _thread = None
+                return
+            if not due:
+                _condition.wait(delay)
+        for ref in due:
+            try:
+                _release(ref)
+            except Exception:
+                logger.warning("an idle pool could not be given back", exc_info=True)
+
+
+def _take_due() -> tuple[list[weakref.ref[PagedMemory]], float | None]:
+    """Pools whose time has come, without keeping one alive, and the seconds to the next."""
+    now = time.monotonic()
+    due = [memory for memory, deadline in _deadlines.items() if deadline <= now]
+    for memory in due:
+        del _deadlines[memory]
+    delay = min((deadline - now for deadline in _deadlines.values()), default=None)
+    return [weakref.ref(memory) for memory in due], None if delay is None else min(max(delay, 0.0), _MAX_WAIT)
+
+
+def _release(ref: weakref.ref[PagedMemory]) -> None:
+    memory = ref()
+    if memory is None or memory.release():
+        return
+    seconds = memory.config.idle_release_seconds
+    with _condition:
+        if seconds is not None and memory not in _deadlines:
+            _watch(memory, max(seconds, MIN_WAIT))
+
+
+def _stop() -> None:
+    """No thread frees memory while the interpreter takes itself apart."""
+    with _condition:
+        _deadlines.clear()
+        _condition.notify_all()
+        thread = _thread
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(timeout=5)
+
+
+def _forget() -> None:
+    """A child process has no such thread, until a pool is used there."""
+    global _condition, _thread
+    _condition, _thread = threading.Condition(forks.rlock()), None
+    _deadlines.clear()
+
+
+atexit.register(_stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,113 @@
+"""Prompts that are chat messages, and engines that are loaded by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from tests.support.models import build, token_ids, tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the memory"}]
+OTHER = [{"role": "user", "content": "another"}]
+TEXTS = ["system: be brief\nuser: the memory\nassistant: ", "user: another\nassistant: "]
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+def _tokenizer(template: str | None = TEMPLATE) -> Any:
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = template
+    return made
+
+
+def test_messages_go_through_the_template() -> None:
+    made = _tokenizer()
+    expected = [made(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    with hf_paged.PagedEngine(build("llama"), tokenizer=made) as engine:
+        results = engine.generate([CHAT, tuple(OTHER), expected[0], "text"], GREEDY)
+        assert [result.error for result in results] == [None] * 4
+        assert [result.prompt_ids for result in results[:2]] == expected
+        assert results[0].token_ids == results[2].token_ids
+        engine.add_request(OTHER, GREEDY, request_id="one")
+        outputs = [output for _ in range(6) for output in engine.step()]
+        assert outputs[-1].result.token_ids == results[1].token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "made", "message"),
+    [
+        (CHAT, None, "is a chat: make the engine with `tokenizer=`"),
+        (CHAT, _tokenizer(None), "no chat template: set `tokenizer.chat_template`"),
+        ([CHAT[0], {"content": "x"}], _tokenizer(), "message 1 of the chat is .*role"),
+        ([CHAT[0], 7], _tokenizer(), "message 1 of the chat is 7"),
+        ([{"role": "tool", "content": "x"}], _tokenizer(), "does not take these messages: no tools here"),
+        ([{"role": "user", "content": [{"type": "image"}]}], _tokenizer(), "type 'image'.*processor"),
+    ],
+)
+def test_messages_that_cannot_be_served(prompt: Any, made: Any, message: str) -> None:
+    with hf_paged.PagedEngine(build("llama"), tokenizer=made) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(prompt, GREEDY)
+        assert not engine.has_unfinished and engine.memory.stats().held_bytes == 0
+        (result,) = engine.generate([prompt], GREEDY)
+        assert isinstance(result.error, ValueError)
+
+
+def test_one_chat_is_not_several_prompts() -> None:
+    with hf_paged.PagedEngine(build("llama"), tokenizer=_tokenizer()) as engine:
+        with pytest.raises(ValueError, match="pass a list of prompts"):
+            engine.generate(CHAT, GREEDY)
+
+
+def test_loaded_with_its_tokenizer(tmp_path: Path) -> None:
+    model, ids = build("llama"), token_ids(1, 12)
+    model.save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    expected = model.generate(ids, **GREEDY)[0, 12:].tolist()
+    config = {"block_size": 8}
+    with hf_paged.PagedEngine.from_pretrained(tmp_path, config=config, device_map="cpu", dtype="float32") as engine:
+        assert engine.config.block_size == 8 and not engine.model.training
+        assert engine.generate([ids[0]], GREEDY)[0].token_ids == expected
+        assert engine.generate([CHAT], GREEDY)[0].text is not None
+    with hf_paged.PagedEngine.from_pretrained(str(tmp_path), dtype=torch.bfloat16) as engine:
+        assert engine.model.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="block_size"):
+        hf_paged.PagedEngine.from_pretrained(tmp_path / "missing", config={"block_size": 7})
+    with pytest.raises(OSError, match="missing"):
+        hf_paged.PagedEngine.from_pretrained(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["t5", "gemma3", "gpt2"])
+def test_loaded_as_the_class_that_was_saved(name: str, tmp_path: Path) -> None:
+    model, ids = build(name), token_ids(1, 12)
+    model.save_pretrained(tmp_path)
+    expected = model.generate(ids, **GREEDY)[0].tolist()
+    with hf_paged.PagedEngine.from_pretrained(tmp_path) as engine:
+        assert type(engine.model) is type(model) and engine.tokenizer is None
+        found = engine.generate([ids[0]], GREEDY)[0].token_ids
+        assert found and expected[-len(found) :] == found
+
+
+def test_loaded_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    build("llama").save_pretrained(tmp_path / "base")
+    _tokenizer().save_pretrained(tmp_path / "base")
+    base = type(build("llama")).from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    ids = token_ids(1, 12)
+    expected = model.generate(ids, **GREEDY)[0, 12:].tolist()
+    with hf_paged.PagedEngine.from_pretrained(tmp_path / "adapter") as engine:
+        assert engine.tokenizer is not None
+        assert engine.generate([ids[0]], GREEDY)[0].token_ids == expected
+        plain = engine.generate([ids[0]], GREEDY, adapter="__base__")[0].token_ids
+    assert plain == build("llama").generate(ids, **GREEDY)[0, 12:].tolist() != expected

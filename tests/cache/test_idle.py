@@ -1,0 +1,203 @@
+"""Pools that no call uses go back to the system, and come again with the next call."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import psutil
+import pytest
+import torch
+import transformers
+
+import hf_paged
+from hf_paged.cache import idle
+from hf_paged.model import registry
+from tests.support.models import BLOCK_SIZE, VOCAB_SIZE, build
+
+PROMPT = torch.arange(4, 44)[None]
+PLAIN = {"max_new_tokens": 6, "do_sample": False}
+
+
+def _paged(seconds: float | None, **config: object) -> dict[str, object]:
+    cache_config = {"block_size": BLOCK_SIZE, "idle_release_seconds": seconds, **config}
+    return {**PLAIN, "cache_implementation": "paged", "cache_config": cache_config}
+
+
+def _wait_for(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def _held(model) -> int:
+    return hf_paged.memory_stats(model).held_bytes
+
+
+def test_memory_returns_to_the_system() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=8,
+        head_dim=256, max_position_embeddings=2048, eos_token_id=None,
+    )  # fmt: skip
+    model, process = transformers.LlamaForCausalLM(config).eval(), psutil.Process()
+    prompts = torch.randint(4, VOCAB_SIZE, (4, 900))
+    first = model.generate(prompts, **_paged(None, block_size=16))
+    gc.collect()
+    held, before = _held(model), process.memory_info().rss
+    assert held > 200 << 20
+    second = model.generate(prompts, **_paged(0, block_size=16))
+    fallen = before - process.memory_info().rss
+    assert _held(model) == 0 and fallen > 0.9 * held, f"{fallen:,} of {held:,}"
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next"])
+def test_same_tokens_after_each_release(name: str) -> None:
+    model = build(name)
+    expected = model.generate(PROMPT, **PLAIN)
+    for _ in range(3):
+        assert torch.equal(model.generate(PROMPT, **_paged(0)), expected)
+        stats = hf_paged.memory_stats(model)
+        assert stats.held_bytes == stats.cached_blocks == 0 < stats.peak_bytes
+        hf_paged.check_integrity(model)
+
+
+def test_released_once_idle_and_not_before() -> None:
+    model = build("llama")
+    expected = model.generate(PROMPT, **PLAIN)
+    model.generate(PROMPT, **_paged(0.5))
+    memory = registry._memories[model][1]
+    assert _held(model) > 0
+    end = time.monotonic() + 0.8
+    while time.monotonic() < end:  # calls keep it
+        assert torch.equal(model.generate(PROMPT, **_paged(0.5)), expected)
+        assert _held(model) > 0
+    assert _wait_for(lambda: not _held(model))
+    assert torch.equal(model.generate(PROMPT, **_paged(None)), expected)
+    assert registry._memories[model][1] is memory, "another setting makes no other pool"
+    assert not idle._deadlines.get(memory)
+
+
+def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
+    model = build("llama")
+    model.generate(PROMPT, **_paged(0.3))
+    thread, ref = idle._thread, weakref.ref(registry._memories[model][1])
+    assert thread is not None and thread.daemon
+    del model
+    gc.collect()
+    assert ref() is None
+    if not idle._deadlines:  # those of other tests wait for longer
+        assert _wait_for(lambda: not thread.is_alive())
+
+
+def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "MIN_WAIT", 0.1)
+    model = build("llama")
+    expected = model.generate(PROMPT, **{**PLAIN, "max_new_tokens": 12})
+    first = model.generate(PROMPT, **_paged(0), return_dict_in_generate=True)
+    time.sleep(0.4)
+    assert _held(model) > 0
+    more = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False)
+    assert torch.equal(more, expected)
+    del first
+    assert _wait_for(lambda: not _held(model))
+
+
+def test_engine_is_idle_without_unfinished_requests() -> None:
+    model = build("llama")
+    prompt = PROMPT[0].tolist()
+    with hf_paged.PagedEngine(model, {"block_size": BLOCK_SIZE, "idle_release_seconds": 0}) as engine:
+        expected = engine.generate([prompt], PLAIN)[0].token_ids
+        assert engine.stats().cached_blocks == 0 and engine.memory.stats().held_bytes == 0
+        assert engine.route is not None
+        engine.add_request(prompt, PLAIN, request_id="a")
+        engine.add_request(prompt, {**PLAIN, "max_new_tokens": 2}, request_id="b")
+        found = {}
+        while engine.has_unfinished:
+            for output in engine.step():
+                if output.result is not None:
+                    found[output.request_id] = output.result.token_ids
+            assert (engine.memory.stats().held_bytes > 0) == ("a" not in found)
+        assert found == {"a": expected, "b": expected[:2]}
+        engine.check_integrity()
+
+
+def test_release_at_any_moment_beside_calls_of_threads() -> None:
+    model = build("llama")
+    prompts = [torch.arange(4, 24 + 3 * i)[None] for i in range(4)]
+    expected = [model.generate(prompt, **PLAIN) for prompt in prompts]
+    model.generate(PROMPT, **_paged(None))
+    memory, failures, over = registry._memories[model][1], [], threading.Event()
+    engine = hf_paged.PagedEngine(model, {"block_size": BLOCK_SIZE, "idle_release_seconds": 0})
+
+    def call(i: int) -> None:
+        for turn in range(6):
+            found = model.generate(prompts[i], **_paged((0, None, 0.01)[turn % 3]))
+            result = engine.generate([prompts[i][0]], PLAIN)[0]
+            if (
+                not torch.equal(found, expected[i])
+                or result.token_ids != expected[i][0, prompts[i].shape[1] :].tolist()
+            ):
+                failures.append((i, turn, result.error))
+
+    def release() -> None:
+        while not over.is_set():
+            memory.release()
+            engine.memory.release()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    releasing = threading.Thread(target=release)
+    for thread in (*threads, releasing):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    releasing.join()
+    assert not failures
+    hf_paged.check_integrity(model)
+    engine.check_integrity()
+    engine.free()
+
+
+_SCRIPT = """
+import os, sys, time, torch, hf_paged
+from hf_paged.cache import idle
+from tests.support.models import build
+torch.set_num_threads(1)  # OpenMP does not survive a fork
+model = build("llama")
+ids = torch.arange(4, 40)[None]
+def call(seconds):
+    return model.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation="paged",
+                          cache_config={"idle_release_seconds": seconds})
+expected = call(0.3)
+engine = hf_paged.PagedEngine(model, {"idle_release_seconds": 0.3})
+engine.generate([ids[0]], {"max_new_tokens": 4})
+if hasattr(os, "fork"):
+    child = os.fork()
+    if not child:
+        try:
+            assert idle._thread is None
+            assert torch.equal(call(0.1), expected)
+            engine.generate([ids[0]], {"max_new_tokens": 4})
+            time.sleep(1.0)
+            assert hf_paged.memory_stats(model).held_bytes == engine.memory.stats().held_bytes == 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+call(60)
+print("over")
+"""
+
+
+def test_forks_and_the_end_of_the_interpreter() -> None:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "over\n", done.stderr
+    assert time.monotonic() - start < 50, "the thread kept the process alive"

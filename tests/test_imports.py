@@ -15,6 +15,7 @@ ROOMS = ("tools", "generation", "batching", "model", "attention", "cache", "tape
 PLACES = {
     "": "tools",  # the package's door
     "inspect": "tools",  # the command
+    "ray": "tools",  # Ray's workers
     "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
     **dict.fromkeys(("compat", "config", "forks", "interrupts", "step"), "base"),
 }

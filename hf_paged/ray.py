@@ -16,6 +16,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from .batching.arguments import as_config
@@ -94,6 +95,7 @@ class LLMPredictor(_Worker):
 
     Raises:
         ValueError: for a model that a `PagedEngine` refuses; in a call, for a batch without a column of prompts.
+        torch.AcceleratorError: in a call, where the device is lost to the process.
 
     Example:
 
@@ -133,6 +135,9 @@ class LLMPredictor(_Worker):
         each: dict[str, Any] = {name: [None if _is_missing(row[name]) else row[name] for row in rows] for name in read}
         prompts, configs = each.pop(self.prompt_column), each.pop("generation_config", [None] * len(rows))
         results = self.engine.generate(prompts, [*map(self._config, configs)], **{**self.options, **each})
+        for result in results:
+            if isinstance(result.error, torch.AcceleratorError):
+                raise result.error  # no row's fault: the device is lost to this process, and all rows would fail
         added = _table(results)
         table = table.select([name for name in names if name not in added.column_names])
         for name in added.column_names:
@@ -155,6 +160,8 @@ class LLMServer(_Worker):
         model_source, generation_config, engine_kwargs: As those of [`LLMPredictor`].
     """
 
+    _lost: Exception | None = None  # with what the device was lost to this process
+
     async def generate(
         self, prompt: Any, generation_config: Any = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -162,7 +169,14 @@ class LLMServer(_Worker):
         outputs = self.engine.astream([prompt], [self._config(generation_config)], **options)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                if output.result is not None and isinstance(output.result.error, torch.AcceleratorError):
+                    self._lost = output.result.error
                 yield output
+
+    def check_health(self) -> None:
+        """Raises the error with which a device was lost to this process: Serve then starts another replica."""
+        if self._lost is not None:
+            raise self._lost
 
     def stats(self) -> EngineStats:
         """What the engine of this replica holds and has done."""
@@ -179,9 +193,9 @@ class LLMServer(_Worker):
             if unknown := body.keys() - _FIELDS:
                 raise ValueError(f"the body has the fields {sorted(unknown)}: there are {sorted(_FIELDS)} and stream")
             outputs = self.generate(body.pop("prompt"), **body)
+            first = await anext(outputs)
         except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is one of these
             return Response(_json({"error": error}), 400, media_type="application/json")
-        first = await anext(outputs)
         if is_stream and (first.result is None or first.result.error is None):
             return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
         [result] = [each.result for each in [first, *[each async for each in outputs]] if each.result is not None]

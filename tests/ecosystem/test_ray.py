@@ -23,6 +23,7 @@ import httpx
 import pandas as pd
 import pyarrow as pa
 import ray
+import torch
 from ray import serve
 from transformers import AutoModelForCausalLM
 
@@ -175,6 +176,27 @@ def test_what_cannot_be_a_model(folder: str, tmp_path: Path) -> None:
         LLMPredictor(folder, max_new_tokens=3)
 
 
+def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
+    """The job ends, and a replica is replaced: every other row would fail like the first."""
+
+    def lose(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    predictor, server = (cls(folder, GREEDY, engine_kwargs=ENGINE) for cls in (LLMPredictor, LLMServer))
+    server.check_health()
+    for worker in (predictor, server):
+        worker.engine.model.model.norm.register_forward_pre_hook(lose)
+    with pytest.raises(torch.AcceleratorError):
+        predictor({"prompt": np.array(["bade"])})
+
+    async def ask() -> Any:
+        return [output async for output in server.generate("bade")]
+
+    assert asyncio.run(ask())[-1].result.error is not None
+    with pytest.raises(torch.AcceleratorError):
+        server.check_health()
+
+
 # --------------------------------------------------------------------------------------------------- Ray Data
 
 
@@ -306,6 +328,7 @@ def test_serve(replica: Any) -> None:
         {"prompt": [5], "generation_config": [{}], "stream": True},
         {"prompt": [5], "cache_salt": "another's"},
         {"prompt": [5], "stream": "no"},
+        {"prompt": [5], "seed": [1, 2]},
         {},
         [],
     ):

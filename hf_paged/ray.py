@@ -90,7 +90,7 @@ class LLMPredictor(_Worker):
             `dtype`, `device_map`, ...
         prompt_column (`str`): Where the prompts are.
         row_options (`tuple[str, ...]`): The columns that are options of a row: `generation_config`, and those of which
-            `PagedEngine.generate` takes a list (`adapter`, `cache_salt`, `priority`, `seed`).
+            `PagedEngine.generate` takes a list (`adapter`, `schema`, `seed`, ...).
         options: Those of `PagedEngine.generate` for all rows.
 
     Raises:

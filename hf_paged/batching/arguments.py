@@ -43,6 +43,9 @@ class RequestOptions:
     prompt_logprobs: Any = False
     cache_salt: Any = None
     inputs: Any = None
+    schema: Any = None
+    regex: Any = None
+    grammar: Any = None
 
 
 def shown(value: Any) -> str:

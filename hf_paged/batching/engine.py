@@ -108,6 +108,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         cache_salt: str | None = None,
+        schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
     ) -> str:
         """
         Queues a request and returns its id. Nothing is computed before the next `step`, but for what `inputs` say.
@@ -136,17 +139,24 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 are computed then: the request neither finds nor leaves cached prefixes.
             cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; else the config's. Requests with
                 different salts share no cached prefix.
+            schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): The new tokens are JSON that this
+                schema allows, and then EOS (xgrammar, which the extra `structured` brings).
+            regex, grammar (`str`, *optional*): ... text that this regular expression matches, or that this grammar
+                (GBNF, from the rule `root` on) derives. Of the three a request has one.
 
         Raises:
             ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
                 an unknown adapter, arguments of another type or outside their limits, options that contradict each
                 other, that only `generate` serves or that the engine's config decides, and under another autocast than
-                unfinished requests have.
+                unfinished requests have; for a schema, an expression or a grammar that cannot be compiled, or without
+                EOS tokens.
+            ImportError: for one of these without xgrammar.
             OutOfBlocksError: if the request can never fit into the budget.
         """
         callers_own = logits_processor, stopping_criteria, streamer
         logprobs = return_logprobs, top_logprobs, prompt_logprobs
-        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, *logprobs, cache_salt, inputs)
+        others = cache_salt, inputs, schema, regex, grammar
+        options = RequestOptions(request_id, priority, *callers_own, adapter, seed, *logprobs, *others)
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
     def cancel(self, request_id: str) -> None:
@@ -213,8 +223,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             progress (`bool`): Show a progress bar (tqdm).
             options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
                 and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
-                `prompt_logprobs` and `cache_salt` of `add_request`, for all; of `adapter`, `cache_salt`, `priority` and
-                `seed` also a list, one a prompt.
+                `prompt_logprobs`, `cache_salt`, `schema`, `regex` and `grammar` of `add_request`, for all; a list of
+                `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` or `seed` has one for each prompt.
 
         Raises:
             TypeError: for options that `add_request` does not have.

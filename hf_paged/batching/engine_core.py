@@ -23,7 +23,9 @@ from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
-from .arguments import Prompt, RequestOptions, check_names
+from .arguments import Prompt, RequestOptions, as_list, check_names
+from .decoding.grammar import Grammars
+from .decoding.prepare import num_embeddings
 from .execution.executor import Window
 from .factory import (
     check_prompts,
@@ -60,6 +62,7 @@ class EngineCore:
         self.layout = Layout()  # of the loop's forwards
         # which of the readers in an event loop waits for a step
         self.readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+        self.grammars = Grammars()
         self.paused_by: list[int] = []  # threads that asked that no step be taken
         self.resumed = threading.Condition(self.lock.lock)
         self._made_for: tuple[Any, ...] = ()  # what the loop depends on
@@ -72,6 +75,11 @@ class EngineCore:
         self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
         self._numbers = itertools.count()  # of the ids that are made up
         forks.in_child(self)
+
+    @property
+    def _vocab_size(self) -> int:
+        vocab_size = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", None)
+        return num_embeddings(self.model) if vocab_size is None else int(vocab_size)
 
     def make_id(self) -> str:
         names = (f"request-{number}" for number in self._numbers)
@@ -87,6 +95,11 @@ class EngineCore:
     ) -> str:
         """Queues a request, which reports to `outbox`, else to `unread`. Raises the errors of `add_request`."""
         state: RequestState | None = None
+        own = as_list("logits_processor", options.logits_processor)
+        # which may take long: steps go on meanwhile
+        constraint = self.grammars.processor(options, tokenizer, self._vocab_size)
+        if constraint is not None:
+            options = dataclasses.replace(options, logits_processor=[*own, constraint])
         try:
             with self.lock:
                 name, salt = options.request_id, options.cache_salt

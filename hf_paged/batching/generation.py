@@ -22,6 +22,7 @@ from ..model.own_loop import select_rows, tensors_of
 from ..step import to_device
 from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
+from .decoding.grammar import GrammarProcessor
 from .decoding.prepare import LoopCall, request_decoding
 from .decoding.scores import PromptLogprobs
 from .execution.adapters import check_adapter, use_adapter
@@ -125,6 +126,9 @@ class RequestState(Generation):
             request_decoding, model, self.prompt_ids, as_config(generation_config), options, tokenizer
         )
         decoding, call = prepare()
+        for processor in decoding.logits_processor:
+            if isinstance(processor, GrammarProcessor):
+                processor.set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
         self._start = decoding.length  # tokens of the prompt, the decoder's where the model has an encoder
         tokens, namespace = decoding.input_ids[0].tolist(), (options.adapter, options.cache_salt)

@@ -18,7 +18,8 @@ from .engine_core import EngineCore
 from .execution.executor import Window
 from .results import RequestOutput, RequestResult
 
-_ONE_EACH = ("adapter", "cache_salt", "priority", "seed")  # options of which callers may pass a list, one a prompt
+# options of which callers may pass a list, one a prompt
+_ONE_EACH = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
 class RequestStream:

@@ -434,7 +434,7 @@ def test_readers_share_steps() -> None:
 
 
 def test_an_option_each() -> None:
-    """Seeds, priorities and salts of a call, one for each prompt."""
+    """Seeds and priorities of a call, one for each prompt."""
     texts, options = prompts(9, 9, 9, 4), MODES["samples"]
     with engine_of(max_num_seqs=3) as engine:
         outputs = [o for o in engine.stream(texts, options, seed=[5, None, 6, 5], priority=(3, 2, 1, 0)) if o.finished]

@@ -30,7 +30,7 @@ class Row:
         self.tokens, self.bench = tokens, bench
         self.token_ids: list[int] = []
         self.num_computed_tokens = 0
-        self.request = SimpleNamespace(inputs=None)
+        self.request = SimpleNamespace(inputs=None, prompt_logprobs=None)
         tables = [BlockTable(group.pool, group.block_size) for group in bench.groups]
         self.blocks: Any = SimpleNamespace(tables=tables)
 

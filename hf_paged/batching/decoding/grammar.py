@@ -1,0 +1,127 @@
+"""Answers that a JSON schema, a regular expression or a grammar allows: by masks of xgrammar (arXiv 2411.15100)."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from ...step import to_device
+from ..arguments import RequestOptions, shown
+
+NAMES = ("schema", "regex", "grammar")
+CACHE_BYTES = 1 << 28  # of compiled grammars that an engine keeps; the last used stay
+
+
+class Grammars:
+    """Compiles what requests of an engine ask for, each once. For use by several threads."""
+
+    def __init__(self) -> None:
+        self._compiler: tuple[Any, int, Any] | None = None  # the tokenizer and the number of tokens that it is for
+
+    def processor(self, options: RequestOptions, tokenizer: Any, vocab_size: int) -> GrammarProcessor | None:
+        """What holds a request to its `schema`, `regex` or `grammar`; `None` without. Raises `ValueError` for two of
+        them, for one that cannot be compiled, and without a tokenizer; `ImportError` without xgrammar."""
+        given = {name: value for name in NAMES if (value := getattr(options, name)) is not None}
+        if not given:
+            return None
+        if len(given) > 1:
+            raise ValueError(f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them")
+        ((name, value),) = given.items()
+        if name != "schema" and not isinstance(value, str):
+            raise ValueError(f"`{name}` is {shown(value)}: it must be text")
+        if tokenizer is None:
+            raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
+        compiler = self._compiler_for(tokenizer, vocab_size)
+        compile_value = {
+            "schema": compiler.compile_json_schema,
+            "regex": compiler.compile_regex,
+            "grammar": compiler.compile_grammar,
+        }[name]
+        try:
+            return GrammarProcessor(compile_value(value))
+        except Exception as error:  # of several types, which xgrammar does not document
+            raise ValueError(f"`{name}` cannot be compiled: {error}") from error
+
+    def _compiler_for(self, tokenizer: Any, vocab_size: int) -> Any:
+        known = self._compiler
+        if known is None or known[0] is not tokenizer or known[1] != vocab_size:
+            xgrammar = _xgrammar()
+            try:
+                info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+            except Exception as error:
+                raise ValueError(f"xgrammar cannot read the tokenizer {type(tokenizer).__name__}: {error}") from error
+            compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+            known = self._compiler = tokenizer, vocab_size, compiler
+        return known[2]
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Leaves the tokens that may follow, of each row of one request. A row's matcher is found by the row's tokens, and
+    forked where several rows go on from one: rows may be samples, or beams that change places."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled, self._matcher_type = compiled, _xgrammar().GrammarMatcher
+        self._vocab_size = compiled.tokenizer_info.vocab_size
+        self._stops: list[int] = []
+        self._start: int | None = None  # tokens of the prompt
+        self._matchers: dict[tuple[int, ...], Any] = {}  # of the last step, by new tokens; `None` behind the end
+
+    def set_stop_tokens(self, tokens: Tensor | None) -> None:
+        """The EOS tokens, which may come once the text is complete. Raises `ValueError` if there are none."""
+        if tokens is None:
+            raise ValueError("an answer that follows a grammar ends with an EOS token: set `eos_token_id`")
+        self._stops = tokens.flatten().tolist()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._start = input_ids.shape[1] if self._start is None else self._start
+        rows = [tuple(tokens) for tokens in input_ids[:, self._start :].tolist()]
+        self._matchers = self._advanced(rows)
+        mask = torch.zeros((len(rows), -(-self._vocab_size // 32)), dtype=torch.int32, device="cpu")
+        for row, tokens in enumerate(rows):
+            if (matcher := self._matchers[tokens]) is not None:
+                matcher.fill_next_token_bitmask(mask, row)
+                if not mask[row].any():
+                    raise RuntimeError(
+                        "no token of the tokenizer continues the text as its `schema`, `regex` or `grammar` asks: its "
+                        "vocabulary lacks a character that must come next"
+                    )
+        bits = to_device(mask, scores.device)[:, :, None] >> torch.arange(32, device=scores.device) & 1
+        allowed = bits.flatten(1)[:, : self._vocab_size].bool()  # [rows, vocab]
+        missing = scores.shape[1] - self._vocab_size  # columns that stand for no token, or tokens without a column
+        allowed = torch.nn.functional.pad(allowed, (0, missing))
+        ended = [row for row, tokens in enumerate(rows) if self._matchers[tokens] is None]
+        for token in self._stops if ended else ():
+            allowed[ended, token] = True
+        return scores.masked_fill(~allowed, float("-inf"))
+
+    def _advanced(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        """The matchers of the rows' tokens, from those of the last step."""
+        found: dict[tuple[int, ...], Any] = {}
+        parents = Counter(tokens[:-1] for tokens in set(rows) if tokens)
+        for tokens in rows:
+            if tokens in found:
+                continue
+            if not tokens:
+                found[tokens] = self._matcher_type(self._compiled, override_stop_tokens=self._stops)
+            elif (parent := self._matchers.get(tokens[:-1])) is not None:
+                parents[tokens[:-1]] -= 1
+                matcher = parent.fork() if parents[tokens[:-1]] else parent  # the last one takes it
+                goes_on = matcher.accept_token(tokens[-1]) and not matcher.is_terminated()
+                found[tokens] = matcher if goes_on else None
+            else:
+                found[tokens] = None
+        return found
+
+
+def _xgrammar() -> Any:
+    try:
+        return importlib.import_module("xgrammar")
+    except ImportError as error:
+        raise ImportError(
+            '`schema`, `regex` and `grammar` need xgrammar: pip install "hf_paged[structured]"'
+        ) from error

@@ -1,0 +1,152 @@
+"""Requests that follow a schema, a regular expression or a grammar, beside others that do not."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("xgrammar")
+
+import hf_paged
+from hf_paged.batching.arguments import RequestOptions
+from hf_paged.batching.decoding.grammar import Grammars
+from tests.support import models
+from tests.support.models import BOS, EOS, PAD, VOCAB_SIZE, get, token_ids
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS}
+REGEX = r"(yes|no), [a-d]{2,5}!"
+GRAMMAR = 'root ::= "<" item ("," item)* ">"\nitem ::= [0-9] [0-9]?'
+ASKED = {
+    "regex": (REGEX, lambda text: re.fullmatch(REGEX, text)),
+    "grammar": (GRAMMAR, lambda text: re.fullmatch(r"<\d\d?(,\d\d?)*>", text)),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "samples": {**GREEDY, "do_sample": True, "num_return_sequences": 3, "temperature": 2.0},
+    "beams": {**GREEDY, "num_beams": 4, "num_return_sequences": 3},
+    "penalty": {**GREEDY, "repetition_penalty": 1.3, "do_sample": True, "top_k": 5},
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Every printable character of ASCII is a token."""
+    names = ["<pad>", "<s>", "</s>", "<unk>", *(chr(i) for i in range(32, 127)), "\n"]
+    vocab = {{" ": "\u0120", "\n": "\u010a"}.get(name, name): i for i, name in enumerate(names)}
+    made = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"pad_token": names[PAD], "bos_token": names[BOS], "eos_token": names[EOS], "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def _plain(model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str) -> list[list[int]]:
+    """The rows of plain `generate`, with our processor, which is one of transformers' kind."""
+    processor = Grammars().processor(RequestOptions(**asked), tokenizer(), VOCAB_SIZE)
+    assert processor is not None
+    processor.set_stop_tokens(torch.tensor([EOS]))
+    torch.manual_seed(7)
+    rows = model.generate(prompt, **options, logits_processor=[processor])[:, prompt.shape[1] :].tolist()
+    return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
+
+
+@pytest.mark.parametrize("kind", sorted(ASKED))
+@pytest.mark.parametrize("mode", sorted(MODES))
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_as_plain_and_as_asked(name: str, mode: str, kind: str) -> None:
+    model, prompt, options = get(name), token_ids(1, 14, seed=2), MODES[mode]
+    value, matches = ASKED[kind]
+    others = [token_ids(1, 9 + i)[0] for i in range(3)]
+    with hf_paged.PagedEngine(model, tokenizer=tokenizer()) as engine:
+        alone = [result.token_ids for result in engine.generate(others, GREEDY)]
+        ids = [engine.add_request(other, GREEDY) for other in others]
+        engine.add_request(prompt[0], options, seed=7, request_id="r", **{kind: value})
+        results = {}
+        while engine.has_unfinished:
+            results |= {out.request_id: out.result for out in engine.step() if out.result is not None}
+        engine.check_integrity()
+    assert [results[each].token_ids for each in ids] == alone
+    result = results["r"]
+    assert result.error is None
+    assert [sequence.token_ids for sequence in result.sequences] == _plain(model, prompt, options, **{kind: value})
+    for sequence in result.sequences:
+        assert sequence.finish_reason != "eos" or matches(sequence.text), sequence.text
+    assert any(sequence.finish_reason == "eos" for sequence in result.sequences) or kind == "grammar"
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_requests_go_on(preemption: str) -> None:
+    model, prompts = get("llama"), [token_ids(1, 20, seed=i)[0] for i in range(5)]
+    options = {**MODES["samples"], "max_new_tokens": 30}
+    asked = {"regex": "([a-z ]{3} ){3,12}"}
+    runs = []
+    for config in ({}, {"num_blocks": 20, "preemption": preemption}):
+        with hf_paged.PagedEngine(model, {"block_size": 8, **config}, tokenizer=tokenizer()) as engine:
+            ids = [engine.add_request(prompt, options, seed=i, **asked) for i, prompt in enumerate(prompts)]
+            results = {}
+            while engine.has_unfinished:
+                results |= {out.request_id: out.result for out in engine.step() if out.result is not None}
+            assert bool(engine.stats().num_preemptions) == bool(config)
+        runs.append([[sequence.token_ids for sequence in results[name].sequences] for name in ids])
+    assert runs[0] == runs[1]
+
+
+def test_schema() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["s", "m"]}},
+        "required": ["ok", "size"],
+    }
+    options = {**GREEDY, "max_new_tokens": 80, "do_sample": True}
+    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
+        results = engine.generate([token_ids(1, 9, seed=i)[0] for i in range(6)], options, schema=schema)
+        compiler = engine._core.grammars._compiler
+        engine.generate(["text"], options, schema=json.dumps(schema))
+        assert engine._core.grammars._compiler is compiler
+    found = [json.loads(result.text) for result in results if result.finish_reason == "eos"]
+    assert found and all(set(each) == {"ok", "size"} and isinstance(each["ok"], bool) for each in found)
+    assert not [result.error for result in results if result.error]
+
+
+def test_a_choice_of_the_second_best_is_not_taken_back() -> None:
+    """A processor of the caller's comes before the mask."""
+    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
+        (result,) = engine.generate(["x"], GREEDY, regex="abc", logits_processor=[lambda ids, scores: scores * -1])
+    assert result.text == "abc" and result.finish_reason == "eos"
+
+
+def test_a_vocabulary_that_cannot_say_it() -> None:
+    with hf_paged.PagedEngine(get("llama"), tokenizer=models.tokenizer()) as engine:
+        results = engine.generate(["x", "y"], GREEDY, regex="no, thanks")
+        assert all("lacks a character" in str(result.error) for result in results)
+        assert engine.generate(["x"], GREEDY)[0].error is None
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"schema": {"type": "nonsense"}}, "`schema` cannot be compiled"),
+        ({"schema": "{"}, "`schema` cannot be compiled"),
+        ({"schema": 7}, "`schema` cannot be compiled"),
+        ({"regex": "(a"}, "`regex` cannot be compiled"),
+        ({"regex": b"a"}, "`regex` is b'a': it must be text"),
+        ({"grammar": "root ::= missing"}, "`grammar` cannot be compiled"),
+        ({"grammar": "a", "regex": "a"}, "exclude one another"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(asked: dict[str, Any], message: str) -> None:
+    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.add_request([5, 6], GREEDY, **asked)
+        assert not engine.has_unfinished and engine.memory.stats().held_bytes == 0
+        with pytest.raises(ValueError, match="set `eos_token_id`"):
+            engine.add_request([5, 6], {"max_new_tokens": 4}, regex="a")
+    with hf_paged.PagedEngine(get("llama")) as engine, pytest.raises(ValueError, match="`tokenizer=`"):
+        engine.add_request([5, 6], GREEDY, regex="a")

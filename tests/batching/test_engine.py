@@ -400,8 +400,15 @@ def test_astream() -> None:
         assert tokens == result.token_ids
 
 
-def test_readers_share_steps() -> None:
+def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers of one event loop wait in turn: a step serves all of them, and its outputs need no thread each."""
+    hops: list[Any] = []
+
+    async def to_thread(function: Any, *args: Any) -> Any:
+        hops.append(function)
+        return await asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args))
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
     texts = prompts(*(3 + i % 7 for i in range(40)))
     options = {"do_sample": False, "max_new_tokens": 24}
 
@@ -423,7 +430,9 @@ def test_readers_share_steps() -> None:
 
     with engine_of() as engine:
         found = asyncio.run(main(engine))
-        assert engine.stats().num_steps <= 24 + 12, "each reader took steps of its own"
+        num_steps = engine.stats().num_steps
+        assert num_steps <= 24 + 12, "each reader took steps of its own"
+        assert len(hops) <= num_steps + 2 * len(texts), "each reader waited for each step"  # they begin and end
         assert_drained(engine)
         asyncio.run(cancelled(engine))
         assert_drained(engine)

@@ -60,8 +60,9 @@ class EngineCore:
         self.memory = PagedMemory(config)  # the loop's
         self.timeline = Timeline()  # of all loops
         self.layout = Layout()  # of the loop's forwards
-        # which of the readers in an event loop waits for a step
-        self.readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
+        # held by the reader in an event loop that waits for a step; its readers keep it, and it the loop
+        self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self.readers = weakref.WeakValueDictionary()
         self.grammars = Grammars()
         self.paused_by: list[int] = []  # threads that asked that no step be taken
         self.resumed = threading.Condition(self.lock.lock)

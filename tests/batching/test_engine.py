@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import random
 from typing import Any
 
@@ -436,6 +437,8 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_drained(engine)
         asyncio.run(cancelled(engine))
         assert_drained(engine)
+        gc.collect()
+        assert not engine._core.readers, "an event loop that has ended is kept"
     for prompt, outputs in zip(texts, found):
         [(tokens, result)] = collect(outputs).values()
         assert_same_as_lone(lone_run(models.get("llama"), prompt, options), result, options, "readers")

@@ -338,7 +338,7 @@ def test_serve(replica: Any) -> None:
 
 
 @pytest.mark.slow
-def test_serve_ends_what_nobody_reads(replica: Any) -> None:
+def test_serve_ends_what_is_not_read(replica: Any) -> None:
     def stats() -> hf_paged.EngineStats:
         return replica.stats.remote().result()
 

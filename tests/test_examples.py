@@ -22,6 +22,11 @@ PNG = "image/png"
 
 # What a run must print, beside ending with status 0, which says that all tokens equal plain `generate`'s.
 EXPECTED = {
+    "accelerate_batch.py": [
+        r"process 0: 13 prompts, \d+ tokens",
+        r"13 of 13 results equal those of one process",
+        r"13 of 13 results equal plain",
+    ],
     "batch_generation.py": [
         r"24 prompts of \d+ to \d+ tokens",
         r"prefix hits: [1-9]\d* of 24 prompts",
@@ -108,6 +113,23 @@ def test_script(script: str, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     for pattern in EXPECTED[script]:
+        assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """accelerate's launcher, without GPUs: each process serves a part, and the results come in the prompts' order."""
+    run = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+        + [str(Path("examples") / "accelerate_batch.py"), "--quick"],
+        cwd=ROOT,
+        env={**environment(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIME_LIMIT,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    for pattern in [r"process 0: 7 prompts", r"process 1: 6 prompts", *EXPECTED["accelerate_batch.py"][1:]]:
         assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
 
 

@@ -16,6 +16,7 @@ PLACES = {
     "": "tools",  # the package's door
     "__main__": "tools",  # commands
     "inspect": "tools",
+    "ray": "tools",  # Ray's workers
     "tools.pictures": "base",  # draws plain lists: any room may use it, and it may use nothing else of ours
     **dict.fromkeys(("compat", "config", "forks", "interrupts", "step"), "base"),
 }

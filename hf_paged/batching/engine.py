@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -21,7 +21,7 @@ from .engine_core import EngineCore
 from .execution.adapters import base_model
 from .execution.executor import Window
 from .results import EngineStats, RequestOutput, RequestResult
-from .streams import RequestStream, read_in_thread
+from .streams import RequestStream
 
 _MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
 
@@ -223,12 +223,14 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             progress (`bool`): Show a progress bar (tqdm).
             options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
                 and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
-                `prompt_logprobs`, `cache_salt`, `schema`, `regex` and `grammar` of `add_request`, for all.
+                `prompt_logprobs`, `cache_salt`, `schema`, `regex` and `grammar` of `add_request`, for all; a list of
+                `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` or `seed` has one for each prompt.
 
         Raises:
             TypeError: for options that `add_request` does not have.
-            ValueError: for a single prompt, a wrong number of configs, a mask that does not fit, a mapping of several
-                rows with other inputs, and `request_id`, `streamer` or `inputs` with several prompts.
+            ValueError: for a single prompt, a wrong number of configs or of an option's values, a mask that does not
+                fit, a mapping of several rows with other inputs, and `request_id`, `streamer` or `inputs` with several
+                prompts.
         """
         stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
         return stream.results(progress)
@@ -242,10 +244,11 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def astream(
         self, prompts: Iterable[Prompt], generation_config: Any = None, *, attention_mask: Any = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """`stream` for `async for`: steps run in a worker thread, and several streams share them. A reader that is
         cancelled goes at once; its requests do after the step in progress."""
-        return read_in_thread(self.stream(prompts, generation_config, attention_mask=attention_mask, **options))
+        stream = RequestStream(self._core, self.tokenizer, options, prompts, generation_config, attention_mask)
+        return stream.astream()
 
     def pause(self) -> contextlib.ExitStack:
         """Waits until the step in progress is done; then no thread takes a step until `resume`, or until the end of

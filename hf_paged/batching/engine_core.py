@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Hashable
 from typing import Any
@@ -57,6 +59,9 @@ class EngineCore:
         self.memory = self._new_memory()  # the loop's
         self.timeline = Timeline()  # of all loops
         self.layout = Layout()  # of the loop's forwards
+        # held by the reader in an event loop that waits for a step; its readers keep it, and it the loop
+        self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self.readers = weakref.WeakValueDictionary()
         self.grammars = Grammars()
         self.paused_by: list[int] = []  # threads that asked that no step be taken
         self.resumed = threading.Condition(self.lock.lock)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -17,6 +17,9 @@ from .arguments import RequestOptions, meant, prompt_ids, split_inputs, split_pr
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .results import RequestOutput, RequestResult
+
+# options of which callers may pass a list, one a prompt
+_ONE_EACH = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
 class RequestStream:
@@ -29,44 +32,57 @@ class RequestStream:
                 f"unknown arguments {unknown}: generation options go into `generation_config`, a dict for instance"
                 + meant(unknown)
             )
-        self.engine, self.tokenizer, self.options = engine, tokenizer, RequestOptions(**options)
-        self._queue = split_prompts(*prompts)  # with their configs
-        count = len(self._queue)
+        self.engine, self.tokenizer = engine, tokenizer
+        queue = split_prompts(*prompts)
+        count = len(queue)
         for name in ("request_id", "streamer", "inputs"):
             if count > 1 and options.get(name) is not None:
                 raise ValueError(f"`{name}` is one request's, and there are {count} prompts: use `add_request`")
+        each = {name: options[name] for name in _ONE_EACH if isinstance(options.get(name), (list, tuple))}
+        for name, values in each.items():
+            if len(values) != count:
+                raise ValueError(f"{len(values)} values of `{name}` were passed for {count} prompts")
+        rows = [{name: values[place] for name, values in each.items()} for place in range(count)]
+        self._queue = [(*given, RequestOptions(**{**options, **own})) for given, own in zip(queue, rows)]
         self.outbox: deque[RequestOutput] = deque()  # where the engine puts what the requests' steps brought
         self.window = Window()
         self.places: dict[str, int] = {}  # among the prompts, by request id
+        self.unfinished: set[str] = set()
 
-    def _run(self) -> Iterator[RequestOutput]:
-        for place, (prompt, config) in enumerate(self._queue):
+    def _run(self) -> Iterator[RequestOutput | None]:
+        """`None` once all are added, then their outputs."""
+        for place, (prompt, config, options) in enumerate(self._queue):
             try:
-                name = self.engine.add(self.tokenizer, prompt, config, self.options, self.outbox)
+                name = self.engine.add(self.tokenizer, prompt, config, options, self.outbox)
             except Exception as error:
-                given, ids = self.options.request_id, list[int]()
+                given, ids = options.request_id, list[int]()
                 name = given if isinstance(given, str) else self.engine.make_id()
                 with contextlib.suppress(Exception):  # whatever a prompt that is none may raise
                     ids = prompt_ids(split_inputs(prompt, None)[0], None)
                 self.outbox.append(RequestOutput(name, result=RequestResult(name, ids, error=error)))
             self.places[name] = place
-        unfinished = set(self.places)
-        while unfinished or self.outbox:
+        self.unfinished.update(self.places)
+        yield None
+        while self.unfinished or self.outbox:
             while self.outbox:
                 output = self.outbox.popleft()
                 if output.finished:
-                    unfinished.discard(output.request_id)
+                    self.unfinished.discard(output.request_id)
                 yield output
-            if unfinished:
+            if self.unfinished:
                 window = self.window if self.window.is_call else Window()
-                self.engine.step_for(self.outbox, unfinished, window)
+                self.engine.step_for(self.outbox, self.unfinished, window)
 
-    def stream(self) -> Generator[RequestOutput, None, None]:
-        """All outputs; closing the generator cancels what is left."""
+    def _closing(self) -> Generator[RequestOutput | None, None, None]:
         try:
             yield from self._run()
         finally:
             self.engine.close(self.outbox, self.window)
+
+    def stream(self) -> Generator[RequestOutput, None, None]:
+        """All outputs; closing the generator cancels what is left."""
+        with contextlib.closing(self._closing()) as outputs:
+            yield from filter(None, outputs)
 
     def results(self, progress: bool) -> list[RequestResult]:
         self.window.is_call = True
@@ -77,7 +93,7 @@ class RequestStream:
             try:
                 with let_in():
                     for output in self._run():
-                        if output.result is not None:
+                        if output is not None and output.result is not None:
                             results[self.places[output.request_id]] = output.result
                             if bar is not None:
                                 bar.update(1)
@@ -85,27 +101,36 @@ class RequestStream:
                 self.engine.close(self.outbox, self.window)
         return [results[place] for place in sorted(results)]
 
+    async def astream(self) -> AsyncGenerator[RequestOutput, None]:
+        """`stream`, each step in a worker thread: one at a time for all readers of an event loop, who find there what
+        it brought. A reader that is cancelled does not wait for a step to end."""
+        outputs, nothing = self._closing(), object()
+        reading = threading.Lock()  # a generator cannot be closed while it runs
+        steps = self.engine.readers.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
-async def read_in_thread(stream: Generator[RequestOutput, None, None]) -> AsyncIterator[RequestOutput]:
-    """The outputs, each waited for in a worker thread. A reader that is cancelled does not wait for a step to end."""
-    nothing = object()
-    reading = threading.Lock()  # a generator cannot be closed while it runs
+        def locked(function: Callable[..., Any], *args: Any) -> Any:
+            with reading:
+                return function(*args)
 
-    def locked(function: Callable[..., Any], *args: Any) -> Any:
-        with reading:
-            return function(*args)
+        async def read() -> Any:
+            async with steps if self.unfinished else contextlib.nullcontext():  # adding and ending take no step
+                return None if self.outbox else await asyncio.to_thread(locked, next, outputs, nothing)
 
-    pending: asyncio.Task[Any] | None = None
-    try:
-        while True:
-            pending = asyncio.ensure_future(asyncio.to_thread(locked, next, stream, nothing))
-            output = await asyncio.shield(pending)  # a cancelled thread would run on unseen
-            if output is nothing:
-                return
-            yield output
-    finally:
-        closing = asyncio.get_running_loop().run_in_executor(None, locked, stream.close)
-        if pending is None or pending.done():
-            await asyncio.shield(closing)
-        else:  # no reader waits for what the step brings or raises
-            pending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        pending: asyncio.Task[Any] | None = None
+        try:
+            while True:
+                if self.outbox:
+                    output = next(outputs)  # does not wait
+                else:
+                    pending = asyncio.ensure_future(read())
+                    output = await asyncio.shield(pending)  # a cancelled thread would run on unseen
+                if output is nothing:
+                    return
+                if output is not None:
+                    yield output
+        finally:
+            closing = asyncio.get_running_loop().run_in_executor(None, locked, outputs.close)
+            if pending is None or pending.done():
+                await asyncio.shield(closing)
+            else:  # no reader waits for what the step brings or raises
+                pending.add_done_callback(lambda task: task.cancelled() or task.exception())

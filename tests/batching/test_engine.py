@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import random
 from typing import Any
 
@@ -398,6 +399,67 @@ def test_astream() -> None:
     for prompt, (tokens, result) in zip(texts, found):
         assert_same_as_lone(lone_run(models.get("llama"), prompt, GREEDY), result, GREEDY, "astream")
         assert tokens == result.token_ids
+
+
+def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers of one event loop wait in turn: a step serves all of them, and its outputs need no thread each."""
+    hops: list[Any] = []
+
+    async def to_thread(function: Any, *args: Any) -> Any:
+        hops.append(function)
+        return await asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args))
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    texts = prompts(*(3 + i % 7 for i in range(40)))
+    options = {"do_sample": False, "max_new_tokens": 24}
+
+    async def read(engine: PagedEngine, prompt: list[int]) -> list[RequestOutput]:
+        return [output async for output in engine.astream([prompt], options)]
+
+    async def main(engine: PagedEngine) -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(read(engine, prompt) for prompt in texts))
+
+    async def cancelled(engine: PagedEngine) -> None:
+        readers = [asyncio.ensure_future(read(engine, prompt)) for prompt in texts[:8]]
+        while engine.stats().num_running < 8:
+            await asyncio.sleep(0.001)
+        for reader in readers[1:]:  # one of them takes a step, the others wait for their turn
+            reader.cancel()
+        assert collect(await readers[0])
+        ends = await asyncio.gather(*readers, return_exceptions=True)
+        assert sum(isinstance(end, asyncio.CancelledError) for end in ends) == 7
+
+    with engine_of() as engine:
+        found = asyncio.run(main(engine))
+        num_steps = engine.stats().num_steps
+        assert num_steps <= 24 + 12, "each reader took steps of its own"
+        assert len(hops) <= num_steps + 2 * len(texts), "each reader waited for each step"  # they begin and end
+        assert_drained(engine)
+        asyncio.run(cancelled(engine))
+        assert_drained(engine)
+        gc.collect()
+        assert not engine._core.readers, "an event loop that has ended is kept"
+    for prompt, outputs in zip(texts, found):
+        [(tokens, result)] = collect(outputs).values()
+        assert_same_as_lone(lone_run(models.get("llama"), prompt, options), result, options, "readers")
+        assert tokens == result.token_ids
+
+
+def test_an_option_each() -> None:
+    """Seeds and priorities of a call, one for each prompt."""
+    texts, options = prompts(9, 9, 9, 4), MODES["samples"]
+    with engine_of(max_num_seqs=3) as engine:
+        outputs = [o for o in engine.stream(texts, options, seed=[5, None, 6, 5], priority=(3, 2, 1, 0)) if o.finished]
+        ids = [f"request-{place}" for place in range(4)]
+        assert [output.request_id for output in outputs] == ids[::-1]
+        results = engine.generate(texts, options, seed=[5, 2**70, 6, 5])
+        with pytest.raises(ValueError, match="2 values of `seed` were passed for 4 prompts"):
+            engine.generate(texts, options, seed=[5, 6])
+        assert_drained(engine)
+    assert isinstance(results[1].error, ValueError) and "`seed`" in str(results[1].error)
+    for place, seed in ((0, 5), (2, 6), (3, 5)):
+        expected = lone_run(models.get("llama"), texts[place], options, seed)
+        assert_same_as_lone(expected, results[place], options, f"seed {seed}")
 
 
 def test_threads() -> None:

@@ -422,3 +422,19 @@ def test_weights_that_accelerate_places(place: Callable[[PreTrainedModel, Path],
     if place is on_one_device:
         assert "forward" in vars(model)
         assert_as_plain(model)
+
+
+def test_a_checkpoint_loaded_with_a_device_map(tmp_path: Path) -> None:
+    """A layer stays on disk, in the checkpoint's own safetensors file, and is read for each forward."""
+    plain = models.build("llama")
+    plain.save_pretrained(tmp_path)
+    places: dict[str, Any] = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu")
+    places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), "disk")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    assert sum(weight.is_meta for weight in loaded.parameters()) == 11, "nothing is on disk: the test is void"
+    expected = generate(plain)
+    assert_same_tokens(expected, generate(loaded))
+    assert_as_plain(loaded)
+    with PagedEngine(loaded, {"block_size": models.BLOCK_SIZE}) as engine:
+        engine.generate(PROMPTS, OPTIONS)
+        assert engine.route is not None and engine.route.road == "engine", engine.route

@@ -22,6 +22,7 @@ from benchmarks import machine, report
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = report.RESULTS / "full.json"
 PYTEST = ["-m", "pytest", "-n", "2", "--dist", "worksteal"]
+ECOSYSTEM_PYTHON = ".venv-ecosystem/bin/python"
 OTHER_PYTHON = ".venv-transformers-5.17/bin/python"
 MATRIX = "tests/test_parity_matrix.py"
 FAULTS = ["tests/test_faults.py", "tests/batching/test_engine_faults.py", "tests/regressions"]
@@ -35,6 +36,11 @@ PARTS: dict[str, list[list[str]]] = {
     "load": [[sys.executable, "-m", "tests.support.load", "--steps", "20000", "--jobs", "2"]],
     "interrupts": [[sys.executable, "-m", "tests.support.interrupts", "--count", "1000"]],
     "threads": [[sys.executable, "-m", "tests.support.threads", "--mixes", "500"]],
+    "ecosystem": [
+        [sys.executable, "-m", "venv", str(Path(ECOSYSTEM_PYTHON).parents[1])],
+        [ECOSYSTEM_PYTHON, "-m", "pip", "install", "-q", "-c", "constraints-ecosystem.txt", "-e", ".[test,ecosystem]"],
+        [ECOSYSTEM_PYTHON, "-m", "pytest", "-m", "", "tests/ecosystem"],
+    ],
     "transformers-5.17": [
         [sys.executable, "-m", "venv", str(Path(OTHER_PYTHON).parents[1])],
         [OTHER_PYTHON, "-m", "pip", "install", "-q", "-c", "constraints.txt", "torch"],

@@ -133,8 +133,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """No step is taken within this context, in which the model may be changed. Unfinished requests go on after it
-        with the keys and values that they have; cached prefixes of other weights are dropped. Raises `RuntimeError` if
-        the manager is not running, or ends before."""
+        with the keys and values that they have; cached prefixes of other weights are dropped. Steps go on in evaluation
+        mode; a model that is set to training here is so again when the manager ends. Raises `RuntimeError` if the
+        manager is not running, or ends before."""
         if not self.is_running():
             raise RuntimeError("the manager is not running: there is nothing to pause")
         with self._thread.paused():
@@ -202,12 +203,14 @@ class PagedBatchingManager(ContinuousBatchingManager):
         return [self.add_request(input_ids, *given, **options) for input_ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens so far."""
+        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens so far. Raises
+        `ValueError` for a `"...__child#{i}"`: the sequences of a request end together, under the request's own id."""
         self._thread.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next output, of that request if one is named. `None` after `timeout` seconds, and if none can come any
-        more: the manager is not running, having stopped or died (`fatal_error`)."""
+        more: the manager is not running, having stopped or died (`fatal_error`). Without a timeout, raises `ValueError`
+        for an id that was never added, or whose last output has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -223,7 +226,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Outputs of a request go to `callback`, run by the event loop that runs now, until its last."""
+        """Outputs of a request go to `callback`, run by the event loop that runs now, until its last. The request may
+        be added later, to this manager while it runs."""
         with self._thread.changed:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             waiting = self._thread.outputs.pop(request_id, ())

@@ -150,6 +150,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
         seed: int | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> str:
         """
@@ -163,6 +164,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             record_timestamps (`bool`): `time.perf_counter()` of every token.
             eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's; negative ones are none.
             seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the configuration's.
+            tokenizer (*optional*): Of `stop_strings`, as in `generate`; for later requests as well, until another.
             options: Any of [`GenerationConfig`], of this request.
 
         Raises:
@@ -183,6 +185,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             seed,
             streaming,
             record_timestamps,
+            tokenizer,
         )
         self._thread.add(request)
         return name
@@ -341,8 +344,9 @@ def _generate_batch(
         return {}
     base = model.generation_config if generation_config is None else generation_config
     given = {name: value for name, value in options.items() if value is not None}
-    config = _request_config(model, base, given)
-    is_plain = not (record_timestamps or persistent_manager)
+    config = _request_config(model, base, {name: value for name, value in given.items() if name != "tokenizer"})
+    # where a stop string ends a row of one call is not told
+    is_plain = not (record_timestamps or persistent_manager or _effective(model, config, "stop_strings"))
     if is_plain and _effective(model, config, "do_sample") and (_effective(model, config, "num_beams") or 1) == 1:
         cb_config = _cb_config(base, continuous_batching_config)
         paged = paged_config(cb_config, _cache_config(model, base))

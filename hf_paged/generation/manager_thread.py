@@ -46,6 +46,7 @@ class Pending:
     seed: int | None
     is_streaming: bool
     records_times: bool
+    tokenizer: Any = None  # of stop strings; without one, that of the engine
     created: float = field(default_factory=time.perf_counter)
     started: float = -1.0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # so far, by row of the engine's request
@@ -276,6 +277,8 @@ class ManagerThread:
             self.cancelled.clear()
             self.changed.notify_all()  # there is room
         for request in requests:
+            if request.tokenizer is not None:
+                self.engine.tokenizer = request.tokenizer
             try:
                 self.engine.add_request(
                     request.prompt,

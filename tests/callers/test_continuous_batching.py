@@ -147,6 +147,25 @@ def test_each_request_has_its_own_options() -> None:
     assert found[unending].generated_tokens == plain(model, PROMPTS[1], GREEDY)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
+    model: Any = models.get("llama")
+    tokenizer = models.tokenizer()
+    config = GenerationConfig(max_new_tokens=12, do_sample=do_sample)
+    torch.manual_seed(7)
+    stop = tokenizer.decode(plain(model, PROMPTS[0], config)[3])
+    given: dict[str, Any] = {"stop_strings": [stop], "tokenizer": tokenizer}
+    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(seed=7), **given)
+    for number, (prompt, output) in enumerate(zip(PROMPTS, outputs.values())):
+        torch.manual_seed(7 + number)
+        assert output.generated_tokens == plain(model, prompt, config, **given)
+    assert len(outputs["req_0"].generated_tokens) < 12
+    torch.manual_seed(7)
+    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # no rows of one call, which would be padded
+    assert [stop in tokenizer.decode(each.generated_tokens[:-1]) for each in outputs.values()] == [False] * 2
+    assert all(each.error is None for each in outputs.values())
+
+
 def test_without_a_limit_a_request_goes_to_the_models_last_position() -> None:
     model: Any = models.build("llama", max_position_embeddings=48)
     outputs = model.generate_batch([PROMPTS[0]], GenerationConfig(do_sample=False))

@@ -14,6 +14,7 @@ import ast
 import difflib
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -31,8 +32,9 @@ OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}  # of `instal
 RUN = """
 Runs a program unchanged, with hf_paged imported in it, and in the Python processes that it starts, once they use
 models of transformers. TOOL is a console script of this Python environment (lm_eval, trl, accelerate, torchrun,
-transformers), a script of yours (train.py) or a module, also as -m MODULE. All that follows TOOL is the program's own.
-Its exit status, its output and its signals are its own, too: this process becomes the program.
+transformers), a script of yours (train.py), an executable file (job.sh) or a module, also as -m MODULE. All that
+follows TOOL is the program's own. Its exit status, its output and its signals are its own, too: this process becomes
+the program.
 
     python -m hf_paged run lm_eval --model hf --gen_kwargs cache_implementation=paged ...
     python -m hf_paged run --paged --set block_size=32 accelerate launch --num_processes 2 evaluate.py
@@ -58,12 +60,18 @@ def scripts() -> str:
 
 
 def command_of(tool: str, is_module: bool) -> list[str]:
-    """What starts a tool. Raises `ValueError` if there is no such console script, file or module."""
+    """What starts a tool. Raises `ValueError` if there is no such console script, file or module, if a file is not to
+    be run, and if Python would run a console script without us."""
     if not is_module:
         if os.path.basename(tool) == tool and (script := shutil.which(tool, path=scripts())):
+            if flags := re.search(r"python[\d.]* .*?(-[a-zA-Z]*[IES])", interpreter(script)):
+                raise ValueError(
+                    f"Python reads no PYTHONPATH or no site with {flags[1]}, which is in the first line of {script}, "
+                    f"and would run it without hf_paged: run `python {script}` in its place"
+                )
             return [script]
         if os.path.isfile(tool):
-            return [sys.executable, tool]
+            return command_of_file(tool)
     try:
         if find_spec(tool) is not None:
             return [sys.executable, "-m", tool]
@@ -74,6 +82,33 @@ def command_of(tool: str, is_module: bool) -> list[str]:
     names = [path.name for folder in scripts().split(os.pathsep) for path in Path(folder).glob("*")]
     meant = ", ".join(difflib.get_close_matches(tool, names)) or "install it, or write the path of a script"
     raise ValueError(f"{tool!r} is no console script, file or module of {sys.executable}: {meant}?")
+
+
+def interpreter(path: str) -> str:
+    """What a file's first line says that runs it; empty if it does not."""
+    with open(path, "rb") as file:
+        first = file.readline(1024)
+    return first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
+
+
+def command_of_file(path: str) -> list[str]:
+    """A Python script runs in this environment, an executable file as it says. Raises `ValueError` for others."""
+    named = interpreter(path)
+    if os.path.splitext(path)[1].startswith(".py") or re.search(r"\bpython[\d.]*( |$)", named):
+        return [sys.executable, path]
+    content = Path(path).read_bytes()
+    if os.access(path, os.X_OK) and (named or b"\0" in content):  # of a program
+        return [path]
+    try:
+        if not named:
+            ast.parse(content)
+            return [sys.executable, path]
+    except (SyntaxError, ValueError):
+        pass
+    raise ValueError(
+        f"{path!r} is no Python script, and no executable file that names its interpreter in its first line (`#!`): "
+        "`chmod +x` makes a script with that line one"
+    )
 
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
@@ -126,7 +161,10 @@ def main(arguments: list[str] | None = None) -> int:
         run.error(str(error))
     names = [name for option, name in OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
-    os.execve(command[0], [*command, *options.arguments], environment(settings, names))
+    try:
+        os.execve(command[0], [*command, *options.arguments], environment(settings, names))
+    except OSError as error:  # of another machine, or its interpreter is missing
+        run.error(f"{command[0]!r} cannot be run: {error}")
 
 
 if __name__ == "__main__":

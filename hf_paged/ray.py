@@ -55,6 +55,8 @@ class _Worker:
             )
         as_config(generation_config)  # else each request would be refused
         self._options = _options(generation_config)
+        if isinstance(generation_config, Mapping):  # whose None is one, as in `PagedEngine.add_request`
+            self._options = dict(generation_config)
 
     def _config(self, own: Any) -> Any:
         """The generation config of a request, whose own options come first. One that is none the engine refuses."""

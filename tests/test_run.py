@@ -211,6 +211,56 @@ def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command_of("json.tool", False) == command_of("json.tool", True) == [sys.executable, "-m", "json.tool"]
 
 
+def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None:
+    """... runs as it is: Python in it has what `run` was told."""
+    script = tmp_path / "job.sh"
+    script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{folder / "script.py"}" "$@"\n')
+    ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
+    assert ended.returncode == 2 and re.search(r"job.sh' is no Python script.*chmod", ended.stderr), ended.stderr
+    script.chmod(0o755)
+    ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
+    assert ended.returncode == 7, ended.stderr
+    told = json.loads((tmp_path / "0.json").read_text())
+    assert (told["road"], told["block_size"]) == ("engine", 32) and told["tokens"] == expected()
+
+
+@pytest.mark.parametrize(
+    ("content", "is_executable", "is_python"),
+    [
+        ("#!/usr/bin/env python3\nnot Python", False, True),
+        ("print(1)", True, True),  # the system could not run it either
+        ("#!/opt/python/bin/sh\n", True, False),
+        ("a b", True, None),
+        ("#!/bin/sh\nls", False, None),
+        ("\0ELF", True, False),
+    ],
+)
+def test_what_runs_a_file(content: str, is_executable: bool, is_python: bool | None, tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    path.write_text(content)
+    path.chmod(0o755 if is_executable else 0o644)
+    if is_python is None:
+        with pytest.raises(ValueError, match="is no Python script"):
+            command_of(str(path), False)
+    else:
+        assert command_of(str(path), False) == [sys.executable, str(path)][0 if is_python else 1 :]
+
+
+@pytest.mark.parametrize("flags", ["-I", "-sE", "-u -S", None, "-s"])
+def test_a_console_script_that_reads_no_environment(
+    flags: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tool"
+    path.write_text(f"#!/usr/bin/env -S python3 {flags}\n" if flags else "#!/opt/python3.11/bin/python3.11\n")
+    path.chmod(0o755)
+    monkeypatch.setattr("hf_paged.__main__.scripts", lambda: str(tmp_path))
+    if flags in (None, "-s"):
+        assert command_of("tool", False) == [str(path)]
+        return
+    with pytest.raises(ValueError, match="without hf_paged"):
+        command_of("tool", False)
+
+
 def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out

@@ -169,6 +169,9 @@ def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationC
     if unknown:  # transformers would keep them as attributes without a use
         raise ValueError(f"`GenerationConfig` has no options {', '.join(sorted(unknown))}{meant(unknown)}")
     check_numbers(value)
+    for name in ("num_beams", "num_return_sequences"):
+        if name in value and value[name] is None:  # which `generate` does not take as a keyword argument either
+            raise ValueError(f"`{name}` is None: leave it out, or pass a whole number of at least 1")
     return GenerationConfig(**value)
 
 

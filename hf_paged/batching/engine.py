@@ -124,8 +124,9 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 prompt, as `{"pixel_values": ..., "image_grid_thw": ...}` of images or `{"input_features": ...}` of
                 sound. Encoders of encoder-decoder models run here, in the preparation that is `generate`'s own; vision
                 towers with the prompt. Prompts that differ in text, length and floats alone begin in one forward.
-            generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`.
-                `max_time` counts from the step that first runs the request.
+            generation_config ([`GenerationConfig`] or `dict`, *optional*): Over the model's own, as in `generate`; a
+                dict's are as its keyword arguments: `{"eos_token_id": None}` is without EOS. `max_time` counts from
+                the step that first runs the request.
             request_id (`str`, *optional*): A name; one is made up otherwise.
             priority (`int`, within 2**31): Lower runs earlier; waiting makes up for any difference in the end.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this request's rows.

@@ -20,7 +20,7 @@ from ..config import check_cache_salt
 from ..interrupts import let_in, step_lock
 from ..model.own_loop import select_rows, tensors_of
 from ..step import to_device
-from .arguments import Prompt, RequestOptions, as_config, as_whole, check_streamed_rows, prompt_ids, split_inputs
+from .arguments import Prompt, RequestOptions, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
 from .decoding.grammar import GrammarProcessor
 from .decoding.prepare import LoopCall, request_decoding
@@ -122,9 +122,7 @@ class RequestState(Generation):
         prompt, inputs = split_inputs(prompt, options.inputs)
         options = replace(options, inputs=inputs)
         self.prompt_ids = [] if prompt is None and inputs is not None else prompt_ids(prompt, tokenizer)
-        prepare = functools.partial(
-            request_decoding, model, self.prompt_ids, as_config(generation_config), options, tokenizer
-        )
+        prepare = functools.partial(request_decoding, model, self.prompt_ids, generation_config, options, tokenizer)
         decoding, call = prepare()
         for processor in decoding.logits_processor:
             if isinstance(processor, GrammarProcessor):

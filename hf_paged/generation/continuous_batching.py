@@ -133,8 +133,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """No step is taken within this context, in which the model may be changed. Unfinished requests go on after it
-        with the keys and values that they have; cached prefixes of other weights are dropped. Raises `RuntimeError` if
-        the manager is not running, or ends before."""
+        with the keys and values that they have; cached prefixes of other weights are dropped. Steps go on in evaluation
+        mode; a model that is set to training here is so again when the manager ends. Raises `RuntimeError` if the
+        manager is not running, or ends before."""
         if not self.is_running():
             raise RuntimeError("the manager is not running: there is nothing to pause")
         with self._thread.paused():
@@ -149,6 +150,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
         seed: int | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> str:
         """
@@ -162,6 +164,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             record_timestamps (`bool`): `time.perf_counter()` of every token.
             eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's; negative ones are none.
             seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the configuration's.
+            tokenizer (*optional*): Of `stop_strings`, as in `generate`; for later requests as well, until another.
             options: Any of [`GenerationConfig`], of this request.
 
         Raises:
@@ -182,6 +185,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             seed,
             streaming,
             record_timestamps,
+            tokenizer,
         )
         self._thread.add(request)
         return name
@@ -202,12 +206,14 @@ class PagedBatchingManager(ContinuousBatchingManager):
         return [self.add_request(input_ids, *given, **options) for input_ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens so far."""
+        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens so far. Raises
+        `ValueError` for a `"...__child#{i}"`: the sequences of a request end together, under the request's own id."""
         self._thread.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next output, of that request if one is named. `None` after `timeout` seconds, and if none can come any
-        more: the manager is not running, having stopped or died (`fatal_error`)."""
+        more: the manager is not running, having stopped or died (`fatal_error`). Without a timeout, raises `ValueError`
+        for an id that was never added, or whose last output has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -223,7 +229,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Outputs of a request go to `callback`, run by the event loop that runs now, until its last."""
+        """Outputs of a request go to `callback`, run by the event loop that runs now, until its last. The request may
+        be added later, to this manager while it runs."""
         with self._thread.changed:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             waiting = self._thread.outputs.pop(request_id, ())
@@ -337,8 +344,9 @@ def _generate_batch(
         return {}
     base = model.generation_config if generation_config is None else generation_config
     given = {name: value for name, value in options.items() if value is not None}
-    config = _request_config(model, base, given)
-    is_plain = not (record_timestamps or persistent_manager)
+    config = _request_config(model, base, {name: value for name, value in given.items() if name != "tokenizer"})
+    # where a stop string ends a row of one call is not told
+    is_plain = not (record_timestamps or persistent_manager or _effective(model, config, "stop_strings"))
     if is_plain and _effective(model, config, "do_sample") and (_effective(model, config, "num_beams") or 1) == 1:
         cb_config = _cb_config(base, continuous_batching_config)
         paged = paged_config(cb_config, _cache_config(model, base))

@@ -46,6 +46,7 @@ class Pending:
     seed: int | None
     is_streaming: bool
     records_times: bool
+    tokenizer: Any = None  # of stop strings; without one, that of the engine
     created: float = field(default_factory=time.perf_counter)
     started: float = -1.0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # so far, by row of the engine's request
@@ -112,7 +113,7 @@ class ManagerThread:
         self.changed = threading.Condition(self.lock)  # of all below
         self.thread: threading.Thread | None = None
         self.fatal_error: BaseException | None = None  # what ended the thread
-        self.pending: dict[str, Pending] = {}  # unfinished requests, by their engine's id
+        self.pending: dict[str, Pending] = {}  # unfinished requests, by the names of their outputs
         self.inbox: deque[Pending] = deque()  # those that the engine has not got yet
         self.cancelled: deque[str] = deque()
         self.outputs: OrderedDict[str, deque[GenerationOutput]] = OrderedDict()  # that nothing has read yet
@@ -155,19 +156,26 @@ class ManagerThread:
             return self.is_flushing or not self.max_queue_size or len(self.inbox) < self.max_queue_size
 
         with self.changed:
-            if not self.changed.wait_for(has_room, QUEUE_SECONDS):
+            is_in_time = self.changed.wait_for(has_room, QUEUE_SECONDS)
+            if used := [name for name in request.names if name in self.pending]:
+                raise ValueError(f"request id {used[-1]!r} is in use by an unfinished request: choose another")
+            if self.is_flushing or not is_in_time:
+                for name in request.names:  # made before the request, which is none now
+                    self.handlers.pop(name, None)
+            if not is_in_time:
                 raise queue.Full(f"{len(self.inbox)} requests wait, as many as `max_queue_size` allows: raise it")
             if self.is_flushing:
                 why = "it was stopped" if self.fatal_error is None else f"its thread died: {self.fatal_error!r}"
                 raise RuntimeError(f"the manager takes no more requests: {why}") from self.fatal_error
-            if request.names[-1] in self.pending:
-                raise ValueError(f"request id {request.names[-1]!r} is in use by an unfinished request: choose another")
-            self.pending[request.names[-1]] = request
+            self.pending |= dict.fromkeys(request.names, request)
             self.inbox.append(request)
             self.changed.notify_all()
 
     def cancel(self, name: str) -> None:
         with self.changed:
+            request = self.pending.get(name)
+            if request is not None and name != request.names[-1]:
+                raise ValueError(f"{name!r} ends with its request alone: cancel {request.names[-1]!r}")
             self.cancelled.append(name)
             self.changed.notify_all()
 
@@ -175,7 +183,13 @@ class ManagerThread:
         """The next output, of a request if `name` is given; `None` after the timeout and once none can come."""
         with self.changed:
             here = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
-            self.changed.wait_for(lambda: here() or not self.is_alive, timeout)
+
+            def is_over() -> bool:  # whoever passes a timeout may wait for what is not added yet
+                return not self.is_alive or (name is not None and timeout is None and name not in self.pending)
+
+            if self.is_alive and is_over() and not here():
+                raise ValueError(f"no unfinished request has the id {name!r}, and all its outputs were read, if any")
+            self.changed.wait_for(lambda: here() or is_over(), timeout)
             if not here():
                 return None
             found = next(iter(self.outputs)) if name is None else name
@@ -242,9 +256,11 @@ class ManagerThread:
     def _take_requests(self) -> bool:
         """Waits until there is something to do, and gives new requests to the engine. False: the end has come."""
         with self.changed:
+            was_paused = False
             while not self.is_stopping and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pausing)
                 if self.is_paused:
+                    was_paused = True
                     self.changed.notify_all()
                 elif self.inbox or self.cancelled or self.engine.has_unfinished:
                     break
@@ -254,11 +270,15 @@ class ManagerThread:
             self.is_paused = False
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
+            if was_paused:
+                _served[self.engine.model].evaluate(self.engine.model)
             requests, cancelled = list(self.inbox), list(self.cancelled)
             self.inbox.clear()
             self.cancelled.clear()
             self.changed.notify_all()  # there is room
         for request in requests:
+            if request.tokenizer is not None:
+                self.engine.tokenizer = request.tokenizer
             try:
                 self.engine.add_request(
                     request.prompt,
@@ -292,10 +312,11 @@ class ManagerThread:
             self.inbox.clear()
             self.cancelled.clear()
             why = error if isinstance(error, Exception) else RuntimeError("the manager was stopped before its end")
-            for request in list(self.pending.values()):
+            for request in dict.fromkeys(self.pending.values()):
                 with contextlib.suppress(ValueError):
                     self.engine.cancel(request.names[-1])
                 self._fail(request, why)
+            self.handlers.clear()  # those left are of ids that no request had
         try:
             if error is None and self.keeps_memory:
                 while self.engine.has_unfinished:  # what is cancelled, which is told to nothing
@@ -325,11 +346,20 @@ class _Served:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.count = 0
-        self.training = [module for module in model.modules() if module.training]
+        self.training: list[torch.nn.Module] = []
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         found = [config for config in configs.values() if isinstance(config, PreTrainedConfig)]
         names = [(config, compat.attention_of(config)) for config in found]
         self.attention = [(c, name) for c, name in names if isinstance(name, str) and name.startswith(OWN_ATTENTION)]
+
+    def evaluate(self, model: PreTrainedModel) -> None:
+        """Evaluation mode, until the end or until a caller sets another, in a pause."""
+        self.training = _training(model) or self.training
+        model.eval()
+
+
+def _training(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if module.training]
 
 
 _served: weakref.WeakKeyDictionary[PreTrainedModel, _Served] = weakref.WeakKeyDictionary()
@@ -346,7 +376,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
             before = _served.setdefault(model, _Served(model))
             before.count += 1
             mine.append(before)
-            model.eval()
+            before.evaluate(model)
             for config, name in before.attention:
                 compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # a thread's own
@@ -357,7 +387,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
                 before.count -= 1
                 if not before.count:
                     del _served[model]
-                    for module in before.training:
+                    for module in () if _training(model) else before.training:  # a caller's mode stays
                         module.training = True
                     for config, name in before.attention:
                         compat.set_attention(config, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import uuid
 from collections.abc import Callable, Mapping
@@ -18,18 +19,26 @@ from ..generation.continuous_batching import PagedBatchingManager
 
 logger = logging.getLogger(__name__)
 
+HANDLERS = ("chat_handler", "completion_handler", "response_handler")  # of text, arguments of `build_server`
 HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache")  # which the app passes by itself, or for its own loop
 
 _options: ContextVar[Mapping[str, Any]] = ContextVar("options")  # of the request that this task serves
 _seed: ContextVar[int | None] = ContextVar("seed", default=None)
 _refusals: ContextVar[list[str]] = ContextVar("refusals")  # its error, if it never ran
+_is_read: ContextVar[bool] = ContextVar("is_read")  # whether errors are the app's by now, and not the body's
+
+
+class Refused(Exception):
+    """A body that cannot be read, or a request that cannot be served as it says."""
 
 
 class ServedManager(PagedBatchingManager):
     """Requests take the options of the task that adds them: the app passes on but a few."""
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
-        return super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
+        name = super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
+        _is_read.set(True)
+        return name
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         refusals = _refusals.get()
@@ -80,7 +89,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
         except utils.CBWorkerDeadError:
             raise
         except RuntimeError as error:
-            raise ValueError(_refusals.get()[0]) if _refusals.get() else error from None
+            raise Refused(_refusals.get()[0]) if _refusals.get() else error from None
 
     def _begin(self, processor: Any, gen_config: GenerationConfig) -> str:
         """Takes the options of this task's request, and names it: two clients may send the same id."""
@@ -96,6 +105,18 @@ class EngineGenerateManager(utils.CBGenerateManager):
         )
         _refusals.set([])
         return str(uuid.uuid4())
+
+
+class PlainGenerateManager(utils.GenerateManager):
+    """`generate`, for models that are more than text. What it raises stays."""
+
+    def generate_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        _is_read.set(True)
+        return super().generate_streaming(*args, **kwargs)
+
+    async def generate_non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        _is_read.set(True)
+        return await super().generate_non_streaming(*args, **kwargs)
 
 
 class EngineGenerationState(utils.GenerationState):
@@ -121,15 +142,17 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
     from fastapi.responses import JSONResponse
 
     app = _build_server(*args, generation_state=generation_state, **kwargs)
+    given = inspect.signature(_build_server).bind(*args, generation_state=generation_state, **kwargs).arguments
+    for handler in (given[name] for name in HANDLERS if name in given):
+        handler.handle_request = _reading(handler.handle_request)
+    given["model_manager"].load_model_and_processor = _loading(given["model_manager"].load_model_and_processor)
 
     async def refuse(request: Any, error: Exception) -> JSONResponse:
-        message = f"{type(error).__name__}: {error}"
-        logger.warning("refused %s: %s", request.url.path, message)
+        logger.warning("refused %s: %s", request.url.path, error)
         logger.debug("it was raised here", exc_info=error)  # clients may send many
-        return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=400)
+        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
 
-    for kind in (KeyError, TypeError, ValueError):  # of what the app and we read from the body
-        app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(Refused, refuse)
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -145,6 +168,29 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _reading(handle: Callable[..., Any]) -> Callable[..., Any]:
+    async def handle_request(*args: Any) -> Any:
+        _is_read.set(False)
+        try:
+            return await handle(*args)
+        except (KeyError, TypeError, ValueError) as error:  # which the app raises for what is wrong in the body
+            if _is_read.get():
+                raise
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    return handle_request
+
+
+def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_model_and_processor(*args: Any, **kwargs: Any) -> Any:
+        _is_read.set(True)
+        loaded = load(*args, **kwargs)
+        _is_read.set(False)  # but for the model's name
+        return loaded
+
+    return load_model_and_processor
 
 
 def set_seed(seed: int) -> None:
@@ -163,5 +209,6 @@ def install() -> None:
     """Makes `transformers serve` run on [`PagedEngine`], in this process, if it has not begun. Idempotent."""
     server.build_server = build_server
     utils.CBGenerateManager = EngineGenerateManager
+    utils.GenerateManager = PlainGenerateManager
     utils.GenerationState = EngineGenerationState
     utils.set_torch_seed = set_seed

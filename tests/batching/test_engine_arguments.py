@@ -177,3 +177,27 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
             assert_same_as_lone(expected, result, MODES[mode], name)
         assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), "kept without a reader"
     assert all(getattr(model.generation_config, name) for name in own)
+
+
+def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
+    """... and not what the model's own config says."""
+    model: Any = models.build("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    long: list[int] = model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
+    model.generation_config.update(eos_token_id=long[5], top_k=5, max_length=6)
+    options: list[dict[str, Any]] = [
+        {"max_new_tokens": 8, "eos_token_id": None},
+        {"max_new_tokens": 8, "max_length": None},
+        {"max_new_tokens": 8, "eos_token_id": None, "do_sample": True, "top_k": None, "temperature": 5.0},
+        {"max_new_tokens": None, "eos_token_id": None},
+    ]
+    with PagedEngine(model) as engine:
+        for each in options:
+            torch.manual_seed(3)
+            expected = model.generate(ids, **each)[0, 3:].tolist()
+            for prompt in (ids[0].tolist(), {"input_ids": ids, "position_ids": torch.arange(3)[None]}):
+                (result,) = engine.generate([prompt], each, seed=3)
+                assert result.error is None and result.sequences[0].token_ids == expected, each
+        for name in ("num_beams", "num_return_sequences", "max_length"):  # plain raises a TypeError
+            (result,) = engine.generate([[5, 6]], {name: None})
+            assert isinstance(result.error, ValueError) and f"`{name}` is None" in str(result.error)

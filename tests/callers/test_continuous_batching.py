@@ -48,7 +48,7 @@ def native_names() -> Iterator[None]:
 def threads() -> list[threading.Thread]:
     gc.collect()  # managers that are gone
     deadline = time.monotonic() + WAIT
-    while found := [each for each in threading.enumerate() if each.name.startswith("hf_paged")]:
+    while found := [each for each in threading.enumerate() if each.name == "hf_paged-continuous-batching"]:
         if time.monotonic() > deadline:
             return found
         time.sleep(0.01)
@@ -145,6 +145,25 @@ def test_each_request_has_its_own_options() -> None:
     assert found[second].generated_tokens == plain(model, PROMPTS[1], GREEDY)[:3]
     assert found[third].generated_tokens == plain(model, PROMPTS[2], GREEDY, repetition_penalty=1.7)
     assert found[unending].generated_tokens == plain(model, PROMPTS[1], GREEDY)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
+    model: Any = models.get("llama")
+    tokenizer = models.tokenizer()
+    config = GenerationConfig(max_new_tokens=12, do_sample=do_sample)
+    torch.manual_seed(7)
+    stop = tokenizer.decode(plain(model, PROMPTS[0], config)[3])
+    given: dict[str, Any] = {"stop_strings": [stop], "tokenizer": tokenizer}
+    outputs = model.generate_batch(PROMPTS, config, ContinuousBatchingConfig(seed=7), **given)
+    for number, (prompt, output) in enumerate(zip(PROMPTS, outputs.values())):
+        torch.manual_seed(7 + number)
+        assert output.generated_tokens == plain(model, prompt, config, **given)
+    assert len(outputs["req_0"].generated_tokens) < 12
+    torch.manual_seed(7)
+    outputs = model.generate_batch(PROMPTS[:1] * 2, config, **given)  # no rows of one call, which would be padded
+    assert [stop in tokenizer.decode(each.generated_tokens[:-1]) for each in outputs.values()] == [False] * 2
+    assert all(each.error is None for each in outputs.values())
 
 
 def test_without_a_limit_a_request_goes_to_the_models_last_position() -> None:
@@ -324,7 +343,7 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
 
     waits: list[Callable[[], Any]] = [
         lambda: list(manager.request_id_iter(name)),
-        lambda: list(manager.request_id_iter("never added")),
+        lambda: manager.get_result("never added", WAIT),
         lambda: manager.join(),
         lambda: asyncio.run(handler()),
     ]
@@ -343,7 +362,7 @@ def test_all_who_wait_wake_when_the_thread_dies(monkeypatch: pytest.MonkeyPatch)
     for thread in waiting:
         thread.join(WAIT)
     assert not any(thread.is_alive() for thread in waiting)
-    assert [output.error for output in found[0]] == ["boom"] and found[1] == [] and handled == ["boom"]
+    assert [output.error for output in found[0]] == ["boom"] and found[1] is None and handled == ["boom"]
     assert str(manager.fatal_error) == "boom" and not manager.is_running()
     assert manager.background_thread_status.fatal_error is manager.fatal_error
     with pytest.raises(RuntimeError, match="its thread died") as raised:
@@ -385,6 +404,37 @@ def test_a_cancelled_request_tells_so() -> None:
         assert manager.engine.stats().used_blocks == 0
 
 
+def test_a_child_cannot_be_cancelled_alone() -> None:
+    model: Any = models.get("llama")
+    config = GenerationConfig(max_new_tokens=1500, do_sample=True, num_return_sequences=2)
+    with model.continuous_batching_context_manager(config) as manager:
+        name = manager.add_request(PROMPTS[0], request_id="a")
+        with pytest.raises(ValueError, match="cancel 'a'"):
+            manager.cancel_request("a__child#0")
+        with pytest.raises(ValueError, match="'a__child#0' is in use"):
+            manager.add_request(PROMPTS[0], request_id="a__child#0")
+        manager.cancel_request(name)
+        assert "cancelled" in manager.get_result("a__child#0", WAIT).error
+    assert not manager._thread.pending
+
+
+def test_ids_that_no_request_has() -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        name = manager.add_request(PROMPTS[0])
+        assert manager.get_result(name).generated_tokens
+        for unknown in (name, "never added"):
+            with pytest.raises(ValueError, match=f"no unfinished request has the id '{unknown}'"):
+                manager.get_result(unknown)
+            assert manager.get_result(unknown, timeout=0.01) is None
+
+        async def register() -> None:
+            manager.register_result_handler("never added", print)
+
+        asyncio.run(register())
+    assert not manager._thread.handlers
+
+
 # -- the model ----------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +464,23 @@ def test_no_step_in_a_pause_and_no_prefix_of_other_weights_after_it() -> None:
         assert manager.engine.stats().num_prefix_hit_tokens - hits <= 40  # of the running one, which began before
     assert first.generated_tokens == again.generated_tokens != changed.generated_tokens
     assert changed.generated_tokens == plain(model, prompt, GREEDY)
+
+
+def test_a_training_step_in_a_pause() -> None:
+    """Steps go on in evaluation mode. The mode that a caller set stays at the end, else it is that of the start."""
+    model: Any = models.build("gpt2", attn_pdrop=0.5, embd_pdrop=0.5, resid_pdrop=0.5)
+    expected = plain(model, PROMPTS[0], GREEDY)
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        with manager.pause():
+            model.train()
+        assert manager.get_result(manager.add_request(PROMPTS[0]), WAIT).generated_tokens == expected
+        assert not any(module.training for module in model.modules())
+    assert all(module.training for module in model.modules())
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        assert manager.get_result(manager.add_request(PROMPTS[0]), WAIT).generated_tokens == expected
+        with manager.pause():
+            model.transformer.train()
+    assert [name for name, module in model.named_children() if module.training] == ["transformer"]
 
 
 def test_pausing_threads_wait_for_one_another() -> None:
@@ -576,7 +643,7 @@ def test_an_interrupt_ends_a_batch() -> None:
         try:
             model.generate_batch([prompt] * 3, config)
         except KeyboardInterrupt:
-            print([each.name for each in threading.enumerate() if each.name.startswith("hf_paged")])
+            print([each.name for each in threading.enumerate() if each.name == "hf_paged-continuous-batching"])
         del config.do_sample
         config.do_sample = True
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -24,9 +24,13 @@ for _package in ("fastapi", "uvicorn", "prometheus_client"):
 import httpx  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from fastapi.testclient import TestClient  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from transformers.cli.serving import chat_completion  # noqa: E402
+from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
 
 import hf_paged  # noqa: E402
+from hf_paged.tools import serving  # noqa: E402
 
 from ..support import models  # noqa: E402
 
@@ -194,6 +198,37 @@ def test_malformed_requests_are_refused(server: Server, change: dict[str, Any] |
     assert 400 <= answer.status_code < 500, answer.text
     assert "Traceback" not in answer.text and len(answer.text) > 20
     assert server.is_healthy() and server.answer(PROMPTS[0]) and server.blocks_held() == 0
+
+
+def test_only_the_bodys_errors_are_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... and those of the app go on to the server, which answers 500 and logs them."""
+    save(tmp_path)
+    monkeypatch.setattr(serving.utils, "CBGenerateManager", serving.EngineGenerateManager)
+    model_manager, state = ModelManager(device="cpu", model_timeout=-1), serving.EngineGenerationState()
+    chat = chat_completion.ChatCompletionHandler(model_manager, state)
+    others = dict.fromkeys(("completion_handler", "response_handler", "transcription_handler", "systemone_handler"))
+    others["completion_handler"] = others["response_handler"] = chat
+    app = serving.build_server(model_manager, chat, generation_state=state, **others)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a bug")
+
+    body = {"model": str(tmp_path), **BODY}
+    with TestClient(app) as client:
+        try:
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+            assert client.post("/v1/chat/completions", json={**body, "messages": None}).status_code == 400
+            monkeypatch.setattr(model_manager, "get_gen_models", broken)
+            with pytest.raises(KeyError, match="a bug"):
+                client.get("/v1/models")
+            monkeypatch.setattr(chat_completion, "CompletionUsage", broken)  # after the request was served
+            with pytest.raises(KeyError, match="a bug"):
+                client.post("/v1/chat/completions", json=body)
+            monkeypatch.setattr(model_manager, "load_model_and_processor", serving._loading(broken))
+            with pytest.raises(KeyError, match="a bug"):
+                client.post("/v1/chat/completions", json={**body, "messages": None})
+        finally:
+            state.shutdown()
 
 
 def test_clients_that_send_one_id_get_their_own_answers(server: Server) -> None:

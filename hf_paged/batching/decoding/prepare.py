@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ... import compat
 from ...interrupts import let_in, step_lock
 from ...model.capability import is_stock
 from ...model.forwards import compute_device
-from ..arguments import RequestOptions, as_list, as_whole, check_logprobs, check_streamer
+from ..arguments import RequestOptions, as_config, as_list, as_whole, check_logprobs, check_streamer
 from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
@@ -90,7 +90,7 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
 def request_decoding(
     model: PreTrainedModel,
     input_ids: Sequence[int],
-    generation_config: GenerationConfig | None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None,
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
@@ -112,9 +112,9 @@ def request_decoding(
         )
     if not len(input_ids) and not options.inputs:
         raise ValueError("the prompt is empty: pass at least one token id, the model's BOS token for instance")
-    _check_config(model, generation_config)
+    keywords = _keywords(model, generation_config)
     if options.inputs is not None or model.config.is_encoder_decoder:
-        call = _captured_request(model, input_ids, generation_config, options, own, criteria, tokenizer)
+        call = _captured_request(model, input_ids, keywords, options, own, criteria, tokenizer)
         names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
         given = {name: call.arguments[name] for name in names}
         inputs = LoopInputs(**given, generator=generator, record_logprobs=logprobs[0], num_top=logprobs[1])
@@ -127,7 +127,7 @@ def request_decoding(
         wrong = low if low < 0 else high
         raise ValueError(f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding")
     ids = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
-    config = _prepared_config(model, ids, generation_config)
+    config = _prepared_config(model, ids, keywords)
     uses_beams = config.num_beams > 1
     if uses_beams:
         _check_no_streamer(streamer)
@@ -143,7 +143,7 @@ def request_decoding(
 def _captured_request(
     model: PreTrainedModel,
     input_ids: Sequence[int],
-    generation_config: GenerationConfig | None,
+    keywords: dict[str, Any],
     options: RequestOptions,
     own: LogitsProcessorList,
     criteria: StoppingCriteriaList,
@@ -153,12 +153,10 @@ def _captured_request(
     given = {name: _on(compute_device(model), value) for name, value in (options.inputs or {}).items()}
     if len(input_ids):
         given["input_ids"] = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
-    if tokenizer is not None and getattr(generation_config, "stop_strings", None) is not None:
+    if tokenizer is not None and _given(keywords, "stop_strings") is not None:
         given["tokenizer"] = tokenizer
     with step_lock(model), let_in(), use_adapter(model, options.adapter):
-        call = captured_call(
-            model, **given, generation_config=generation_config, logits_processor=own, stopping_criteria=criteria
-        )
+        call = captured_call(model, **given, **keywords, logits_processor=own, stopping_criteria=criteria)
     config = call.arguments["generation_config"]
     _check_mode(config)
     if getattr(config, "return_timestamps", False):
@@ -179,12 +177,26 @@ def _check_no_streamer(streamer: Any) -> None:
         raise ValueError("a streamer cannot be used with beam search, whose tokens are settled only at the end")
 
 
-def _check_config(host: Any, generation_config: GenerationConfig | None) -> None:
+def _keywords(host: Any, generation_config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """As keyword arguments of `generate`, to which an option of a dict that is None is not one that is not given.
+    Raises `ValueError` for what cannot be served."""
+    keywords: dict[str, Any] = {"generation_config": as_config(generation_config)}
     own = host.generation_config
     for name, (harmless, why) in _REFUSED.items() if generation_config is not None else ():
-        value = getattr(generation_config, name, None)
+        value = _given(keywords, name)
         if value != getattr(own, name, None) and value not in harmless:
             raise ValueError(f"`{name}` {why} (it is {value!r})")
+    if not isinstance(generation_config, Mapping):
+        return keywords
+    if generation_config.get("max_length", 0) is None:
+        if generation_config.get("max_new_tokens", own.max_new_tokens) is None:
+            raise ValueError("`max_length` is None: leave it out, or pass `max_new_tokens` as well")
+    options = {name: each for name, each in generation_config.items() if each is not None or name not in _REFUSED}
+    return {"generation_config": None, **options}
+
+
+def _given(keywords: dict[str, Any], name: str) -> Any:
+    return keywords.get(name, getattr(keywords["generation_config"], name, None))
 
 
 def _check_mode(config: Any) -> Any:
@@ -196,14 +208,13 @@ def _check_mode(config: Any) -> Any:
     return mode
 
 
-def _prepared_config(host: Any, ids: Tensor, generation_config: GenerationConfig | None) -> Any:
+def _prepared_config(host: Any, ids: Tensor, keywords: dict[str, Any]) -> Any:
     """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
     own = host.generation_config
     default_max, default_min = (
-        getattr(own, name) is None and getattr(generation_config, name, None) is None
-        for name in ("max_length", "min_length")
+        getattr(own, name) is None and _given(keywords, name) is None for name in ("max_length", "min_length")
     )
-    config, _ = compat.prepare_generation_config(host, generation_config)
+    config, _ = compat.prepare_generation_config(host, **keywords)
     mode = _check_mode(config)
     for name in (*_REPORTS, *_OUTPUTS):  # the model's: they say how `generate` is to answer
         setattr(config, name, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -13,11 +14,13 @@ from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from hf_paged import PagedConfig
 
 ROOT = readme.ROOT
-CONSTANTS = ("MIN_CACHED_TOKENS", "LINE")  # of the package, which the text names
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS")  # of the package, which the text names
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guide").glob("*.md"))]
-CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18"}  # the paper, the licence, a file mode, transformers
+# the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
+CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "0", "400", "500", "5"}
 
 
 def prose(text: str, marks: list[str]) -> str:
@@ -59,6 +62,7 @@ def test_item_14_numbers_elsewhere_in_the_text_have_a_source(path):
     code = "\n".join(file.read_text() for file in (ROOT / "hf_paged").rglob("*.py"))
     sources = {
         *(re.search(rf"^{name} = (\d+)", code, re.MULTILINE)[1] for name in CONSTANTS),
+        *(f"{x.default:g}" for x in dataclasses.fields(PagedConfig) if isinstance(x.default, int | float)),
         re.search(r'requires-python = ">=([\d.]+)"', project)[1],
         *re.findall(r'"(3\.\d+)"', workflow),
         re.search(r'"--prompts", type=int, default=(\d+)', script)[1],

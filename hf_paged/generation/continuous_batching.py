@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 _session_lock = forks.rlock()  # while a kept manager is taken from its model, or put there
+_kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models on which a manager has been kept
 
 
 class PagedBatchingManager(ContinuousBatchingManager):
@@ -128,6 +129,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             with _session_lock:
                 other = getattr(self.model, compat.CACHED_MANAGER, None)  # of a session at the same time
                 setattr(self.model, compat.CACHED_MANAGER, self)
+                _kept.add(self.model)
             if other is not None and other is not self:
                 other.destroy()
 
@@ -427,6 +429,16 @@ def _sample_together(
                 lifespan=(created, ended),
             )
     return outputs
+
+
+def destroy_kept() -> None:
+    """Managers that models keep for a next session, which transformers' own names would take for theirs."""
+    for model in list(_kept):
+        cached = getattr(model, compat.CACHED_MANAGER, None)
+        if isinstance(cached, PagedBatchingManager):
+            delattr(model, compat.CACHED_MANAGER)
+            cached.destroy()
+    _kept.clear()
 
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {

@@ -518,6 +518,13 @@ def test_sessions_at_the_same_time_share_no_kept_manager() -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_uninstall_leaves_no_kept_manager_to_transformers() -> None:
+    model: Any = models.build("llama")
+    model.generate_batch(PROMPTS, GREEDY, persistent_manager=True)
+    hf_paged.uninstall()
+    assert type(model.init_continuous_batching(GREEDY)) is ContinuousBatchingManager
+
+
 def test_paged_calls_of_generate_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.get("llama")
     monkeypatch.setattr(ContinuousMixin, "generate_batch", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def check_generates(model: Any) -> None:
             f"{name} keeps states in its modules, outside of any cache, so that its requests cannot run beside one "
             'another: call `model.generate(..., cache_implementation="paged")`'
         )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    if isinstance(tokenizer, (str, os.PathLike)):
+        raise ValueError(f"`tokenizer` is {shown(tokenizer)}: pass a tokenizer, from `AutoTokenizer.from_pretrained`")
 
 
 def check_names(request_id: Any, adapter: Any) -> None:

@@ -16,7 +16,7 @@ from ..config import PagedConfig
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
-from .arguments import Prompt, RequestOptions, check_generates
+from .arguments import Prompt, RequestOptions, check_generates, check_tokenizer
 from .engine_core import EngineCore
 from .execution.adapters import base_model
 from .execution.executor import Window
@@ -44,7 +44,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         tokenizer (*optional*): For prompts and stop strings that are text, and for text in the results.
 
     Raises:
-        ValueError: for what cannot generate; for an encoder-decoder model or prompt learning, which `generate` serves.
+        ValueError: for what cannot generate; for an encoder-decoder model or prompt learning, which `generate` serves;
+            for the name of a tokenizer in its place.
 
     Example:
 
@@ -59,6 +60,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
     ) -> None:
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
+        check_tokenizer(tokenizer)
         self.config = PagedConfig.coerce(config)
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config)
@@ -87,6 +89,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             OSError, ValueError: what `from_pretrained` raises, and the errors of [`PagedEngine`].
         """
         config = PagedConfig.coerce(config)  # before anything is loaded
+        check_tokenizer(tokenizer)
         model = load_model(name_or_path, **loading)
         tokenizer = load_tokenizer(name_or_path, model, **loading) if tokenizer is None else tokenizer
         return cls(model, config, tokenizer=tokenizer)

@@ -22,7 +22,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from .. import compat
+from .. import compat, forks
 from ..attention.switch import NAME
 from ..batching.arguments import as_config, prompt_ids
 from ..batching.decoding.prepare import num_embeddings
@@ -33,6 +33,10 @@ from .manager_config import paged_config
 from .manager_thread import ManagerThread, Pending, served
 
 logger = logging.getLogger(__name__)
+
+
+_session_lock = forks.rlock()  # while a kept manager is taken from its model, or put there
+_kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models on which a manager has been kept
 
 
 class PagedBatchingManager(ContinuousBatchingManager):
@@ -101,7 +105,10 @@ class PagedBatchingManager(ContinuousBatchingManager):
         if self.is_running():
             logger.warning("the manager is running already")
         else:
-            self._thread.start()
+            with _session_lock:  # it has a session: none of another call
+                if getattr(self.model, compat.CACHED_MANAGER, None) is self:
+                    delattr(self.model, compat.CACHED_MANAGER)
+                self._thread.start()
 
     def stop(
         self,
@@ -116,10 +123,15 @@ class PagedBatchingManager(ContinuousBatchingManager):
             raise RuntimeError("this thread has paused the manager, which then cannot stop: leave `pause` before")
         was_started = self._thread.thread is not None
         self._thread.stop(hard_stop, keep_for_next_session)
-        if keep_for_next_session and was_started:
-            setattr(self.model, compat.CACHED_MANAGER, self)
         if block:
             self.join(time.perf_counter(), timeout)
+        if keep_for_next_session and was_started:
+            with _session_lock:
+                other = getattr(self.model, compat.CACHED_MANAGER, None)  # of a session at the same time
+                setattr(self.model, compat.CACHED_MANAGER, self)
+                _kept.add(self.model)
+            if other is not None and other is not self:
+                other.destroy()
 
     def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
         """Waits for the thread's end, at most `timeout` seconds."""
@@ -291,7 +303,7 @@ def _init(
     config = model.generation_config if generation_config is None else generation_config
     cb_config = _cb_config(config, continuous_batching_config)
     cached = getattr(model, compat.CACHED_MANAGER, None)
-    if isinstance(cached, PagedBatchingManager):
+    if isinstance(cached, PagedBatchingManager) and not cached.is_running():
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config, cached.num_return_sequences = config, config.num_return_sequences or 1
             return cached
@@ -318,8 +330,9 @@ def _context(
     warmup: bool = True,
     workload_hints: Any = None,
 ) -> Iterator[PagedBatchingManager]:
-    manager = model.init_continuous_batching(generation_config, continuous_batching_config)
-    manager.start()
+    with _session_lock:  # calls in several threads do not begin with one manager
+        manager = model.init_continuous_batching(generation_config, continuous_batching_config)
+        manager.start()
     is_hard = True
     try:
         yield manager
@@ -424,6 +437,16 @@ def _sample_together(
                 lifespan=(created, ended),
             )
     return outputs
+
+
+def destroy_kept() -> None:
+    """Managers that models keep for a next session, which transformers' own names would take for theirs."""
+    for model in list(_kept):
+        cached = getattr(model, compat.CACHED_MANAGER, None)
+        if isinstance(cached, PagedBatchingManager):
+            delattr(model, compat.CACHED_MANAGER)
+            cached.destroy()
+    _kept.clear()
 
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {

@@ -376,6 +376,7 @@ def uninstall() -> None:
                 message = f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo that first"
                 raise RuntimeError(message)
         _is_default = False
+        _continuous_batching.destroy_kept()
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             setattr(owner, name, original)

@@ -44,7 +44,8 @@ _PLUMBING = (
     *("transformers.modeling_utils", "transformers.utils"),
 )
 # Objects of these packages that are no modules, tensors or configs say nothing of a forward, and hold half the process.
-_LIBRARIES = sys.stdlib_module_names - {"__main__", "types"} | {"accelerate", "numpy", "peft", "torch", "transformers"}
+_LIBRARIES = sys.stdlib_module_names - {"__main__", "types"}
+_LIBRARIES |= {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 _MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read
 
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that cannot be read, once that is said

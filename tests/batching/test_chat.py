@@ -82,6 +82,10 @@ def test_loaded_with_its_tokenizer(tmp_path: Path) -> None:
         assert engine.model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="block_size"):
         hf_paged.PagedEngine.from_pretrained(tmp_path / "missing", config={"block_size": 7})
+    with pytest.raises(ValueError, match="pass a tokenizer"):
+        hf_paged.PagedEngine.from_pretrained(tmp_path / "missing", tokenizer=str(tmp_path))
+    with pytest.raises(ValueError, match="pass a tokenizer"):
+        hf_paged.PagedEngine(model, tokenizer=tmp_path)
     with pytest.raises(OSError, match="missing"):
         hf_paged.PagedEngine.from_pretrained(tmp_path / "missing")
 

@@ -48,7 +48,7 @@ def native_names() -> Iterator[None]:
 def threads() -> list[threading.Thread]:
     gc.collect()  # managers that are gone
     deadline = time.monotonic() + WAIT
-    while found := [each for each in threading.enumerate() if each.name == "hf_paged-continuous-batching"]:
+    while found := [each for each in threading.enumerate() if each.name.startswith("hf_paged-")]:
         if time.monotonic() > deadline:
             return found
         time.sleep(0.01)
@@ -558,6 +558,40 @@ def test_a_manager_is_kept_for_the_next_session() -> None:
     assert held() is None and kept() is None
 
 
+def test_sessions_at_the_same_time_share_no_kept_manager() -> None:
+    model: Any = models.build("llama")
+    expected = [plain(model, prompt, GREEDY) for prompt in PROMPTS]
+    model.generate_batch(PROMPTS, GREEDY, persistent_manager=True)
+    found: list[Any] = []
+
+    def run(is_kept: bool) -> None:
+        for _ in range(10):
+            try:
+                outputs = model.generate_batch(PROMPTS, GREEDY, persistent_manager=is_kept)
+                found.append([output.generated_tokens for output in outputs.values()])
+            except Exception as error:
+                found.append(error)
+
+    callers = [threading.Thread(target=run, args=(is_kept,)) for is_kept in (True, True, False)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join(WAIT)
+    assert found == [expected] * 30
+    model.generate_batch(PROMPTS, GREEDY, persistent_manager=True)
+    kept = model.init_continuous_batching()
+    with model.continuous_batching_context_manager(GREEDY) as running:
+        assert running is kept and model.init_continuous_batching() is not kept
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_uninstall_leaves_no_kept_manager_to_transformers() -> None:
+    model: Any = models.build("llama")
+    model.generate_batch(PROMPTS, GREEDY, persistent_manager=True)
+    hf_paged.uninstall()
+    assert type(model.init_continuous_batching(GREEDY)) is ContinuousBatchingManager
+
+
 def test_paged_calls_of_generate_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.get("llama")
     monkeypatch.setattr(ContinuousMixin, "generate_batch", None)
@@ -643,7 +677,7 @@ def test_an_interrupt_ends_a_batch() -> None:
         try:
             model.generate_batch([prompt] * 3, config)
         except KeyboardInterrupt:
-            print([each.name for each in threading.enumerate() if each.name == "hf_paged-continuous-batching"])
+            print([each.name for each in threading.enumerate() if each.name.startswith("hf_paged-")])
         del config.do_sample
         config.do_sample = True
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()

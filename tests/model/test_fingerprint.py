@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_paged import kernels
+from hf_paged import PagedEngine, kernels
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
 from hf_paged.model.state import ModelState, fingerprint
@@ -184,6 +184,16 @@ def test_any_other_change_shows(name: str) -> None:
     before = read(model)
     CHANGES[name](model)
     assert read(model) != before
+
+
+def test_an_engine_that_the_model_holds_does_not_count() -> None:
+    model: Any = llama()
+    first = read(model)
+    model.engine = PagedEngine(model)
+    assert read(model) != first, "an attribute more"
+    kept = read(model)
+    model.engine.generate([[5, 6, 7]], {"max_new_tokens": 3})
+    assert read(model) == kept
 
 
 def test_what_a_hook_closes_over_counts_and_what_it_collects_does_not() -> None:

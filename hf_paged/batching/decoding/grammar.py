@@ -88,7 +88,7 @@ class GrammarProcessor(LogitsProcessor):
                 if not mask[row].any():
                     raise RuntimeError(
                         "no token of the tokenizer continues the text as its `schema`, `regex` or `grammar` asks: its "
-                        "vocabulary lacks a character that must come next"
+                        "vocabulary lacks a character that must come next, or what is asked for allows no text"
                     )
         bits = to_device(mask, scores.device)[:, :, None] >> torch.arange(32, device=scores.device) & 1
         allowed = bits.flatten(1)[:, : self._vocab_size].bool()  # [rows, vocab]

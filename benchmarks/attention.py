@@ -5,7 +5,8 @@ Attention alone: the paged backends against contiguous keys and values, and agai
 
 Decode, chunks (queries over a cached context) and prefill. As in a model, every call reads the keys and values of the
 next layer, so that no cache of the processor holds them. Each contender's output is compared with the reference before
-it is timed; the contenders take turns. A peer that is missing, does not apply or fails is listed with its reason.
+it is timed; the contenders take turns. On a GPU each is a graph of its calls, timed by events, where it can be
+recorded. A peer that is missing, does not apply or fails is listed with its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,31 +77,64 @@ def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention],
     return functions, problems
 
 
-def measure(functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float) -> dict[str, Any]:
-    """
-    Seconds per call, in turns whose order rotates; each turn walks over the layers until `seconds` are over, as far as
-    the warm-up told.
-    """
+def record(work: Callable[[], None], device: str) -> Callable[[], None] | None:
+    """On a GPU a replay of `work`, so that kernels are timed and not Python; `None` if it cannot be recorded."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except Exception:  # it waits for the device, for instance
+        ceilings.synchronize(device)
+        return None
+    return graph.replay
+
+
+def elapsed(work: Callable[[], None], device: str) -> float:
+    """Seconds, by the device's own events where it has them."""
+    if torch.device(device).type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(
+    functions: dict[str, Attention], layers: int, device: str, repeats: int, seconds: float
+) -> tuple[dict[str, list[float]], set[str]]:
+    """Seconds per call, in turns whose order rotates; each turn walks over the layers until `seconds` are over, as far
+    as the warm-up told. Also which contenders were recorded for that, on a GPU."""
     names = list(functions)
     calls: dict[str, int] = {}
+    works: dict[str, Callable[[], None]] = {}
     times: dict[str, list[float]] = {name: [] for name in names}
+    recorded: set[str] = set()
 
-    def spend(name: str, count: int) -> float:
+    def walk(name: str, count: int) -> Callable[[], None]:
         function = functions[name]
-        ceilings.synchronize(device)
-        start = time.perf_counter()
-        for call in range(count):
-            function(call % layers)
-        ceilings.synchronize(device)
-        return (time.perf_counter() - start) / count
+
+        def work() -> None:
+            for call in range(count):
+                function(call % layers)
+
+        return work
 
     for name in names:
-        calls[name] = max(1, min(layers, round(seconds / spend(name, 2))))
+        ceilings.synchronize(device)
+        calls[name] = max(1, min(layers, round(seconds / elapsed(walk(name, 2), device) * 2)))
+        works[name] = walk(name, calls[name])
+        if torch.device(device).type == "cuda" and (replay := record(works[name], device)) is not None:
+            works[name] = replay
+            recorded.add(name)
     for repeat in range(repeats):
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
-            times[name].append(spend(name, calls[name]))
-    return times
+            times[name].append(elapsed(works[name], device) / calls[name])
+    return times, recorded
 
 
 def rows_of(
@@ -142,18 +176,23 @@ def run(
     rows: list[dict[str, Any]] = []
     part = args.phase or (["part"] if args.only else [])
     name = "-".join(["attention", args.device, *part])
+    is_gpu = torch.device(args.device).type == "cuda"
+    columns = {**COLUMNS, "timed": "timed as"} if is_gpu else COLUMNS
     for setting in settings:
         with torch.no_grad():
             data = attention_data.make(setting, args.quick)
             functions, problems = admit(contenders, data)
             seconds = 0.002 if args.quick else 0.1
-            times = measure(functions, data.layers, setting.device, args.repeats, seconds)
+            times, recorded = measure(functions, data.layers, setting.device, args.repeats, seconds)
         found = rows_of(setting, times, problems, limits)
-        table = report.markdown(found, COLUMNS).split("\n")
+        if is_gpu:
+            for row in found:
+                row["timed"] = "a graph" if row["contender"] in recorded else "calls" if "us" in row else None
+        table = report.markdown(found, columns).split("\n")
         print("\n".join(table if not rows else table[2:]), flush=True)
         rows += found
         if args.results:
-            report.write(name, facts, rows, directory=args.results, columns=COLUMNS, notes=str(limits))
+            report.write(name, facts, rows, directory=args.results, columns=columns, notes=str(limits))
     if args.results:
         report.plot(lambda: draw(rows, args.results / f"{name}.png"))
 

@@ -118,7 +118,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Takes no more requests and ends the thread: once all are finished, or with `hard_stop` after the step in
-        progress, which fails those that are not. Memory goes back, unless it is kept for the next session."""
+        progress, which fails those that are not. It does not end within a pause: other threads' are waited for. Memory
+        goes back, unless it is kept for the next session. Raises `RuntimeError` in a thread that pauses the manager."""
         if threading.get_ident() in self._thread.pausing:
             raise RuntimeError("this thread has paused the manager, which then cannot stop: leave `pause` before")
         was_started = self._thread.thread is not None

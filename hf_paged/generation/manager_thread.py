@@ -257,7 +257,8 @@ class ManagerThread:
         """Waits until there is something to do, and gives new requests to the engine. False: the end has come."""
         with self.changed:
             was_paused = False
-            while not self.is_stopping and not self.is_abandoned.is_set():
+            # a pause is held to its end: until then the model is not put back either
+            while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pausing)
                 if self.is_paused:
                     was_paused = True

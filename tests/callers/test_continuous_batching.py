@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import gc
 import os
 import queue
@@ -505,6 +506,89 @@ def test_pausing_threads_wait_for_one_another() -> None:
             leave[number].set()
             holders[number].join(WAIT)
         assert len(manager.get_result(name, WAIT).generated_tokens) == 1500
+
+
+@pytest.mark.parametrize("is_hard", [False, True])
+def test_a_manager_does_not_end_in_a_pause(is_hard: bool) -> None:
+    model: Any = models.build("llama", attn_implementation="paged|eager")
+    manager = model.init_continuous_batching(LONG)
+    manager.start()
+    name = manager.add_request(PROMPTS[0])
+    with manager.pause():
+        stopping = threading.Thread(target=lambda: manager.stop(hard_stop=is_hard))
+        stopping.start()
+        stopping.join(0.2)
+        assert stopping.is_alive() and manager.is_running()
+        assert model.config._attn_implementation == "eager"  # still the one that a caller's forward can use
+        with manager.pause():
+            pass
+        for block in (False, True):
+            with pytest.raises(RuntimeError, match="leave `pause`"):
+                manager.stop(block, WAIT)
+    stopping.join(WAIT)
+    assert not stopping.is_alive() and not manager.is_running()
+    output = manager.get_result(name, WAIT)
+    assert (output.error is not None) == is_hard and (len(output.generated_tokens) == 1500) != is_hard
+    assert model.config._attn_implementation == "paged|eager"
+
+
+def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(LONG)
+
+    def pause() -> None:
+        with manager.pause():
+            pytest.fail("there is nothing to pause")
+
+    with pytest.raises(RuntimeError, match="nothing to pause"):
+        pause()  # never started
+    step, may_step, is_stepping = manager.engine.step, threading.Event(), threading.Event()
+
+    def wait(then: Any) -> Any:
+        is_stepping.set()
+        assert may_step.wait(WAIT)
+        return then()
+
+    def die() -> Any:
+        raise RuntimeError("boom")
+
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    found: list[BaseException] = []
+
+    def waits() -> None:
+        try:
+            pause()
+        except BaseException as raised:
+            found.append(raised)
+
+    for then in (die, step):
+        may_step.clear()
+        is_stepping.clear()
+        monkeypatch.setattr(manager.engine, "step", functools.partial(wait, then))
+        manager.start()
+        manager.add_request(PROMPTS[0])
+        assert is_stepping.wait(WAIT)
+        found.clear()
+        pausing = threading.Thread(target=waits)
+        pausing.start()
+        while not manager._thread.pausing:  # it waits for the step in progress
+            time.sleep(0.01)
+        if then is step:
+            with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # as this one does, until Ctrl-C
+                patch.setattr(manager._thread.changed, "wait_for", interrupt)
+                pause()
+            assert manager._thread.pausing == [pausing.ident]
+            manager.stop(block=False, hard_stop=True)
+        may_step.set()
+        pausing.join(WAIT)
+        manager.stop()
+        assert [type(error) for error in found] == [RuntimeError] and "before it could pause" in str(found[0])
+        assert found[0].__cause__ is manager.fatal_error
+        assert (manager.fatal_error is not None) == (then is die)
+    with pytest.raises(RuntimeError, match="nothing to pause"):
+        pause()  # it has ended
 
 
 def test_the_model_is_left_as_it_was() -> None:

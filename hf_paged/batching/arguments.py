@@ -176,9 +176,16 @@ def as_config(value: GenerationConfig | Mapping[str, Any] | None) -> GenerationC
         raise ValueError(f"`GenerationConfig` has no options {', '.join(sorted(unknown))}{meant(unknown)}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
-        if name in value and value[name] is None:  # which `generate` does not take as a keyword argument either
+        if (
+            name in value and value[name] is None and not is_saved(value)
+        ):  # which `generate` does not take as a keyword argument either
             raise ValueError(f"`{name}` is None: leave it out, or pass a whole number of at least 1")
     return GenerationConfig(**value)
+
+
+def is_saved(value: Any) -> bool:
+    """Whether a dict is a whole `GenerationConfig` (`to_dict`), in which what is not given is None."""
+    return isinstance(value, Mapping) and "transformers_version" in value
 
 
 def meant(names: Iterable[str]) -> str:

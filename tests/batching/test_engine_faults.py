@@ -180,6 +180,20 @@ def test_whole_numbers_of_other_types_are_taken() -> None:
     assert twice["a"].token_ids == twice["b"].token_ids
 
 
+def test_a_config_as_a_dict_is_that_config() -> None:
+    """What it does not set is None there, and is the model's own; None in another dict is none."""
+    model = models.build("llama")
+    ids = prompts(9)[0]
+    with PagedEngine(model, CONFIG) as engine:
+        (plain,) = engine.generate([ids], {"max_new_tokens": 12, "do_sample": False})
+        model.generation_config.eos_token_id = plain.token_ids[4]
+        saved = GenerationConfig(max_new_tokens=12, do_sample=False).to_dict()
+        (ended,) = engine.generate([ids], saved)
+        (whole,) = engine.generate([ids], {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None})
+    assert saved["eos_token_id"] is None and ended.finish_reason == "eos" and len(ended.token_ids) <= 5
+    assert whole.token_ids == plain.token_ids
+
+
 def test_unknown_ids_cannot_be_cancelled() -> None:
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         for name in ("nobody", ""):

@@ -16,7 +16,7 @@ from ... import compat
 from ...interrupts import let_in, step_lock
 from ...model.capability import is_stock
 from ...model.forwards import compute_device
-from ..arguments import RequestOptions, as_config, as_list, as_whole, check_logprobs, check_streamer
+from ..arguments import RequestOptions, as_config, as_list, as_whole, check_logprobs, check_streamer, is_saved
 from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
@@ -186,7 +186,7 @@ def _keywords(host: Any, generation_config: GenerationConfig | Mapping[str, Any]
         value = _given(keywords, name)
         if value != getattr(own, name, None) and value not in harmless:
             raise ValueError(f"`{name}` {why} (it is {value!r})")
-    if not isinstance(generation_config, Mapping):
+    if not isinstance(generation_config, Mapping) or is_saved(generation_config):
         return keywords
     if generation_config.get("max_length", 0) is None:
         if generation_config.get("max_new_tokens", own.max_new_tokens) is None:

@@ -184,7 +184,7 @@ class ManagerThread:
         with self.changed:
             here = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
 
-            def is_over() -> bool:  # whoever passes a timeout may wait for what is not added yet
+            def is_over() -> bool:  # a caller with a timeout may wait for what is not added yet
                 return not self.is_alive or (name is not None and timeout is None and name not in self.pending)
 
             if self.is_alive and is_over() and not here():

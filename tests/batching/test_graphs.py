@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.batching.execution import graphs as recording
-from hf_paged.batching.execution.graphs import DecodeGraphs, Key, bucket
+from hf_paged.batching.execution.graphs import Key, StepGraphs, bucket
 from hf_paged.cache import storage
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.kernels import cpp
@@ -47,8 +47,8 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any
     return model.generate(**inputs, **options, cache_implementation="paged", cache_config=config)
 
 
-def decodes_of(owner: Any) -> DecodeGraphs:
-    found: DecodeGraphs = owner.memory.graphs
+def decodes_of(owner: Any) -> StepGraphs:
+    found: StepGraphs = owner.memory.graphs
     return found
 
 
@@ -615,7 +615,7 @@ def test_operations_that_cannot_be_recorded() -> None:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def _refs(decodes: DecodeGraphs) -> list[weakref.ref[Any]]:
+def _refs(decodes: StepGraphs) -> list[weakref.ref[Any]]:
     steps = list(decodes._graphs.values())
     assert steps
     inner = [part for step in steps for part in (step, step.graph, step.inputs, step.inputs._buffer)]

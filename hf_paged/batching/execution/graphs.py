@@ -118,20 +118,20 @@ def chunk_bucket(num_tokens: int) -> int:
     return size * 3 // 4 if size > MIN_CHUNK_TOKENS and num_tokens <= size * 3 // 4 else size
 
 
-def decode_graphs(model: PreTrainedModel, cache: PagedCache) -> DecodeGraphs | None:
+def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     """The graphs of `model`, kept in the memory of `cache`; `None` where there can be none or the config wants none."""
     memory = cache.memory
     if not memory.config.capture:
         return None
     groups = [group.blocks for group in cache.groups.values()]
-    found: DecodeGraphs | None = memory.graphs
+    found: StepGraphs | None = memory.graphs
     if found is None or found.made_for != (weakref.ref(model), model.device, groups):
         backend = graph_backend(model.device)
-        found = memory.graphs = None if backend is None else DecodeGraphs(model, groups, backend)
+        found = memory.graphs = None if backend is None else StepGraphs(model, groups, backend)
     return found
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of one model over one memory. It holds neither, nor anything that does."""
 
     def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: GraphBackend) -> None:
@@ -333,12 +333,12 @@ class DecodeGraphs:
 
     def _shared_prefixes(self, tokens: PackedTokens) -> Prefixes:
         """Of each layer group what its decodes share and better read once; nothing if no group has such."""
+        if self._backend.decodes_alone or "prefixes" in self._limits:
+            return ()
         num_decodes, found = tokens.num_decodes, []
         tables = [group.tables[:num_decodes] for group in tokens.groups]
-        if self._backend.decodes_alone or all(len({table[0] for table in group}) == num_decodes for group in tables):
+        if all(len({table[0] for table in group}) == num_decodes for group in tables):
             return ()  # no two begin with the same block, as in most steps
-        if "prefixes" in self._limits:
-            return ()
         self._costs = self._costs or self._cascade_costs()
         for group, own, window, costs in zip(tokens.groups, tables, self._windows, self._costs):
             # as `find_cascade` does: rows whose window ends within them share nothing
@@ -364,7 +364,7 @@ class DecodeGraphs:
         return found
 
 
-def _record(owner: weakref.ref[DecodeGraphs], inputs: StaticInputs, outputs: list[Tensor]) -> None:
+def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[Tensor]) -> None:
     """The recorded forward, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
@@ -420,7 +420,7 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 @functools.cache
 def _log_once(obstacle: str, level: int) -> None:
-    logger.log(level, "Decode steps run operation by operation, which is slower than replaying them: %s", obstacle)
+    logger.log(level, "Steps run operation by operation, which is slower than replaying them: %s", obstacle)
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:

@@ -28,7 +28,7 @@ from ...tape.invariant import by_kernels, in_fixed_order
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .executor import Runner, in_order
-from .graphs import decode_graphs
+from .graphs import step_graphs
 from .inputs import GroupTokens, PackedTokens, TableRows
 from .prompts import Prompts, PromptsError
 
@@ -53,7 +53,7 @@ class PackedRunner(Runner):
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
-        self._graphs = decode_graphs(model, cache)
+        self._graphs = step_graphs(model, cache)
         self.can_capture = self._graphs is not None
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
         self.is_invariant = False  # whether a row gets the same bits whatever rows there are

@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation import utils as generation_utils
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -80,6 +81,16 @@ running_beams = _method("_get_running_beams_for_next_iteration")
 update_finished_beams = _method("_update_finished_beams")
 check_early_stop = _method("_check_early_stop_heuristic")
 beams_are_unfinished = _method("_beam_search_has_unfinished_sequences")
+
+
+candidate_generator = _method("_get_candidate_generator")
+READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # assistants that `generate` tells by their names
+
+
+def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> Any:
+    """transformers' candidate generator for an assistant with the same tokens."""
+    inputs = {"use_cache": True}
+    return AssistedCandidateGenerator(input_ids, assistant, config, inputs, logits_processor=processors)
 
 
 # inputs that only the first forward gets, in models with a cache

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
 
@@ -84,6 +85,12 @@ class PagedConfig:
             prefixes and recorded steps; the next call allocates again, and gives the same tokens. 0: after each call,
             or once an engine has no unfinished request, as where training follows each rollout. `None`: never, but
             for `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's cache holds keep the pool.
+        speculation (`str`, *optional*):
+            `"ngram"`: several tokens a step where a row's last tokens came before, in its own text or in what other
+            requests of its `cache_salt` generated: what stood behind them is proposed, and one forward verifies it
+            (prompt lookup decoding). The tokens are those without; a row whose proposals are refused stops proposing.
+            Sampled rows of one `generate` call, which draw from one stream of random numbers, do not propose. `None`:
+            only what a call or a request asks for itself (`prompt_lookup_num_tokens`, `assistant_model`).
 
     Raises:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
@@ -101,6 +108,7 @@ class PagedConfig:
     batch_invariant: bool = False
     cache_salt: str | None = None
     idle_release_seconds: float | None = 60.0
+    speculation: str | None = None
 
     def __post_init__(self) -> None:
         size, fraction = self.block_size, self.memory_fraction
@@ -117,6 +125,7 @@ class PagedConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")
         self._check("preemption", self.preemption in PREEMPTION, f"one of {', '.join(PREEMPTION)}")
+        self._check("speculation", self.speculation in SPECULATION, "None or 'ngram'")
         check_cache_salt(self.cache_salt)
         seconds = self.idle_release_seconds
         is_time = isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 <= seconds < float("inf")

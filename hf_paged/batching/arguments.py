@@ -47,6 +47,8 @@ class RequestOptions:
     schema: Any = None
     regex: Any = None
     grammar: Any = None
+    assistant_model: Any = None
+    assistant_tokenizer: Any = None
 
 
 def shown(value: Any) -> str:
@@ -92,6 +94,11 @@ def check_generates(model: Any) -> None:
 def check_tokenizer(tokenizer: Any) -> None:
     if isinstance(tokenizer, (str, os.PathLike)):
         raise ValueError(f"`tokenizer` is {shown(tokenizer)}: pass a tokenizer, from `AutoTokenizer.from_pretrained`")
+
+
+def check_assistant(value: Any) -> None:
+    if value is not None and not callable(getattr(value, "can_generate", None)):
+        raise ValueError(f"`assistant_model` is {shown(value)}: it must be None or a model")
 
 
 def check_names(request_id: Any, adapter: Any) -> None:

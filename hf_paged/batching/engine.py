@@ -114,6 +114,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         schema: Any = None,
         regex: str | None = None,
         grammar: str | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
     ) -> str:
         """
         Queues a request and returns its id. Nothing is computed before the next `step`, but for what `inputs` say.
@@ -147,6 +149,13 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 schema allows, and then EOS (xgrammar, which the extra `structured` brings).
             regex, grammar (`str`, *optional*): ... text that this regular expression matches, or that this grammar
                 (GBNF, from the rule `root` on) derives. Of the three a request has one.
+            assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model proposes the next
+                tokens, which one forward verifies, several a step. Rows of one assistant are computed together, in
+                blocks of this engine's memory, and beside rows that have none. Greedy requests get the tokens that they
+                get without; sampled ones are distributed as without (speculative sampling, arXiv 2211.17192).
+                `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation config are served as well.
+            assistant_tokenizer (*optional*): Of an assistant whose tokens are not the model's; the engine then needs
+                its own `tokenizer`.
 
         Raises:
             ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat template, an id in use,
@@ -159,7 +168,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         """
         callers_own = logits_processor, stopping_criteria, streamer
         logprobs = return_logprobs, top_logprobs, prompt_logprobs
-        others = cache_salt, inputs, schema, regex, grammar
+        others = cache_salt, inputs, schema, regex, grammar, assistant_model, assistant_tokenizer
         options = RequestOptions(request_id, priority, *callers_own, adapter, seed, *logprobs, *others)
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
@@ -227,7 +236,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             progress (`bool`): Show a progress bar (tqdm).
             options: `request_id` (of a single prompt), `priority`, `logits_processor`, `stopping_criteria`, `streamer`
                 and `inputs` (of a single prompt), `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
-                `prompt_logprobs`, `cache_salt`, `schema`, `regex` and `grammar` of `add_request`, for all; a list of
+                `prompt_logprobs`, `cache_salt`, `schema`, `regex`, `grammar`, `assistant_model` and
+                `assistant_tokenizer` of `add_request`, for all; a list of
                 `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` or `seed` has one for each prompt.
 
         Raises:

@@ -23,7 +23,7 @@ from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.registry import Route, note_route, route_of
-from .arguments import Prompt, RequestOptions, as_list, check_names
+from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names
 from .decoding.grammar import Grammars
 from .execution.executor import Window
 from .factory import (
@@ -34,6 +34,7 @@ from .factory import (
     how_rows_join,
     make_loop,
     not_invariant,
+    reason_against_assistance,
     reason_against_rows,
 )
 from .generation import RequestState
@@ -43,7 +44,10 @@ from .scheduling.timeline import Timeline
 
 MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
 MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
-_OF_LOOPS = ("num_generated_tokens", "num_preemptions", "num_steps", "seconds")
+_OF_LOOPS = (
+    *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),
+    *("num_draft_tokens", "num_accepted_tokens"),
+)
 _COUNTS = (*_OF_LOOPS, "num_swaps", "num_captured_steps", "num_finished", "num_prompt_tokens", "num_prefix_hit_tokens")
 
 
@@ -100,6 +104,7 @@ class EngineCore:
             with self.lock:
                 name, salt = options.request_id, options.cache_salt
                 check_names(name, options.adapter)
+                check_assistant(options.assistant_model)
                 self._check_fits_unfinished()
                 if name in self.requests:
                     raise ValueError(f"request id {name!r} is in use by an unfinished request: choose another")
@@ -113,6 +118,7 @@ class EngineCore:
                 loop = self._get_loop()  # takes memory: not for what is refused
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
+                self._choose_speculation(new, loop)
                 if not self.requests:
                     loop.executor.begin()
                     begin_use(self.memory)
@@ -227,7 +233,8 @@ class EngineCore:
                 state = loop.untold[0]
                 # else it has ended
                 if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                    tokens, text = state.output()
+                    *earlier, (tokens, text) = state.outputs()
+                    state.outbox.extend(RequestOutput(state.request_id, *output) for output in earlier)
                     if state.error is not None or state.is_done:
                         self.end(state, None if state.error is None else "error", tokens, text)
                     else:
@@ -305,6 +312,26 @@ class EngineCore:
                 "or take the logits of a forward of the model's own"
             )
 
+    def _choose_speculation(self, state: RequestState, loop: StepLoop) -> None:
+        """Whether the request's row speculates. Raises `ValueError` if it is to, and cannot."""
+        assistance, config = state.assistance, state.decoding.config
+        assert assistance is not None
+        reason = self.layout.unsupported_reason
+        if state.request.inputs is not None:
+            reason = "the prompt is more than token ids"
+        elif reason is None and not loop.executor.runner.takes_drafts:
+            reason = "rotary factors depend on a row's length"
+        if assistance.is_asked_for(config):
+            reason = reason or reason_against_assistance(self.model, config, assistance)
+            if reason is not None:
+                raise ValueError(
+                    f"assisted generation is served by `generate`, one row a call, and not here: {reason}. Leave out "
+                    "`assistant_model`, `prompt_lookup_num_tokens` and the like"
+                )
+        state.assistance = None
+        if reason is None:
+            state.assistance = dataclasses.replace(assistance, ngrams=self.config.speculation == "ngram")
+
     def _check_fits_unfinished(self) -> None:
         """Raises `ValueError` if the layer groups, or the dtype of autocast, are not those of unfinished requests."""
         if not self.requests or self.loop is None:
@@ -330,7 +357,7 @@ class EngineCore:
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._counts = self.counts()
-        self.memory.graphs = None  # a cache that is held has no use for graphs
+        self.memory.graphs = {}  # a cache that is held has no use for graphs
         self.loop, self.memory = None, self._new_memory()
 
     def counts(self) -> Counter[str]:

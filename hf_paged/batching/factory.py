@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from .. import compat
 from ..cache.block_manager import BlockManager
 from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
@@ -18,12 +20,15 @@ from ..model import capability
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.weights import WeightsGuard
+from .decoding.speculation import Assistance
+from .execution.assistant import Assistant, assistant_cache
 from .execution.executor import Executor, Runner
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .loop import StepLoop
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
+from .speculator import Speculator
 
 UNLIMITED = 1 << 60
 CPU_CHUNK_TOKENS = 256  # beside decodes: a processor computes no more tokens in a few times a decode step's time
@@ -65,7 +70,35 @@ def make_loop(
     if max_chunk is None and compute_device(model).type == "cpu":
         max_chunk = CPU_CHUNK_TOKENS
     scheduler = Scheduler(preemption, max_tokens, max_num_seqs, max_chunk if is_packed else None, rope=rope)
-    return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler)
+
+    def make_assistant(assistant: PreTrainedModel) -> Assistant:
+        own = assistant_cache(assistant, memory)
+        layout = capability.choose_layout(assistant, own, make_runner)
+        made = make_runner(assistant, own, layout)
+        return Assistant(assistant, own, made, scheduler, min(max_tokens, max_chunk or max_tokens))
+
+    speculator = Speculator(model, make_assistant)
+    scheduler.reclaim = speculator.reclaim
+    return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler, speculator)
+
+
+def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
+    """Why rows with this generation config cannot be assisted on the engine, as far as it is not their layout."""
+    assistant = assistance.model
+    if config.use_mtp or config.speculation_type is not None:
+        return "candidates are made of hidden states, one row a call"
+    if config.assistant_ensemble_weight is not None:
+        return "`assistant_ensemble_weight` changes what is accepted"
+    if assistant is None:
+        return None
+    if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):
+        return "the assistant reads the target's keys and values"
+    if assistant.config.is_encoder_decoder:
+        return "the assistant has an encoder"
+    if not assistance.is_joint or config.assistant_early_exit is not None:
+        return None
+    layout = capability.choose_layout(assistant, assistant_cache(assistant, PagedMemory(PagedConfig())), make_runner)
+    return None if layout.unsupported_reason is None else f"the assistant: {layout.unsupported_reason}"
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:

@@ -25,6 +25,7 @@ from .decoding.beam import BeamDecoding
 from .decoding.grammar import GrammarProcessor
 from .decoding.prepare import LoopCall, request_decoding
 from .decoding.scores import PromptLogprobs
+from .decoding.speculation import Assistance, Speculation
 from .execution.adapters import check_adapter, use_adapter
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
@@ -40,10 +41,13 @@ class Generation:
     decoding: Any  # a `Decoding`
     rows: list[tuple[Request, int]]  # for each row of the decoding, its request and which sequence of it
     keep_blocks: bool = False  # of rows that have ended, for a cache that is returned
+    assistance: Assistance | None = None  # what proposes tokens, where each row advances by itself
     # with `keep_blocks`: of a row that has ended, its blocks and how many tokens they hold
     kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict, init=False)
     parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
-    new_tokens: dict[int, int] = field(default_factory=dict, init=False)  # of the last step, by row; empty for beams
+    # of the last step, by row; empty for beams; several where a draft was accepted
+    new_tokens: list[dict[int, int]] = field(default_factory=list, init=False)
+    speculation: Speculation | None = field(default=None, init=False)  # what proposes tokens of its only row
     error: Exception | None = field(default=None, init=False)  # what ended it early
     is_closed: bool = field(default=False, init=False)  # its rows need no step any more
     is_sampling: bool = field(default=False, init=False)  # it has the logits of all open rows, and no tokens yet
@@ -68,7 +72,7 @@ class Generation:
         """From here on each row advances by itself, as one of `parts`; blocks and logits go over to these."""
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
-            part = Generation(decoding, [self.rows[row]], self.keep_blocks)
+            part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
             part.whole, part.is_closed = self, decoding.is_done
             if row in self.kept:
                 part.kept[0] = self.kept[row]
@@ -142,6 +146,7 @@ class RequestState(Generation):
         if prompts is not None:
             self.request.inputs, self.request.num_encoder_tokens = (prompts, 0), prompts.num_encoder_tokens
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
+        self.assistance = Assistance(options.assistant_model, tokenizer, options.assistant_tokenizer)
         self.request_id, self.outbox = options.request_id, outbox
         # of `max_time`, whose clock starts with the step that first runs the request
         own = options.stopping_criteria or ()
@@ -168,24 +173,30 @@ class RequestState(Generation):
         with step_lock(model), let_in(), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
-    def output(self) -> tuple[dict[int, int], str | None]:
-        """New tokens of the last step, and text, if it has not failed. Sets `error` if the tokenizer raises."""
+    def outputs(self) -> list[tuple[dict[int, int], str | None]]:
+        """New tokens of the last step, and text, one after another, if it has not failed. Sets `error` if the tokenizer
+        raises."""
         if self.error is not None:
-            return {}, None  # the tokens are of an earlier step
+            return [({}, None)]  # the tokens are of an earlier step
         if self.is_done:
             self._streamer = None  # the decoding has ended it
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
-        decoding, text = self.decoding, None
+        decoding, found = self.decoding, list[tuple[dict[int, int], str | None]]()
         if len(self.rows) > 1 and self.new_tokens:  # without those that rows get behind their ends while others go on
-            lengths = decoding.lengths
-            self.new_tokens = {row: new for row, new in self.new_tokens.items() if lengths[row] == decoding.length}
-        if self._text is not None and 0 in self.new_tokens:
-            try:
-                text = self._text.add([self.new_tokens[0]], last=decoding.finish_reasons[0] is not None)
-            except Exception as failure:
-                self.error = failure
-        return self.new_tokens, text
+            lengths, (new,) = decoding.lengths, self.new_tokens
+            self.new_tokens = [{row: token for row, token in new.items() if lengths[row] == decoding.length}]
+        for place, new in enumerate(self.new_tokens or [{}], 1):
+            text = None
+            if self._text is not None and 0 in new:
+                is_last = place == len(self.new_tokens) and decoding.finish_reasons[0] is not None
+                try:
+                    text = self._text.add([new[0]], last=is_last)
+                except Exception as failure:
+                    self.error = failure
+                    return [*found, (new, None)]
+            found.append((new, text))
+        return found
 
     def result(self, reason: str | None) -> RequestResult:
         """How it ended: by itself, or for a reason (`"cancelled"`, `"error"`). What goes wrong here is its error."""
@@ -206,6 +217,8 @@ class RequestState(Generation):
             num_preemptions=self.request.num_preemptions,
             prompt_logprobs=None if recorded is None else recorded.values,
             prompt_top_logprobs=recorded.top if recorded is not None and recorded.num_top else None,
+            num_draft_tokens=0 if self.speculation is None else self.speculation.num_proposed,
+            num_accepted_tokens=0 if self.speculation is None else self.speculation.num_accepted,
         )
 
     def end_streamer(self) -> None:

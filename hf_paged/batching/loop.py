@@ -12,14 +12,17 @@ from torch import Tensor
 
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
+from ..interrupts import let_in
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
+from .decoding.speculation import Speculation
 from .execution.adapters import AdapterError
-from .execution.executor import Executor, Window
+from .execution.executor import Executor, Window, rows_of_logits
 from .execution.prompts import Prompts, PromptsError
 from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.scheduler import NeverFits, Scheduler, StepPlan
+from .speculator import Speculator
 
 MAX_IDLE_STEPS = 8  # that neither computed nor sampled
 MAX_FRUITLESS_STEPS = 10_000  # that preempted and brought no token, in a row
@@ -41,6 +44,7 @@ class StepLoop:
     memory: PagedMemory  # its lock guards the tables
     blocks: BlockManager  # whose tables the runner reads
     scheduler: Scheduler
+    speculator: Speculator
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -52,8 +56,27 @@ class StepLoop:
         self._split: list[Generation] = []  # that may have their logits already
         self._idle_steps = self._fruitless_steps = 0
 
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.speculator.counts()[0]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return self.speculator.counts()[1]
+
     def add(self, generation: Generation) -> None:
         """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
+        for part in generation.parts or [generation]:
+            if self.executor.runner.takes_drafts:
+                self.speculator.attach(part)
+        try:
+            self._add(generation)
+        except BaseException:
+            for part in generation.parts or [generation]:
+                self.speculator.detach(part)
+            raise
+
+    def _add(self, generation: Generation) -> None:
         with self.memory.lock:
             self.scheduler.add(*(request for request in generation.requests if not request.is_finished))
             for part in generation.parts or [generation]:
@@ -69,6 +92,8 @@ class StepLoop:
                 if self._rows.pop(request, None) is not None and not request.is_finished:
                     self.scheduler.withdraw(request)
             self._split = [part for part in self._split if part.whole is not generation]
+        for part in generation.parts or [generation]:
+            self.speculator.detach(part)
         generation.is_released = True
 
     @property
@@ -90,6 +115,7 @@ class StepLoop:
         """Between steps: the weights are others now; `recompute` forgets the K and V of unfinished requests."""
         with self.executor.lock:
             self.executor.change_weights()
+            self.speculator.change_weights()
             if recompute:
                 with self.memory.lock:
                     self._loosen(self.scheduler.recompute())
@@ -102,6 +128,7 @@ class StepLoop:
         start = time.perf_counter()
         self.executor.open(window)
         try:
+            self.propose(self.untold)
             with self.executor.attention():
                 ready = self.compute(self.untold)
                 interrupt = self.sample(ready, self.untold, self.executor.fetch_while_running_ahead(ready))
@@ -116,6 +143,16 @@ class StepLoop:
         except BaseException:
             self.executor.leave(window)
             raise
+
+    def propose(self, untold: deque[Generation]) -> None:
+        """Before `compute`, outside of `executor.attention`: candidates for the rows that speculate. Those whose source
+        fails are added to `untold`."""
+
+        def fail(generation: Generation, error: Exception) -> None:
+            self._fail(generation, error, untold)
+
+        with self.executor.lock, let_in():
+            self.speculator.propose(self.executor.num_embeddings, fail)
 
     def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows have
@@ -205,10 +242,12 @@ class StepLoop:
                 elif not any(part.is_sampling for part in (generation, *generation.parts)):
                     self.release(generation)
             return None
-        num_tokens = sum(count for _, count in batch.items)
+        num_tokens, seconds = sum(count for _, count in batch.items), time.perf_counter() - start
         cost = self.scheduler.preemption.cost
-        if num_tokens > len(batch.items) and cost is not None:
-            cost.observe_prefill(num_tokens, time.perf_counter() - start)
+        if not batch.chunks:
+            self.speculator.costs.observe(num_tokens, seconds)
+        elif cost is not None:
+            cost.observe_prefill(num_tokens, seconds)
         return logits
 
     def undo_step(self) -> None:
@@ -220,18 +259,27 @@ class StepLoop:
 
     def _deliver(self, batch: StepPlan, logits: Tensor | None) -> Ready:
         found: dict[Generation, dict[int, int]] = {}
-        answered = [sequence for sequence, _ in batch.items if not sequence.num_to_compute]
-        for place, sequence in enumerate(answered if logits is not None else ()):
-            request = sequence.request
+        ready: Ready = []
+        for (sequence, _), own in zip(batch.items, rows_of_logits(batch.items) if logits is not None else ()):
+            if not own:
+                continue
+            request, place = sequence.request, own.start
             rows = self._rows[request]
             if len(request.sequences) < len(rows):  # the prompt, computed once for all its rows
                 with self.memory.lock:
                     request.fork(self.blocks, len(rows))
             else:
                 rows = rows[sequence.index : sequence.index + 1]
+            if sequence.draft:
+                ((generation, _),) = rows
+                if not generation.is_closed:
+                    assert logits is not None and generation.speculation is not None
+                    generation.decoding.draft = generation.speculation.draft
+                    ready.append((generation, logits[own.start : own.stop]))
+                continue
             for generation, row in rows:
                 found.setdefault(generation, {})[row] = place
-        ready = [(part, taken) for part in self._split if (taken := part.take_logits()) is not None]
+        ready += [(part, taken) for part in self._split if (taken := part.take_logits()) is not None]
         self._split = []
         for generation, places in found.items():
             assert logits is not None
@@ -256,7 +304,7 @@ class StepLoop:
 
     def _apply(self, generation: Generation, sampled: SampledTokens) -> None:
         finished = set(sampled.finished)
-        generation.new_tokens = {}
+        generation.new_tokens = []
         if sampled.parents is not None:
             for request in generation.requests:
                 if request.is_finished:
@@ -269,18 +317,34 @@ class StepLoop:
                 if not generation.decoding.is_done and all(row in finished for row in rows):
                     self._finish(request)
         else:
+            speculation = generation.speculation
+            if speculation is not None:
+                self._settle_draft(generation, speculation, [*sampled.earlier, *sampled.tokens])
+            new: dict[int, int] = {}
             for row in sampled.rows:
                 request, index = generation.rows[row]
-                generation.new_tokens[row] = token = sampled.tokens[row]
+                new[row] = token = sampled.tokens[row]
                 request.sequences[index].token_ids.append(token)
                 self.num_generated_tokens += 1
                 if row in finished:
                     self._end_row(generation, row)
+            generation.new_tokens.append(new)
         if generation.decoding.is_done:
             for row in range(len(generation.rows)) if generation.keep_blocks else ():
                 if row not in generation.kept:
                     self._end_row(generation, row)
             self._close(generation)
+
+    def _settle_draft(self, generation: Generation, speculation: Speculation, new: list[int]) -> None:
+        """Of a row that speculates: all but the last of its new tokens are those of its draft."""
+        ((request, index),) = generation.rows
+        sequence, num_accepted = request.sequences[index], len(new) - 1
+        sequence.token_ids += new[:-1]
+        self.num_generated_tokens += num_accepted
+        generation.new_tokens += ({0: token} for token in new[:-1])
+        generation.decoding.draft = None
+        speculation.observe([*sequence.token_ids, new[-1]], len(sequence.draft), num_accepted)
+        self.scheduler.settle_draft(sequence, num_accepted)
 
     def _loosen(self, preempted: list[Request]) -> None:
         """Once blocks are short, rows that need not wait for one another no longer do."""
@@ -332,6 +396,7 @@ class StepLoop:
             elif index < len(request.sequences):
                 self.scheduler.finish_sequence(request.sequences[index])
         generation.close()
+        self.speculator.detach(generation)
 
     def _finish(self, request: Request) -> None:
         if self._rows.pop(request, None) is not None:

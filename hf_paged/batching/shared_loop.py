@@ -176,6 +176,7 @@ class SharedLoop:
         ready: Ready = []
         failed: deque[Generation] = deque()
         try:
+            self.loop.propose(failed)
             with self.loop.executor.attention():
                 ready = self.loop.compute(failed, isolates=True)
             self._short_since = self._retry_at = 0.0

@@ -184,7 +184,7 @@ class PagedMemory:
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # of models that differ in their groups
         self.fingerprint: Hashable = None  # of the model that cached blocks were computed with (`weights.WeightsGuard`)
-        self.graphs: Any = None  # graphs of decode steps, which know where the blocks are
+        self.graphs: dict[Hashable, Any] = {}  # by the specs of a model's groups: graphs, which know where blocks are
         self._limit_bytes: int | None = None
         self._released_peak_bytes = 0  # of layers that were given back since the last reset
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
@@ -292,8 +292,8 @@ class PagedMemory:
             self._released_peak_bytes, self._limit_bytes = self._peak_bytes, None
             for group in self.groups.values():
                 group.release()
-            if self.graphs is not None:
-                self.graphs.clear()
+            for graphs in self.graphs.values():
+                graphs.clear()
         trim()
         return True
 

@@ -25,6 +25,7 @@ from ..batching.decoding.base import Decoding, LoopInputs
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import capturing
 from ..batching.decoding.sample import SampleDecoding
+from ..batching.decoding.speculation import Assistance
 from ..batching.execution.prompts import CACHE_NAMES, Prompts, is_unset, prompts_of, unshared
 from ..batching.factory import (
     UNLIMITED,
@@ -34,6 +35,7 @@ from ..batching.factory import (
     how_rows_join,
     make_loop,
     not_invariant,
+    reason_against_assistance,
     reason_against_rows,
 )
 from ..batching.generation import Generation
@@ -185,7 +187,7 @@ def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | 
 def _batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     given = arguments.get("model_kwargs", {})
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-    uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH) and call.reads_in_place
+    uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH, compat.ASSISTED_DECODING) and call.reads_in_place
     if not uses_engine or cache is None or not isinstance(own := cache_parts(cache)[0], PagedCache):
         return None
     if own not in call.built or not all(part.is_empty for part in cache_parts(cache)):
@@ -195,6 +197,9 @@ def _batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall |
     names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
     inputs = LoopInputs(*(arguments[name] for name in names))
     batch = BatchCall(call, own, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
+    if method == compat.ASSISTED_DECODING:
+        model, tokenizer = arguments.get("assistant_model"), arguments.get("tokenizer")
+        batch.assistance = Assistance(model, tokenizer, arguments.get("assistant_tokenizer"))
     reason = "synced_gpus" if arguments.get("synced_gpus") else next(batch.reasons_against(), None)
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
@@ -219,6 +224,7 @@ class BatchCall:
     has_inputs: bool = False  # whether its prompts are more than token ids that positions count
     can_reuse: bool = True  # whether prompts may begin with cached prefixes
     prompts: Prompts | None = None  # with what they are more than these, once that is looked for
+    assistance: Assistance | None = None  # of a call that transformers' `_assisted_decoding` was to serve
 
     def _find_prompts(self) -> Prompts | None:
         """Each prompt once; `None` where rows were repeated by a method of the model's own."""
@@ -230,6 +236,26 @@ class BatchCall:
 
     def reasons_against(self) -> Iterator[str]:
         """Why the engine cannot serve the call: the first counts. Without any, `paddings` and `layout` are known."""
+        yield from self._reasons_against_batch()
+        if self.assistance is not None and (reason := self._reason_against_drafts()) is not None:
+            yield reason
+
+    def _reason_against_drafts(self) -> str | None:
+        """Why rows of a call that the engine serves cannot be assisted."""
+        config, num_rows = self.inputs.generation_config, len(self.paddings)
+        if config.do_sample and num_rows == 1:
+            return "one row that draws as transformers' own loop does"
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            return "scores are kept"
+        if self.layout.unsupported_reason is not None or self.has_inputs:
+            return self.layout.unsupported_reason or "prompts are more than token ids"
+        if find_length_rope(self.call.model, self.call.model.modules()) is not None:
+            return "rotary factors depend on a row's length"
+        if num_rows > 1 and not SampleDecoding(self.inputs, self.streamer).can_split:
+            return "a caller's own code sees all rows at once"
+        return reason_against_assistance(self.call.model, config, self.assistance or Assistance())
+
+    def _reasons_against_batch(self) -> Iterator[str]:
         config, given, repeats = self.inputs.generation_config, self.model_kwargs, self.call.repeats
         if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
             yield "attentions or hidden states are asked for"
@@ -361,6 +387,7 @@ class BatchCall:
         keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
         replays = keeps_prefixes or decoding.max_length - decoding.length >= MIN_REPLAYED_STEPS
         generation = self._generation(decoding, keeps_prefixes)
+        self._let_speculate(generation)
         self.call.built.clear()  # they may become the loop's
         make = functools.partial(self._make_loop, self.cache)
         with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
@@ -371,6 +398,18 @@ class BatchCall:
                 self.call.details["num_captured_steps"] = executor.runner.num_captured_steps
                 self.call.counters.append(executor.runner.counters)
                 self.call.slowed_by |= executor.slowed_by
+
+    def _let_speculate(self, generation: Generation) -> None:
+        """Rows that propose tokens advance by themselves. By n-grams they do where that changes no draw."""
+        decoding, is_alone = generation.decoding, len(generation.rows) == 1
+        assistance = self.assistance
+        if assistance is None and self._config.speculation == "ngram" and self.layout.unsupported_reason is None:
+            can_speculate = isinstance(decoding, SampleDecoding) and not self.has_inputs
+            if can_speculate and (is_alone or (generation.can_split and not decoding.do_sample)):
+                assistance = Assistance(ngrams=True)
+        generation.assistance = assistance
+        if assistance is not None and not is_alone:
+            generation.split()
 
     def _make_loop(self, cache: PagedCache | None = None) -> StepLoop:
         cache = self.cache.empty_twin(self.cache.memory) if cache is None else cache

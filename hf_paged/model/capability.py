@@ -464,7 +464,7 @@ class _OwnRows:
             encoders.append(encoded, prompts.num_encoder_tokens)
         length = prompts.length - prompts.paddings[row]
         request = SimpleNamespace(inputs=(prompts, row), encoded=encoded, length=length, tokens=[0] * length + new)
-        return SimpleNamespace(num_computed_tokens=0, blocks=self.manager.new(), request=request)
+        return SimpleNamespace(draft=[], num_computed_tokens=0, blocks=self.manager.new(), request=request)
 
     def run(self, *sequences: Any) -> Tensor:
         """The prompts, or one more token each. Each time as if another call had been in between, with what that leaves
@@ -689,7 +689,7 @@ def _sequence(manager: BlockManager, num_prompt_tokens: int, inputs: Any = None)
     request = SimpleNamespace(
         inputs=inputs, encoded=NO_BLOCKS, namespace=UNCACHED, num_prompt_tokens=num_prompt_tokens, prompt_logprobs=None
     )
-    return SimpleNamespace(num_computed_tokens=0, token_ids=[], blocks=manager.new(), request=request)
+    return SimpleNamespace(num_computed_tokens=0, token_ids=[], draft=[], blocks=manager.new(), request=request)
 
 
 def stock_cache(model: PreTrainedModel) -> DynamicCache:

@@ -28,7 +28,7 @@ from hf_paged.tape.record import NothingUnrecorded
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
-from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
+from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, graphs_of, results, use_fake_graphs
 
 NAMES = ("llama", "gemma3")  # one group; a window beside full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
@@ -48,7 +48,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any
 
 
 def decodes_of(owner: Any) -> StepGraphs:
-    found: StepGraphs = owner.memory.graphs
+    found: StepGraphs = graphs_of(owner.memory)
     return found
 
 
@@ -679,7 +679,7 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
     assert recording.graph_backend(torch.device("cpu")) is None
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
-        assert engine.stats().num_captured_steps == 0 and engine.memory.graphs is None
+        assert engine.stats().num_captured_steps == 0 and not engine.memory.graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from tests.attention import test_latent
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
-from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, results, use_fake_graphs
+from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, graphs_of, results, use_fake_graphs
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
@@ -39,7 +39,7 @@ def _use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sizes_of(bench: Any) -> list[Sizes]:
-    return [key.sizes for key in bench.memory.graphs._graphs]
+    return [key.sizes for key in graphs_of(bench.memory)._graphs]
 
 
 def share(parent: Row, rows: list[Row]) -> None:
@@ -126,7 +126,7 @@ def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
             found = results(engine, jobs, later=3)
         stats = engine.stats()
         assert stats.num_captured_steps - before.num_captured_steps > 0.8 * (stats.num_steps - before.num_steps)
-        assert {key.sizes.chunk_tokens for key in engine.memory.graphs._graphs} >= {0, 16}  # type: ignore[attr-defined]
+        assert {key.sizes.chunk_tokens for key in graphs_of(engine.memory)._graphs} >= {0, 16}  # type: ignore[attr-defined]
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, name)
@@ -239,7 +239,7 @@ def test_a_model_whose_chunks_cannot_be_recorded(graphs: FakeGraphs, caplog: pyt
         graphs.addresses = addresses_of(model, lambda: engine.memory)
         found = results(engine, jobs, later=6)
         assert graphs.num_replays > 20
-        assert {key.sizes.chunk_tokens for key in engine.memory.graphs._graphs} == {0, 16}  # type: ignore[attr-defined]
+        assert {key.sizes.chunk_tokens for key in graphs_of(engine.memory)._graphs} == {0, 16}  # type: ignore[attr-defined]
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(lone_run(model, prompt, options["generation_config"]), result, GREEDY, "deepseek")
     assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [

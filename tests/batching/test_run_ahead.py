@@ -37,7 +37,7 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
-from tests.support.graph_helpers import results, use_fake_graphs
+from tests.support.graph_helpers import graphs_of, results, use_fake_graphs
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 CONFIG = PagedConfig(block_size=SIZE)
@@ -239,7 +239,7 @@ def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> 
             engine.add_request(prompt, **options)
         for _ in range(20):
             engine.step()
-        graphs = engine.memory.graphs._graphs
+        graphs = graphs_of(engine.memory)._graphs
         *others, used = graphs
         assert others, "tables of other widths came before"
         for key in others:

@@ -20,7 +20,7 @@ from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architectures import list_architectures
 from tests.support.engine_helpers import assert_same_as_lone, lone_run
-from tests.support.graph_helpers import FakeGraphs, results, use_fake_graphs
+from tests.support.graph_helpers import FakeGraphs, graphs_of, results, use_fake_graphs
 
 OPTIONS = {"max_new_tokens": 50, "do_sample": False, "eos_token_id": None}
 
@@ -174,7 +174,7 @@ def test_item_16_and_so_are_their_steps_with_chunks(
             return
         jobs = [(prompt, {"generation_config": {**OPTIONS, "max_new_tokens": number}}) for number in (24, *[2] * 5)]
         found = results(engine, jobs, later=5)
-        has_chunks = any(key.sizes.chunks for key in engine.memory.graphs._graphs)  # type: ignore[attr-defined]
+        has_chunks = any(key.sizes.chunks for key in graphs_of(engine.memory)._graphs)  # type: ignore[attr-defined]
     for (_, options), result in zip(jobs, found):
         expected = lone[options["generation_config"]["max_new_tokens"]]
         assert_same_as_lone(expected, result, options["generation_config"], name)

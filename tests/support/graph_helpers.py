@@ -18,6 +18,12 @@ from tests.batching.test_runner import SIZE, Bench, Row
 from tests.support.fake_device import record_on_a_device
 
 
+def graphs_of(memory: Any) -> Any:
+    """Those of the one model that uses the memory."""
+    (graphs,) = memory.graphs.values()
+    return graphs
+
+
 class FakeGraph:
     """Runs again what was recorded, which must only depend on buffers and addresses that are what they were."""
 

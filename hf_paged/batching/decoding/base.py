@@ -15,6 +15,7 @@ from transformers.generation import stopping_criteria as known
 
 from ...interrupts import let_in
 from ...step import to_device
+from .speculation import Draft
 
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
 
@@ -34,6 +35,7 @@ class SampledTokens:
     parents: list[int] | None  # beams: row i continues row parents[i]; None: every row continues itself
     finished: list[int]  # rows that need no more forwards from now on
     rows: list[int]  # rows that were open: their tokens are their own, those of the others are padding
+    earlier: tuple[int, ...] = ()  # of the one row of a decoding with a draft: new tokens in front of its last
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Decoding:
 
     max_length: int  # tokens, prompt included
     can_split = False  # whether the rows may go on one by one
+    draft: Draft | None = None  # what was computed behind the token of its only row, with that
 
     def __init__(self, inputs: LoopInputs, num_returned: int):
         config: Any = inputs.generation_config

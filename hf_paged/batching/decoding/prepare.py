@@ -21,8 +21,10 @@ from ..execution.adapters import use_adapter
 from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
+from .speculation import Assistance
 
-_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+_ASSISTED = "assisted_generation"
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
 _REPORTS = ("output_attentions", "output_hidden_states")
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
 _NO_OUTPUTS = "is for `generate`: leave it out, and ask for log-probabilities with `return_logprobs=True`"
@@ -127,7 +129,11 @@ def request_decoding(
         wrong = low if low < 0 else high
         raise ValueError(f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding")
     ids = torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
-    config = _prepared_config(model, ids, keywords)
+    assisting = {"assistant_model": options.assistant_model, "assistant_tokenizer": options.assistant_tokenizer}
+    assisting = {name: value for name, value in assisting.items() if value is not None}
+    if "assistant_tokenizer" in assisting and tokenizer is not None:
+        assisting["tokenizer"] = tokenizer
+    config = _prepared_config(model, ids, keywords, assisting)
     uses_beams = config.num_beams > 1
     if uses_beams:
         _check_no_streamer(streamer)
@@ -199,26 +205,31 @@ def _given(keywords: dict[str, Any], name: str) -> Any:
     return keywords.get(name, getattr(keywords["generation_config"], name, None))
 
 
-def _check_mode(config: Any) -> Any:
-    mode = config.get_generation_mode()
+def _check_mode(config: Any, assistance: Assistance | None = None) -> Any:
+    assistance = assistance or Assistance()
+    mode = config.get_generation_mode(assistance.model)
     if mode.value not in _MODES:
         raise ValueError(f"generation mode {mode.value!r} is not among those of the engine: {', '.join(_MODES)}")
+    if assistance.is_asked_for(config) and mode.value != _ASSISTED:
+        raise ValueError(
+            "candidates of an assistant or of the prompt are for greedy search and sampling: leave out beams"
+        )
     if config.token_healing:
         raise ValueError("`token_healing` is served by `generate` only: leave it out")
     return mode
 
 
-def _prepared_config(host: Any, ids: Tensor, keywords: dict[str, Any]) -> Any:
+def _prepared_config(host: Any, ids: Tensor, keywords: dict[str, Any], assisting: dict[str, Any]) -> Any:
     """The config as transformers' loops get it, for `(1, length)` ids. Raises `ValueError` on what cannot be served."""
     own = host.generation_config
     default_max, default_min = (
         getattr(own, name) is None and _given(keywords, name) is None for name in ("max_length", "min_length")
     )
     config, _ = compat.prepare_generation_config(host, **keywords)
-    mode = _check_mode(config)
+    mode = _check_mode(config, Assistance(assisting.get("assistant_model")))
     for name in (*_REPORTS, *_OUTPUTS):  # the model's: they say how `generate` is to answer
         setattr(config, name, False)
-    compat.validate_generation_mode(host, mode, config, {})
+    compat.validate_generation_mode(host, mode, config, assisting)
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
     config = compat.prepare_generated_length(host, config, default_max, default_min, "input_ids", ids.shape[1], ids)
     compat.validate_generated_length(host, config, ids.shape[1], default_max)

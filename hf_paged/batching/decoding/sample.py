@@ -104,6 +104,8 @@ class SampleDecoding(Decoding):
     def batch_key(self) -> Hashable | None:
         """Single rows of equal keys are sampled as one batch in the next step; `None`: this one is its own batch."""
         own = self.batchable
+        if self.draft is not None and self.draft.scores is not None:
+            return None
         if own is None or (own.bound and any(acts(processor, self.length) for acts, processor in own.bound)):
             return None
         return own.key, self.do_sample
@@ -132,6 +134,8 @@ class SampleDecoding(Decoding):
 
     def draw(self, probs: Tensor) -> Tensor:
         """A token for each row of `(open rows, vocab)` probabilities, drawn over all rows as transformers does."""
+        if self.draft is not None and self.draft.scores is not None:
+            return self.draft.sample(probs, self.generator)
         device, probs = probs.device, self._of_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)

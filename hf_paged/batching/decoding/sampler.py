@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,45 @@ def _record(raw: float, processed: float, *rest: Any) -> Record:
     return (raw, processed), list(zip(*top))[:count]
 
 
-@torch.no_grad()
 def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
+    """One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype; of one with a draft of
+    `n` tokens, `(n + 1, vocab)`. Such a one takes tokens as long as they are those of its draft, each as if it were
+    alone in a step, and one more. `fetch` is `sample_position`'s."""
+    if all(decoding.draft is None for decoding, _ in ready):
+        return sample_position(ready, fetch)
+    first = [(decoding, logits if decoding.draft is None else logits[:1]) for decoding, logits in ready]
+    results = sample_position(first)
+    going = [place for place, (decoding, _) in enumerate(ready) if decoding.draft is not None]
+    while going:
+        going = [place for place in going if _goes_on(ready[place][0], results[place])]
+        members = [ready[place] for place in going]
+        for decoding, _ in members:
+            assert decoding.draft is not None
+            decoding.draft.position += 1
+        parts = [(decoding, _at(logits, decoding)) for decoding, logits in members]
+        for place, result in zip(going, sample_position(parts) if parts else ()):
+            before = results[place]
+            if isinstance(before, SampledTokens) and isinstance(result, SampledTokens):
+                result = replace(result, earlier=(*before.earlier, *before.tokens))
+            results[place] = result
+    return results
+
+
+def _goes_on(decoding: Decoding, result: Result) -> bool:
+    """Whether the token just chosen is that of the draft, and there are logits behind it."""
+    draft = decoding.draft
+    if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
+        return False
+    return draft.position < len(draft.tokens) and result.tokens[0] == draft.tokens[draft.position]
+
+
+def _at(logits: Tensor, decoding: Decoding) -> Tensor:
+    assert decoding.draft is not None
+    return logits[decoding.draft.position : decoding.draft.position + 1]
+
+
+@torch.no_grad()
+def sample_position(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = None) -> list[Result]:
     """One step of each decoding with its logits, `(len(open_rows), vocab)` of any float dtype. Decodings of one row
     and of equal `batch_key` are one batch and, without a generator of their own, draw by `invert`. What goes wrong or
     interrupts a caller's code is the entry of its decoding alone. `fetch` brings the tokens of all open rows to the

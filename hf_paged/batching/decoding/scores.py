@@ -65,6 +65,11 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     return is_known and type(processors) is LogitsProcessorList and all(type(p) in _ROW_WISE for p in processors)
 
 
+def leaves_rows_alone(processor: Any) -> bool:
+    """Whether it may run over tokens that a row does not have yet: it holds no state, and forces no length."""
+    return type(processor) in _ROW_WISE and type(processor) not in _LENGTH_BOUND
+
+
 def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int) -> LogitsProcessorList:
     """The processors of a call over `num_rows` rows, for a batch of only `rows` of them. They must be row-wise."""
     narrowed = LogitsProcessorList()

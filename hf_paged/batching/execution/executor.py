@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +52,7 @@ class Runner(Protocol):
     """Computes scheduled tokens."""
 
     can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
+    takes_drafts: bool = False  # whether it computes what a sequence's `draft` holds behind its last token
     can_run_ahead: bool = False  # whether the device computes a replay while the host does something else
     has_states: bool = False  # whether a step that failed cannot be taken again
     num_captured_steps: int = 0  # that were replays
@@ -64,8 +66,9 @@ class Runner(Protocol):
 
     def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         """Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence, for which its
-        tables have room; the model runs with `adapter` now. Returns logits `(n, vocab_size)` in the model's dtype:
-        after the last token of each of the `n` sequences that are then computed as far as they go, in order."""
+        tables have room; the model runs with `adapter` now. Of one with a draft its last token, and the draft behind
+        it. Returns logits `(n, vocab_size)` in the model's dtype: after the last token of each sequence that is then
+        computed as far as it goes, in order, and after each token of its draft."""
 
     def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
         """Logits `(n, vocab_size)` after one more token of each sequence, `(n,)` int64 on the device; `None` if that
@@ -79,6 +82,17 @@ class Runner(Protocol):
     def rest(self) -> None:
         """Nothing is in flight any more."""
         return None
+
+
+def rows_of_logits(items: Items[tuple[Sequence, int]]) -> list[range]:
+    """Of each item the rows of logits that a step of all returns: one for its last token and one for each of its draft,
+    none where it is not computed as far as it goes."""
+    found, start = [], 0
+    for sequence, _ in items:
+        end = start if sequence.num_to_compute else start + 1 + len(sequence.draft)
+        found.append(range(start, end))
+        start = end
+    return found
 
 
 def in_order(parts: list[tuple[list[int], Tensor]]) -> Tensor:
@@ -114,7 +128,7 @@ class RunAhead:
         next step meanwhile; `None` where there are beams."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
-            if not isinstance(generation.decoding, SampleDecoding):
+            if not isinstance(generation.decoding, SampleDecoding) or generation.speculation is not None:
                 return None
             for row in generation.decoding.open_rows:
                 request, index = generation.rows[row]
@@ -253,7 +267,9 @@ class Executor:
 
     def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
         """[`Runner`]'s logits: of what was launched ahead, then of the rest. Interrupts reach the forward."""
-        if self._is_state_due and any(query_len == 1 for _, query_len in items):  # not where prompts alone wait for it
+        if self._is_state_due and any(
+            query_len == 1 + len(each.draft) for each, query_len in items
+        ):  # not where prompts alone wait for it
             self._is_state_due = False
             self.runner.begin(read_state(self.model))
         ahead, count = self.ahead.take(items)
@@ -265,11 +281,12 @@ class Executor:
         names = {sequence.request.adapter for sequence, _ in items}
         if len(names) == 1:
             return self.run_with(names.pop(), items)
+        rows = rows_of_logits(items)
         parts: list[tuple[list[int], Tensor]] = []
         for name in sorted(names, key=str):
             places = [place for place, (sequence, _) in enumerate(items) if sequence.request.adapter == name]
             logits = self.run_with(name, [items[place] for place in places])
-            parts.append(([place for place in places if not items[place][0].num_to_compute], logits))
+            parts.append(([row for place in places for row in rows[place]], logits))
         return in_order(parts)
 
     def run_with(self, adapter: str | None, items: list[tuple[Sequence, int]]) -> Tensor:

@@ -124,10 +124,13 @@ def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     if not memory.config.capture:
         return None
     groups = [group.blocks for group in cache.groups.values()]
-    found: StepGraphs | None = memory.graphs
+    specs = tuple(cache.groups)
+    found: StepGraphs | None = memory.graphs.get(specs)
     if found is None or found.made_for != (weakref.ref(model), model.device, groups):
         backend = graph_backend(model.device)
-        found = memory.graphs = None if backend is None else StepGraphs(model, groups, backend)
+        if backend is None:
+            return None
+        found = memory.graphs[specs] = StepGraphs(model, groups, backend)
     return found
 
 

@@ -27,7 +27,7 @@ from ...step import StepMetadata, to_device
 from ...tape.invariant import by_kernels, in_fixed_order
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
-from .executor import Runner, in_order
+from .executor import Runner, in_order, rows_of_logits
 from .graphs import step_graphs
 from .inputs import GroupTokens, PackedTokens, TableRows
 from .prompts import Prompts, PromptsError
@@ -53,6 +53,7 @@ class PackedRunner(Runner):
         self._block_size = cache.memory.config.block_size
         self._rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
+        self.takes_drafts = self.rope is None
         self._graphs = step_graphs(model, cache)
         self.can_capture = self._graphs is not None
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
@@ -97,14 +98,15 @@ class PackedRunner(Runner):
                 wholes.setdefault((prompts, turn), {})[row] = place
             else:
                 packed.setdefault(0 if prompts is None else prompts.num_axes(row), []).append(place)
-        parts = []
+        parts, answers = [], rows_of_logits(items)
         for together in self._divide([(prompts, rows) for (prompts, _), rows in wholes.items()]):
-            parts += self._run_wholes(together, items)
+            for places, logits in self._run_wholes(together, items):
+                parts.append(([answers[place].start for place in places], logits))
         if len(packed) == 2 and 0 in packed:  # positions that count tokens do so on any number of axes
             packed = {max(packed): sorted(packed[0] + packed[max(packed)])}
         for places in packed.values():
             logits = self._run_packed([items[place] for place in places], adapter)
-            parts.append(([place for place in places if _is_answered(items[place][0])], logits))
+            parts.append(([row for place in places for row in answers[place]], logits))
         return in_order(parts)
 
     def _divide(self, wholes: Wholes) -> list[Wholes]:
@@ -156,7 +158,7 @@ class PackedRunner(Runner):
     def _run_packed(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
         tokens = self._lay_out(items)
         # in decodes no token has another of its prompt behind it
-        wanted = _recorded(items, tokens.query_start) if len(tokens.last) < len(tokens.token_ids) else []
+        wanted = _recorded(items) if len(tokens.last) < len(tokens.token_ids) else []
         replayed = None if wanted else self._replay(tokens, adapter)
         if replayed is not None:
             return replayed
@@ -267,6 +269,14 @@ class PackedRunner(Runner):
         num_decodes = 0
         for sequence, query_len in items:
             end, ids = sequence.num_computed_tokens, sequence.token_ids
+            if draft := sequence.draft:  # rows of one token each
+                start = len(token_ids)
+                num_decodes += query_len if num_decodes == start else 0
+                token_ids += [ids[end - 1], *draft]
+                positions += range(end - 1, end + len(draft))
+                query_start += range(start + 1, start + 1 + query_len)
+                last += range(start, start + query_len)
+                continue
             if query_len == 1:
                 num_decodes += num_decodes == len(token_ids)  # only those in front
                 token_ids.append(ids[end - 1])
@@ -298,6 +308,12 @@ class PackedRunner(Runner):
             block_ids = table.block_ids
             origins.append(table.num_dropped * size)
             seq_len = sequence.num_computed_tokens + ahead - origins[-1]
+            if sequence.draft:
+                slots += table.slots(seq_len - 1, seq_len - 1 + query_len)
+                tables += [block_ids] * query_len
+                seq_lens += range(seq_len, seq_len + query_len)
+                origins += origins[-1:] * (query_len - 1)
+                continue
             if query_len == 1:
                 slots.append(block_ids[(seq_len - 1) // size] * size + (seq_len - 1) % size)
             else:
@@ -307,14 +323,15 @@ class PackedRunner(Runner):
         return GroupTokens(slots, tables, seq_lens, origins)
 
 
-def _recorded(items: Items[tuple[Sequence, int]], query_start: list[int]) -> list[tuple[PromptLogprobs, int, range]]:
+def _recorded(items: Items[tuple[Sequence, int]]) -> list[tuple[PromptLogprobs, int, range]]:
     """Of prompts whose log-probabilities are recorded: by what, the position of the first token computed now, and
     which of the packed tokens have a token of the prompt behind them."""
-    found = []
-    for (sequence, query_len), start in zip(items, query_start):
+    found, start = [], 0
+    for sequence, query_len in items:
         recording, end = sequence.request.prompt_logprobs, sequence.num_computed_tokens
         if recording is not None and (count := recording.num_wanted(end - query_len, end)):
             found.append((recording, end - query_len, range(start, start + count)))
+        start += query_len
     return found
 
 

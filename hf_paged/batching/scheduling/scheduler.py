@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -26,7 +26,7 @@ _by_key = attrgetter("key")
 class StepPlan:
     """One step. `num_computed_tokens` counts its tokens already, and the tables have room for them."""
 
-    decodes: list[tuple[Sequence, int]] = field(default_factory=list)  # with one token to compute
+    decodes: list[tuple[Sequence, int]] = field(default_factory=list)  # with one token to compute, and its draft
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with more
     preempted: list[Request] = field(default_factory=list)  # lost their blocks in this step
     admitted: list[Request] = field(default_factory=list)
@@ -80,6 +80,8 @@ class Scheduler:
     aging: float = AGING
     rope: Rope | None = None  # where keys of a sequence depend on its length
     timeline: Timeline = field(default_factory=Timeline)  # is told which requests come and go
+    # gives blocks back on which only speed depends; returns whether there were any
+    reclaim: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
@@ -173,6 +175,7 @@ class Scheduler:
         left = self.max_num_batched_tokens
         beside = left if self.max_chunk_tokens is None else self.max_chunk_tokens  # left of what decodes wait for
         reserved = -1  # tokens for the decodes that are still to come, from the first chunk on
+        spare = left - self._num_rows  # that drafts may take
         for request in self._running:  # only requests behind this one, or itself, are taken out meanwhile
             for sequence in request.sequences:
                 num_tokens = len(sequence.token_ids)
@@ -184,6 +187,10 @@ class Scheduler:
                         return 0
                     reserved -= 1
                     blocks = sequence.blocks
+                    if sequence.draft and (num_drafted := self._with_draft(sequence, spare)):
+                        spare -= num_drafted
+                        left -= 1 + num_drafted
+                        continue
                     if num_tokens <= blocks.capacity:  # the tail block has room and is the sequence's own
                         for table in blocks.tables:
                             table.num_tokens = num_tokens
@@ -205,6 +212,28 @@ class Scheduler:
                 if request.status is not Status.RUNNING:
                     return left
         return min(left, beside) if decodes else left
+
+    def _with_draft(self, sequence: Sequence, limit: int) -> int:
+        """Schedules a sequence's last token with its draft, of which up to `limit` tokens are kept; returns how many.
+        None, and nothing is scheduled, where blocks are short: no request gives its own up for candidates."""
+        blocks, num_tokens = sequence.blocks, len(sequence.token_ids)
+        del sequence.draft[max(0, limit) :]
+        count = len(sequence.draft)
+        if count:
+            self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
+            if self.blocks.append(blocks, 1 + count):
+                sequence.num_computed_tokens = num_tokens
+                self._plan.decodes.append((sequence, 1 + count))
+                return count
+        sequence.draft = []
+        return 0
+
+    def settle_draft(self, sequence: Sequence, num_accepted: int = 0) -> None:
+        """Forgets the K and V of a draft but for its first `num_accepted` tokens, which are the sequence's own now."""
+        if sequence.draft:
+            sequence.num_computed_tokens += num_accepted
+            self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
+            sequence.draft = []
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this
@@ -228,6 +257,8 @@ class Scheduler:
         blocks = sequence.blocks
         self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, request.namespace)
         while not self.blocks.append(blocks, query_len, skips=is_whole or not self._chunks):
+            if self.reclaim is not None and self.reclaim():
+                continue
             if may_preempt and self._running[-1] is not request:
                 self._preempt(self._running[-1])
             elif query_len > 1 and self.blocks.has_windows and self._chunks and not is_whole:
@@ -308,7 +339,10 @@ class Scheduler:
             reserve = 0 if is_alone else int(self.watermark * self.blocks.num_total)
             # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
-            if not self.preemption.bring_in(request, chunk, reserve, is_alone):
+            needs = request, chunk, reserve, is_alone
+            if not self.preemption.bring_in(*needs) and not (
+                self.reclaim is not None and self.reclaim() and self.preemption.bring_in(*needs)
+            ):
                 self._refused = request
                 return
             self._waiting.remove(request)
@@ -361,6 +395,8 @@ class Scheduler:
     def _send_back(self, request: Request, keeps: bool = False) -> None:
         """A running request waits again: with nothing computed, or with what `Preemption.send_out` keeps."""
         self._remove(request)
+        for sequence in request.open_sequences:
+            self.settle_draft(sequence)
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)
@@ -379,7 +415,8 @@ class Scheduler:
                 self._send_back(request)
         for sequence, query_len in plan.items:
             if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
-                sequence.num_computed_tokens -= query_len
+                sequence.num_computed_tokens -= query_len - len(sequence.draft)
+                sequence.draft = []
                 self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
 
     def finish_sequence(self, sequence: Sequence) -> None:

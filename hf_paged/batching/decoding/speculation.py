@@ -1,0 +1,277 @@
+"""Candidates for a row's next tokens, which one forward verifies (speculative decoding, arXiv 2211.17192; prompt
+lookup; transformers' candidate generators): where they come from, and how many of them a row's own acceptance pays for.
+What is accepted is what the row would have got token by token: the step's logits are sampled position after position,
+as always, for as long as the token chosen is the candidate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .scores import draw
+
+LONG, SHORT = 4, 2  # tokens that must have come before: of any text, of a row's own
+MAX_DRAFT = 16  # candidates of a row by n-grams
+INDEX_SIZE = 1 << 16  # n-grams of other texts that are kept
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """What a caller passes to `generate`, or with a request, beside its generation config."""
+
+    model: Any = None  # a smaller `PreTrainedModel`
+    tokenizer: Any = None  # the target's, where the assistant has another
+    assistant_tokenizer: Any = None
+    ngrams: bool = False  # where nothing else proposes
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is a model with the target's tokens, whose rows run together."""
+        return self.model is not None and (self.tokenizer is None or self.assistant_tokenizer is None)
+
+    def is_asked_for(self, config: Any) -> bool:
+        """Whether transformers would call it assisted generation, with this generation config."""
+        return any(
+            each is not None
+            for each in (self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp)
+        )
+
+
+@dataclass
+class Draft:
+    """What a row proposed in this step. With `scores` `(n, vocab)`, the logits that the `n` tokens were drawn from,
+    these are accepted as in algorithm 1 of the paper; `levels` are the numbers that it draws for all of them before."""
+
+    tokens: list[int]
+    scores: Tensor | None = None
+    levels: Tensor | None = None
+    position: int = field(default=0, init=False)  # of the token that is chosen now
+
+    def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The next token `(1,)` by `(1, vocab)` probabilities: the candidate, or one of the residual distribution."""
+        assert self.scores is not None and self.levels is not None
+        if self.position < len(self.tokens):
+            token = self.tokens[self.position]
+            proposed = self.scores[self.position : self.position + 1].softmax(dim=-1)
+            if bool(self.levels[self.position] <= probs[0, token] / proposed[0, token]):
+                return torch.tensor([token], device=probs.device)
+            residual = (probs - proposed).clamp(min=0)
+            mass = residual.sum()
+            probs = residual / mass if float(mass) > 0 else probs  # zero where both are equal but for rounding
+        return draw(probs, generator)
+
+
+class Source(Protocol):
+    """What proposes candidates for one row: alone (`Ngrams`, `Generated`), or with others (`AssistantRow`)."""
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        """Up to `count` candidates behind these tokens."""
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        """Of the last draft so many tokens were accepted; the row has these tokens now."""
+
+    def close(self) -> None:
+        """The row has ended."""
+
+
+class StepCosts:
+    """Seconds of a step of decodes by its number of tokens: a line through the last steps."""
+
+    FADING, MIN_STEPS, UNKNOWN = 0.97, 8, 1 / 16  # the last: a token's price before anything is known
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # weights, tokens, tokens^2, seconds, tokens * seconds
+        self._count = 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        if self._count >= self.MIN_STEPS and seconds > 4 * self._sums[3] / self._sums[0]:
+            return  # something was recorded or compiled, or the machine was busy
+        new = 1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds
+        self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
+        self._count += 1
+
+    def price(self, num_rows: int, more: float = 0.0) -> float:
+        """What a candidate costs, as a share of what an accepted one saves: its share of a step of `num_rows` rows.
+        `more` seconds are spent to propose it."""
+        count, x, xx, y, xy = self._sums
+        spread = count * xx - x * x
+        if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
+            return self.UNKNOWN + (more * count / y if y else 0.0)
+        slope = min(max((count * xy - x * y) / spread, 0.0), y / x)
+        fixed = max(y / count - slope * x / count, 1e-9)
+        return (slope + more) / (fixed / max(num_rows, 1) + slope)
+
+
+class DraftLength:
+    """How many candidates pay: the `k`-th does while the chance that all of the first `k` are accepted is above its
+    price. A row whose candidates are refused tries again after pauses that double."""
+
+    FADING, FIRST_PAUSE, MAX_PAUSE = 0.8, 8, 1 << 10
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._accepted, self._tried = 1.6, 2.0
+        self._pause, self._left = self.FIRST_PAUSE, 0
+
+    def choose(self, price: float) -> int:
+        """The length of the next draft, 0 for none."""
+        if self._left:
+            self._left -= 1
+            return 0
+        rate = min(self._accepted / self._tried, 0.999)
+        length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate)) if rate > 0 else 0
+        if length:
+            return min(length, self.most)
+        self._left, self._pause = self._pause, min(2 * self._pause, self.MAX_PAUSE)
+        self._accepted, self._tried = max(self._accepted, 0.5), 1.0  # one candidate is tried then
+        return 0
+
+    def observe(self, num_proposed: int, num_accepted: int) -> None:
+        self._accepted = self.FADING * self._accepted + num_accepted
+        self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
+        if num_accepted:
+            self._pause = self.FIRST_PAUSE
+
+
+class NgramIndex:
+    """What came behind the last tokens in texts of other rows and of earlier requests: for `LONG` tokens the next ones,
+    the newest `INDEX_SIZE` of them."""
+
+    def __init__(self) -> None:
+        self._behind: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def add(self, ngram: tuple[int, ...], behind: tuple[int, ...]) -> None:
+        self._behind.pop(ngram, None)  # the newest are at the end
+        self._behind[ngram] = behind
+        if len(self._behind) > INDEX_SIZE:
+            del self._behind[next(iter(self._behind))]
+
+    def find(self, ngram: tuple[int, ...]) -> tuple[int, ...]:
+        return self._behind.get(ngram, ())
+
+    def __len__(self) -> int:
+        return len(self._behind)
+
+
+class Ngrams:
+    """Proposes what came behind a row's last tokens before: in its own text, else in others' (`index`)."""
+
+    def __init__(self, index: NgramIndex, num_prompt_tokens: int) -> None:
+        self.index, self._num_prompt = index, num_prompt_tokens
+        self._ends: dict[tuple[int, ...], int] = {}  # of the row's own n-grams, where the last one ends
+        self._num_known = 0  # tokens whose n-grams are in `_ends`
+        self._num_told = num_prompt_tokens  # tokens that are in `index`, with what is behind them
+        self._token_ids: list[int] = []
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        end = len(token_ids)
+        self._learn(token_ids, end - 1)
+        found: Sequence[int] = ()
+        for size in (LONG, SHORT):
+            start = self._ends.get(tuple(token_ids[end - size :])) if end > size else None
+            if start is not None:
+                # what repeats itself goes on doing so
+                found = list(itertools.islice(itertools.cycle(token_ids[start:]), count))
+                break
+            if size == LONG:
+                found = self.index.find(tuple(token_ids[end - size :]))[:count]
+                if found:
+                    break
+        self._learn(token_ids, end)
+        return Draft(list(found)) if found else None
+
+    def _learn(self, token_ids: list[int], end: int) -> None:
+        self._token_ids = token_ids
+        for size in (LONG, SHORT):
+            first = max(self._num_known + 1, size)
+            grams = zip(*(token_ids[first - size + i : end - size + i + 1] for i in range(size)))
+            self._ends.update(zip(grams, range(first, end + 1)))
+        self._num_known = max(self._num_known, end)
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        self._token_ids = token_ids
+        self._tell(len(token_ids) - MAX_DRAFT)
+
+    def _tell(self, end: int) -> None:
+        """Others get what stands behind each of the row's new tokens, up to `end`."""
+        ids = self._token_ids
+        for at in range(max(self._num_told, LONG), end):
+            self.index.add(tuple(ids[at - LONG : at]), tuple(ids[at : at + MAX_DRAFT]))
+        self._num_told = max(self._num_told, end)
+
+    def close(self) -> None:
+        self._tell(len(self._token_ids) - 1)
+
+
+class Generated:
+    """Candidates of one of transformers' generators, a row at a time."""
+
+    def __init__(self, generator: Any, device: torch.device, keeps_scores: bool) -> None:
+        self.generator, self._device, self._keeps_scores = generator, device, keeps_scores
+        self._last: tuple[Tensor, int] | None = None
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
+        found, scores = self.generator.get_candidates(ids)
+        tokens = found[0, len(token_ids) :].tolist()[:count]
+        self._last = ids, len(tokens)
+        if not tokens:
+            return None
+        if scores is None or not self._keeps_scores:
+            return Draft(tokens)
+        return Draft(tokens, scores[0, : len(tokens)].float())
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        if self._last is not None:
+            ids, num_proposed = self._last
+            # of the scores it reads the number alone
+            scores = torch.empty((1, num_proposed + 1, 1), device=ids.device)
+            self.generator.update_candidate_strategy(ids, scores, num_accepted)
+            self._last = None
+
+    def close(self) -> None:
+        self._last = None
+
+
+@dataclass(eq=False)
+class Speculation:
+    """A row's source of candidates, and what became of them. Without a `length`, it proposes `most` whenever it can."""
+
+    source: Source
+    most: int
+    length: DraftLength | None
+    generator: torch.Generator | None = None
+    draft: Draft | None = field(default=None, init=False)
+    num_proposed: int = field(default=0, init=False)
+    num_accepted: int = field(default=0, init=False)
+    num_drafts: int = field(default=0, init=False)
+
+    def num_wanted(self, price: float) -> int:
+        return self.most if self.length is None else self.length.choose(price)
+
+    def take(self, draft: Draft | None) -> list[int]:
+        """The tokens of what was proposed for the next step."""
+        self.draft = draft
+        if draft is None or not draft.tokens:
+            self.draft = None
+            return []
+        if draft.scores is not None:
+            device = draft.scores.device if self.generator is None else self.generator.device
+            draft.levels = torch.rand(len(draft.tokens), generator=self.generator, device=device)
+        return draft.tokens
+
+    def observe(self, token_ids: list[int], num_proposed: int, num_accepted: int) -> None:
+        """The step is over: of its candidates, as many as were computed, some were accepted."""
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+        self.num_drafts += num_proposed > 0
+        if self.length is not None and num_proposed:
+            self.length.observe(num_proposed, num_accepted)
+        self.source.observe(token_ids, num_accepted)
+        self.draft = None

@@ -1,0 +1,273 @@
+"""A smaller model with the same tokens proposes candidates (assisted generation): its rows run together, in blocks of
+the target's memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from ... import compat
+from ...cache.block_manager import NO_BLOCKS, BlockManager
+from ...cache.memory import PagedMemory
+from ...cache.paged_cache import PagedCache
+from ...model.weights import WeightsGuard
+from ..decoding.sample import SampleDecoding
+from ..decoding.scores import argmax, draw, leaves_rows_alone
+from ..decoding.speculation import Draft
+from ..request import Request, Sequence
+from ..scheduling.scheduler import Scheduler
+from .executor import Executor, Runner
+
+MakeRunner = Callable[..., tuple[BlockManager, Runner]]
+_numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count(1)
+
+
+def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
+    """An empty cache of the assistant, whose layers are groups of their own in the target's memory."""
+    number = _numbers.get(model)
+    if number is None:
+        number = _numbers[model] = next(_next_number)
+    config = model.config.get_text_config(decoder=True)
+    return PagedCache.from_empty(DynamicCache(config=config), memory, f"assistant {number}")
+
+
+class Assistant:
+    """The assistant of some rows. It takes blocks that are free; all go back when the target is short of them, and for
+    some steps nothing is proposed then."""
+
+    MAX_PAUSE = 256  # steps
+
+    def __init__(
+        self, model: PreTrainedModel, cache: PagedCache, made: tuple[BlockManager, Runner], scheduler: Scheduler,
+        max_catch_up: int,
+    ) -> None:  # fmt: skip
+        self.model, self.memory, self._max_catch_up = model, cache.memory, max_catch_up
+        self.blocks, runner = made
+        guard = WeightsGuard(model, self.memory, self.blocks)
+        self.executor = Executor(model, self.memory, runner, scheduler, guard)
+        self.rows: list[AssistantRow] = []
+        self.seconds_a_token = 0.0  # of a forward of one token a row
+        self._pause, self._left = 1, 0
+
+    def add(self, row: AssistantRow) -> None:
+        if not self.rows:
+            with self.executor.lock:
+                self.executor.begin(check_weights=False)
+        self.rows.append(row)
+
+    def remove(self, row: AssistantRow) -> None:
+        if row in self.rows:
+            self._free(row)
+            self.rows.remove(row)
+            if not self.rows:
+                self.executor.rest()
+
+    def change_weights(self) -> None:
+        """Between steps: the assistant may be another model from here on."""
+        with self.executor.lock:
+            self.executor.begin(check_weights=False)
+        self._free_all()
+
+    def reclaim(self) -> bool:
+        """Gives all blocks back; returns whether there were any."""
+        had_any = self._free_all()
+        if had_any:
+            self._left, self._pause = self._pause, min(2 * self._pause, self.MAX_PAUSE)
+        return had_any
+
+    def _free_all(self) -> bool:
+        return sum(self._free(row) for row in list(self.rows)) > 0
+
+    def _free(self, row: AssistantRow) -> bool:
+        sequence = row.sequence
+        with self.memory.lock:
+            had_any = any(table.block_ids for table in sequence.blocks.tables)
+            self.blocks.free(sequence.blocks)
+            sequence.blocks, sequence.num_computed_tokens = NO_BLOCKS, 0
+        return had_any
+
+    @torch.no_grad()
+    def propose(self, wanted: Items[tuple[AssistantRow, list[int], int]]) -> list[Draft | None]:
+        """For each row, which has these tokens, up to so many candidates; none for one whose tokens the assistant does
+        not know yet: it reads up to `max_catch_up` of them in each round."""
+        if self._left:
+            self._left -= 1
+            return [None] * len(wanted)
+        with self.executor.lock, self.executor.attention():
+            self.executor.notice_model()
+            for row, token_ids, _ in wanted:
+                self._follow(row, token_ids)
+            logits = self._catch_up([row for row, _, _ in wanted])
+            going, drafts = [], dict[AssistantRow, _Growing]()
+            for row, _, count in wanted:
+                if row in logits:
+                    drafts[row] = _Growing(count)
+                    going.append(row)
+            while going:
+                going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
+                going = [row for row in going if self._append(row, 1)]
+                if going:
+                    start = time.perf_counter()
+                    found = self.executor.run([(row.sequence, 1) for row in going])
+                    self.seconds_a_token = time.perf_counter() - start
+                    logits = dict(zip(going, found.split(1)))
+        return [drafts[row].draft(row.keeps_scores) if row in drafts else None for row, _, _ in wanted]
+
+    def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
+        """Forgets what was computed of candidates that were refused, and takes the row's tokens."""
+        sequence = row.sequence
+        known = sequence.token_ids
+        same = row.num_followed
+        while same < min(len(known), len(token_ids)) and known[same] == token_ids[same]:
+            same += 1
+        sequence.token_ids, row.num_followed = list(token_ids), len(token_ids)
+        kept = min(sequence.num_computed_tokens, same, len(token_ids) - 1)
+        if kept < sequence.num_computed_tokens:
+            with self.memory.lock:
+                self.blocks.truncate(sequence.blocks, kept)
+            sequence.num_computed_tokens = kept
+
+    def _append(self, row: AssistantRow, count: int) -> bool:
+        sequence = row.sequence
+        with self.memory.lock:
+            if sequence.blocks is NO_BLOCKS:
+                sequence.blocks = self.blocks.new()
+            if not self.blocks.append(sequence.blocks, count):
+                return False
+            self.blocks.flush_copies()
+        sequence.num_computed_tokens += count
+        return True
+
+    def _catch_up(self, rows: Items[AssistantRow]) -> dict[AssistantRow, Tensor]:
+        """`(1, vocab)` logits of each row that is computed as far as it goes."""
+        left = self._max_catch_up
+        items: list[tuple[AssistantRow, int]] = []
+        for row in rows:
+            count = min(row.sequence.num_to_compute, left)
+            # within its window, if it has one, a chunk sees what is behind the last
+            if count > 0 and self._append(row, count):
+                items.append((row, count))
+                left -= count
+        items.sort(key=lambda item: item[1] != 1)
+        if not items:
+            return {}
+        try:
+            logits = self.executor.run([(row.sequence, count) for row, count in items])
+        except BaseException:
+            self._free_all()
+            raise
+        return dict(zip([row for row, _ in items if not row.sequence.num_to_compute], logits.split(1)))
+
+    def _choose(
+        self, rows: Items[AssistantRow], drafts: dict[AssistantRow, _Growing], logits: Tensor
+    ) -> list[AssistantRow]:
+        """Adds a token to the draft of each row with its logits, `(rows, vocab)`; returns the rows that go on."""
+        scores = logits.float()
+        for place, row in enumerate(rows):
+            if row.processors:
+                ids = torch.tensor([row.sequence.token_ids], dtype=torch.long, device=scores.device)
+                scores[place : place + 1] = row.processors(ids, scores[place : place + 1].clone())
+        tokens = argmax(scores)
+        probs = scores.softmax(dim=-1) if any(row.reads_probs for row in rows) else None
+        for place, row in enumerate(rows):
+            if row.do_sample:
+                assert probs is not None
+                tokens[place] = draw(probs[place : place + 1].to(row.device), row.generator)[0]
+        chosen = tokens.tolist()
+        sure = [1.0] * len(rows) if probs is None else probs.gather(1, tokens[:, None])[:, 0].tolist()
+        going = []
+        for place, (row, token, confidence) in enumerate(zip(rows, chosen, sure)):
+            growing = drafts[row]
+            growing.add(token, confidence, scores[place : place + 1] if row.keeps_scores else None)
+            row.sequence.token_ids.append(token)
+            is_sure = row.threshold is None or confidence >= row.threshold
+            if len(growing.tokens) < growing.count and token not in row.eos_ids and is_sure:
+                going.append(row)
+            else:
+                row.note(growing)
+        return going
+
+
+@dataclass
+class _Growing:
+    count: int
+    tokens: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+
+    def add(self, token: int, confidence: float, scores: Tensor | None) -> None:
+        self.tokens.append(token)
+        self.confidences.append(confidence)
+        if scores is not None:
+            self.scores.append(scores)
+
+    def draft(self, keeps_scores: bool) -> Draft | None:
+        if not self.tokens:
+            return None
+        return Draft(self.tokens, torch.cat(self.scores) if keeps_scores else None)
+
+
+class AssistantRow:
+    """One row's part of an assistant: its tokens so far, and transformers' strategy for how many it proposes. The
+    target's processors run over the candidates as well, but for those that hold a state or force a length."""
+
+    def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
+        self.assistant, config = assistant, decoding.config
+        ids = decoding.input_ids
+        self.strategy: Any = compat.assisted_candidates(ids, assistant.model, config, decoding.logits_processor)
+        processors = [each for each in decoding.logits_processor if leaves_rows_alone(each)]
+        self.processors = LogitsProcessorList(processors)
+        self.do_sample = self.keeps_scores = bool(config.do_sample)
+        self.generator, self.device = decoding.generator, ids.device
+        eos = compat.special_token(config, "eos")
+        self.eos_ids = set() if eos is None else set(eos.flatten().tolist())
+        tokens = ids[0].tolist()
+        self.sequence = Sequence([])
+        Request("draft", [self.sequence], decoding.max_length)
+        self.num_followed = 0
+        self.num_proposed = 0
+        self.max_draft = max(1, decoding.max_length - len(tokens))
+        assistant.add(self)
+
+    @property
+    def threshold(self) -> float | None:
+        """A candidate of less probability is the last."""
+        return self.strategy.generation_config.assistant_confidence_threshold or None
+
+    @property
+    def reads_probs(self) -> bool:
+        return self.do_sample or self.threshold is not None
+
+    @property
+    def most(self) -> int:
+        """Candidates that the strategy proposes now."""
+        return int(self.strategy.num_assistant_tokens)
+
+    def note(self, growing: _Growing) -> None:
+        """Of what was proposed, what the strategy learns from."""
+        self.num_proposed = len(growing.tokens)
+        if hasattr(self.strategy, "probs"):
+            self.strategy.probs.extend(growing.confidences)
+
+    def propose(self, token_ids: list[int], count: int) -> Draft | None:
+        return self.assistant.propose([(self, token_ids, count)])[0]
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        if self.num_proposed:
+            scores = torch.empty((1, self.num_proposed + 1, 1))
+            self.strategy.update_candidate_strategy(None, scores, num_accepted)
+        self.num_proposed = 0
+
+    def close(self) -> None:
+        self.assistant.remove(self)

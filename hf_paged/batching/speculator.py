@@ -1,0 +1,164 @@
+"""What proposes candidates for the rows of a loop: who gets which source, and one round of proposals before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .. import compat
+from ..model.forwards import compute_device
+from .decoding.sample import SampleDecoding
+from .decoding.speculation import (
+    MAX_DRAFT,
+    Assistance,
+    DraftLength,
+    Generated,
+    NgramIndex,
+    Ngrams,
+    Speculation,
+    StepCosts,
+)
+from .execution.assistant import Assistant, AssistantRow
+from .generation import Generation
+from .request import Sequence, Status
+
+Fail = Callable[[Generation, Exception], None]
+
+
+class Speculator:
+    """Proposes for the rows of one loop. `make_assistant`: for a model with the same tokens."""
+
+    def __init__(self, model: PreTrainedModel, make_assistant: Callable[[PreTrainedModel], Assistant]) -> None:
+        self.model, self._make_assistant = model, make_assistant
+        self.num_proposed = self.num_accepted = 0  # of rows that have ended
+        self.costs = StepCosts()
+        self._indices: dict[Hashable, NgramIndex] = {}
+        self._rows: dict[Generation, Speculation] = {}
+        self._assistants: dict[int, Assistant] = {}
+
+    def attach(self, generation: Generation) -> None:
+        """A generation of one row speculates as its config and its caller want."""
+        decoding, assistance = generation.decoding, generation.assistance
+        if assistance is None or not isinstance(decoding, SampleDecoding) or len(generation.rows) != 1:
+            return
+        if generation.is_done:
+            return
+        config, generator = decoding.config, decoding.generator
+        if assistance.is_asked_for(config):
+            # rows that accept as the assistant draws propose as transformers' do: a seed gives the same tokens,
+            # however long steps take
+            adapts = not decoding.do_sample
+            source: Any
+            if assistance.is_joint and config.assistant_early_exit is None:
+                source = AssistantRow(self._assistant(assistance.model), decoding)
+                most = source.max_draft
+            else:
+                source, most = self._generated(decoding, assistance)
+                adapts |= config.prompt_lookup_num_tokens is not None
+            generation.speculation = Speculation(source, most, DraftLength(most) if adapts else None, generator)
+        elif assistance.ngrams:
+            ((request, _),) = generation.rows
+            index = self._indices.setdefault(request.namespace, NgramIndex())
+            source = Ngrams(index, request.num_prompt_tokens)
+            generation.speculation = Speculation(source, MAX_DRAFT, DraftLength(MAX_DRAFT), generator)
+        else:
+            return
+        self._rows[generation] = generation.speculation
+
+    def _assistant(self, model: PreTrainedModel) -> Assistant:
+        found = self._assistants.get(id(model))
+        if found is None:
+            found = self._assistants[id(model)] = self._make_assistant(model)
+        return found
+
+    def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> tuple[Generated, int]:
+        """Of transformers' generators, for one row, and the most that it proposes at a time."""
+        config, is_lookup = decoding.config, decoding.config.prompt_lookup_num_tokens is not None
+        generator = compat.candidate_generator(
+            self.model,
+            generation_config=config,
+            input_ids=decoding.input_ids,
+            inputs_tensor=decoding.input_ids,
+            logits_processor=None if is_lookup else decoding.logits_processor,
+            model_kwargs={"use_cache": True},
+            assistant_model=assistance.model,
+            target_tokenizer=assistance.tokenizer,
+            assistant_tokenizer=assistance.assistant_tokenizer,
+        )
+        most = config.prompt_lookup_num_tokens if is_lookup else decoding.max_length
+        return Generated(generator, compute_device(self.model), decoding.do_sample), most
+
+    def detach(self, generation: Generation) -> None:
+        speculation = self._rows.pop(generation, None)
+        if speculation is not None:
+            self.num_proposed += speculation.num_proposed
+            self.num_accepted += speculation.num_accepted
+            speculation.source.close()
+
+    def counts(self) -> tuple[int, int]:
+        """Candidates that were computed, and those that were accepted."""
+        rows = list(self._rows.values())
+        return (
+            self.num_proposed + sum(row.num_proposed for row in rows),
+            self.num_accepted + sum(row.num_accepted for row in rows),
+        )
+
+    def reclaim(self) -> bool:
+        """Gives the blocks of all assistants back; returns whether there were any."""
+        return sum(assistant.reclaim() for assistant in self._assistants.values()) > 0
+
+    def change_weights(self) -> None:
+        for assistant in self._assistants.values():
+            assistant.change_weights()
+
+    def propose(self, num_embeddings: int, fail: Fail) -> None:
+        """Before a step, candidates for all rows that run and have one token to compute. What a source raises ends its
+        rows (`fail`)."""
+        rows = list(self._rows.items())  # to which calls of other threads add theirs
+        ready = [(*row, sequence) for row in rows if (sequence := _waiting_row(row[0])) is not None]
+        together: dict[Assistant, list[tuple[Generation, Speculation, Sequence, int]]] = {}
+        for generation, speculation, sequence in ready:
+            source = speculation.source
+            more = source.assistant.seconds_a_token if isinstance(source, AssistantRow) else 0.0
+            most = source.most if isinstance(source, AssistantRow) else speculation.most
+            room = sequence.request.max_num_tokens - sequence.num_tokens - 1
+            count = min(speculation.num_wanted(self.costs.price(len(ready), more)), most, room)
+            if count <= 0:
+                continue
+            if isinstance(source, AssistantRow):
+                together.setdefault(source.assistant, []).append((generation, speculation, sequence, count))
+                continue
+            try:
+                _give(speculation, sequence, source.propose(sequence.token_ids, count), num_embeddings)
+            except Exception as error:
+                fail(generation, error)
+        for assistant, members in together.items():
+            try:
+                drafts = assistant.propose(
+                    [(speculation.source, row.token_ids, n) for _, speculation, row, n in members]
+                )
+            except Exception as error:
+                for generation, *_ in members:
+                    fail(generation, error)
+                continue
+            for (_, speculation, sequence, _), draft in zip(members, drafts):
+                _give(speculation, sequence, draft, num_embeddings)
+
+
+def _waiting_row(generation: Generation) -> Sequence | None:
+    """The row's sequence, if the next step computes its last token."""
+    ((request, index),) = generation.rows
+    if request.status is not Status.RUNNING or generation.is_sampling or index >= len(request.sequences):
+        return None
+    sequence = request.sequences[index]
+    return sequence if sequence.num_to_compute == 1 and sequence.num_computed_tokens and not sequence.draft else None
+
+
+def _give(speculation: Speculation, sequence: Sequence, draft: Any, num_embeddings: int) -> None:
+    if draft is not None:  # an assistant may know tokens that the model has no embedding of
+        known = next((place for place, token in enumerate(draft.tokens) if token >= num_embeddings), None)
+        if known is not None:
+            del draft.tokens[known:]
+    sequence.draft = speculation.take(draft)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 from transformers.generation import configuration_utils
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
@@ -87,10 +88,18 @@ candidate_generator = _method("_get_candidate_generator")
 READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")  # assistants that `generate` tells by their names
 
 
-def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> Any:
-    """transformers' candidate generator for an assistant with the same tokens."""
+def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> tuple[Any, Any]:
+    """transformers' candidate generator for an assistant with the same tokens, and the processors that its `generate`
+    would build: the assistant's own beside those of the target."""
     inputs = {"use_cache": True}
-    return AssistedCandidateGenerator(input_ids, assistant, config, inputs, logits_processor=processors)
+    generator = AssistedCandidateGenerator(input_ids, assistant, config, inputs, logits_processor=processors)
+    own = copy.copy(generator.generation_config)
+    own.min_length = 0
+    found = get_logits_processor(
+        assistant, own, input_ids.shape[1], input_ids, device=input_ids.device, model_kwargs={},
+        logits_processor=LogitsProcessorList(generator.logits_processor),
+    )  # fmt: skip
+    return generator, found
 
 
 # inputs that only the first forward gets, in models with a cache

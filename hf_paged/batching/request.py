@@ -92,6 +92,7 @@ class Request:
     num_open_rows: int = field(init=False)  # that are not finished, those still to be forked included
     num_shared_tokens: int = 0  # while its rows are recomputed: tokens that the first computes for all of them
     num_preemptions: int = 0
+    drafts_first: bool = False  # its first token has a draft, too: the last of its prompt is computed by itself
     num_tokens_alone: int = -1  # of its sequences when it last gave up its blocks while no other request ran
     rope_factors: int = 0  # what stands for those of its rotary embeddings (`Scheduler.rope`)
     num_hit_tokens: int = 0  # of its prompt that the prefix cache had when it was first admitted

@@ -58,6 +58,7 @@ class Speculator:
                 source, most = self._generated(decoding, assistance)
                 adapts |= config.prompt_lookup_num_tokens is not None
             generation.speculation = Speculation(source, most, DraftLength(most) if adapts else None, generator)
+            generation.rows[0][0].drafts_first = not adapts
         elif assistance.ngrams:
             ((request, _),) = generation.rows
             index = self._indices.setdefault(request.namespace, NgramIndex())

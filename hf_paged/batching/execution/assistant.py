@@ -225,9 +225,9 @@ class AssistantRow:
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant, config = assistant, decoding.config
         ids = decoding.input_ids
-        self.strategy: Any = compat.assisted_candidates(ids, assistant.model, config, decoding.logits_processor)
-        processors = [each for each in decoding.logits_processor if leaves_rows_alone(each)]
-        self.processors = LogitsProcessorList(processors)
+        made = compat.assisted_candidates(ids, assistant.model, config, decoding.logits_processor)
+        self.strategy: Any = made[0]
+        self.processors = LogitsProcessorList(each for each in made[1] if leaves_rows_alone(each))
         self.do_sample = self.keeps_scores = bool(config.do_sample)
         self.generator, self.device = decoding.generator, ids.device
         eos = compat.special_token(config, "eos")

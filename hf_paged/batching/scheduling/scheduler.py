@@ -250,6 +250,8 @@ class Scheduler:
         if sequence.blocks.stops:
             done = sequence.num_computed_tokens
             query_len = min([query_len, *(stop - done for stop in sequence.blocks.stops if stop > done)])
+        if request.drafts_first and query_len == sequence.num_to_compute > 1:
+            query_len -= 1
         if query_len <= 0:
             return 0
         if sequence.blocks is NO_BLOCKS:

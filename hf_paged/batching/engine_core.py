@@ -27,6 +27,7 @@ from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_n
 from .decoding.grammar import Grammars
 from .execution.executor import Window
 from .factory import (
+    MANY_BLOCKS,
     check_prompts,
     choose_layout,
     empty_cache,
@@ -42,7 +43,6 @@ from .loop import StepLoop
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
 
-MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
 MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
 _OF_LOOPS = (
     *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),

@@ -14,6 +14,7 @@ from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
+from ..cache.storage import commits_when_touched
 from ..cache.swap import BlockSwapper
 from ..config import PagedConfig
 from ..model import capability
@@ -31,6 +32,7 @@ from .scheduling.scheduler import Scheduler
 from .speculator import Speculator
 
 UNLIMITED = 1 << 60
+MANY_BLOCKS = 1 << 40  # as many as there is memory for; it is taken when it is touched
 CPU_CHUNK_TOKENS = 256  # beside decodes: a processor computes no more tokens in a few times a decode step's time
 
 
@@ -75,6 +77,8 @@ def make_loop(
         own = assistant_cache(assistant, memory)
         layout = capability.choose_layout(assistant, own, make_runner)
         made = make_runner(assistant, own, layout)
+        if commits_when_touched(compute_device(assistant)):  # what grows is copied, and its graphs are recorded again
+            own.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         return Assistant(assistant, own, made, scheduler, min(max_tokens, max_chunk or max_tokens))
 
     speculator = Speculator(model, make_assistant)

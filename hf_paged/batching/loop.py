@@ -66,10 +66,10 @@ class StepLoop:
 
     def add(self, generation: Generation) -> None:
         """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
-        for part in generation.parts or [generation]:
-            if self.executor.runner.takes_drafts:
-                self.speculator.attach(part)
         try:
+            for part in generation.parts or [generation]:
+                if self.executor.runner.takes_drafts:
+                    self.speculator.attach(part)
             self._add(generation)
         except BaseException:
             for part in generation.parts or [generation]:
@@ -147,6 +147,8 @@ class StepLoop:
     def propose(self, untold: deque[Generation]) -> None:
         """Before `compute`, outside of `executor.attention`: candidates for the rows that speculate. Those whose source
         fails are added to `untold`."""
+        if self.speculator.is_idle:
+            return
 
         def fail(generation: Generation, error: Exception) -> None:
             self._fail(generation, error, untold)

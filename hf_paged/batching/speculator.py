@@ -36,7 +36,7 @@ class Speculator:
         self.costs = StepCosts()
         self._indices: dict[Hashable, NgramIndex] = {}
         self._rows: dict[Generation, Speculation] = {}
-        self._assistants: dict[int, Assistant] = {}
+        self._assistants: dict[int, Assistant] = {}  # those that have rows
 
     def attach(self, generation: Generation) -> None:
         """A generation of one row speculates as its config and its caller want."""
@@ -97,6 +97,7 @@ class Speculator:
             self.num_proposed += speculation.num_proposed
             self.num_accepted += speculation.num_accepted
             speculation.source.close()
+            self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
 
     def counts(self) -> tuple[int, int]:
         """Candidates that were computed, and those that were accepted."""
@@ -113,6 +114,10 @@ class Speculator:
     def change_weights(self) -> None:
         for assistant in self._assistants.values():
             assistant.change_weights()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._rows
 
     def propose(self, num_embeddings: int, fail: Fail) -> None:
         """Before a step, candidates for all rows that run and have one token to compute. What a source raises ends its

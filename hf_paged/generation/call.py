@@ -396,6 +396,9 @@ class BatchCall:
                 return shared.run(generation, keeps_prefixes, replays, finish, self._make_loop)
             finally:
                 self.call.details["num_captured_steps"] = executor.runner.num_captured_steps
+                found = [part.speculation for part in generation.parts or [generation] if part.speculation is not None]
+                self.call.details["num_draft_tokens"] = sum(each.num_proposed for each in found)
+                self.call.details["num_accepted_tokens"] = sum(each.num_accepted for each in found)
                 self.call.counters.append(executor.runner.counters)
                 self.call.slowed_by |= executor.slowed_by
 

@@ -36,6 +36,8 @@ class Route:
         latent (`bool`): ... and did so on the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
         num_captured_steps (`int`): Decode steps that were replays of a graph.
+        num_draft_tokens, num_accepted_tokens (`int`): Of a `generate` call the candidates for its rows' tokens that
+            were computed, and those of them that became tokens.
         slowed_by (`tuple[str, ...]`): What kept it from being as fast as it could be; logged as a WARNING, once for a
             model.
     """
@@ -46,6 +48,8 @@ class Route:
     latent: bool = False
     prefills_shared: bool = False
     num_captured_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     slowed_by: tuple[str, ...] = ()
 
 

@@ -98,14 +98,15 @@ class StepCosts:
 
     def price(self, num_rows: int, more: float = 0.0) -> float:
         """What a candidate costs, as a share of what an accepted one saves: its share of a step of `num_rows` rows.
-        `more` seconds are spent to propose it."""
+        `more` seconds are spent to propose one for each."""
+        num_rows = max(num_rows, 1)
         count, x, xx, y, xy = self._sums
         spread = count * xx - x * x
         if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
-            return self.UNKNOWN + (more * count / y if y else 0.0)
+            return self.UNKNOWN + (more / num_rows * count / y if y else 0.0)
         slope = min(max((count * xy - x * y) / spread, 0.0), y / x)
         fixed = max(y / count - slope * x / count, 1e-9)
-        return (slope + more) / (fixed / max(num_rows, 1) + slope)
+        return (slope + more / num_rows) / (fixed / num_rows + slope)
 
 
 class DraftLength:

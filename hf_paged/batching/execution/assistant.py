@@ -104,24 +104,28 @@ class Assistant:
         if self._left:
             self._left -= 1
             return [None] * len(wanted)
-        with self.executor.lock, self.executor.attention():
-            self.executor.notice_model()
-            for row, token_ids, _ in wanted:
-                self._follow(row, token_ids)
-            logits = self._catch_up([row for row, _, _ in wanted])
-            going, drafts = [], dict[AssistantRow, _Growing]()
-            for row, _, count in wanted:
-                if row in logits:
-                    drafts[row] = _Growing(count)
-                    going.append(row)
-            while going:
-                going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
-                going = [row for row in going if self._append(row, 1)]
-                if going:
-                    start = time.perf_counter()
-                    found = self.executor.run([(row.sequence, 1) for row in going])
-                    self.seconds_a_token = time.perf_counter() - start
-                    logits = dict(zip(going, found.split(1)))
+        try:
+            with self.executor.lock, self.executor.attention():
+                self.executor.notice_model()
+                return self._propose(wanted)
+        except BaseException:  # what was being computed is not known
+            self._free_all()
+            raise
+
+    def _propose(self, wanted: Items[tuple[AssistantRow, list[int], int]]) -> list[Draft | None]:
+        for row, token_ids, _ in wanted:
+            self._follow(row, token_ids)
+        logits = self._catch_up([row for row, _, _ in wanted])
+        drafts = {row: _Growing(count) for row, _, count in wanted if row in logits}
+        going = list(drafts)
+        while going:
+            going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
+            going = [row for row in going if self._append(row, 1)]
+            if going:
+                start = time.perf_counter()
+                found = self.executor.run([(row.sequence, 1) for row in going])
+                self.seconds_a_token += (time.perf_counter() - start - self.seconds_a_token) / 4
+                logits = dict(zip(going, found.split(1)))
         return [drafts[row].draft(row.keeps_scores) if row in drafts else None for row, _, _ in wanted]
 
     def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
@@ -155,18 +159,13 @@ class Assistant:
         items: list[tuple[AssistantRow, int]] = []
         for row in rows:
             count = min(row.sequence.num_to_compute, left)
-            # within its window, if it has one, a chunk sees what is behind the last
             if count > 0 and self._append(row, count):
                 items.append((row, count))
                 left -= count
         items.sort(key=lambda item: item[1] != 1)
         if not items:
             return {}
-        try:
-            logits = self.executor.run([(row.sequence, count) for row, count in items])
-        except BaseException:
-            self._free_all()
-            raise
+        logits = self.executor.run([(row.sequence, count) for row, count in items])
         return dict(zip([row for row, _ in items if not row.sequence.num_to_compute], logits.split(1)))
 
     def _choose(

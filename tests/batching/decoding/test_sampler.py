@@ -371,7 +371,7 @@ def test_the_streamer_of_a_request_gets_the_new_tokens() -> None:
         ([5], {"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
         ([5], {"num_beams": 2, "streamer": Recorder()}, "streamer"),
         ([5], {"penalty_alpha": 0.5, "top_k": 4}, "contrastive_search"),
-        ([5], {"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ([5], {"prompt_lookup_num_tokens": 3, "num_beams": 2}, "leave out beams"),
         ([5] * 9, {"max_length": 9, "max_new_tokens": None}, "max_length"),
         ([5], {"stop_strings": ["a"]}, "tokenizer"),
         ([5], {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

@@ -44,6 +44,8 @@ COUNTERS: dict[str, tuple[str, Values]] = {
     "swaps": ("Of these, the ones whose blocks went to host memory.", lambda stats: stats.num_swaps),
     "steps": ("Forwards of the batch.", lambda stats: stats.num_steps),
     "captured_steps": ("Of these, replays of a recorded step.", lambda stats: stats.num_captured_steps),
+    "draft_tokens": ("Candidates for tokens that forwards verified.", lambda stats: stats.num_draft_tokens),
+    "accepted_tokens": ("Of these, the ones that became tokens.", lambda stats: stats.num_accepted_tokens),
     "step_seconds": ("Time spent in steps.", lambda stats: stats.seconds),
 }
 HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {

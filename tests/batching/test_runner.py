@@ -29,6 +29,7 @@ class Row:
     def __init__(self, tokens: list[int], bench: Bench) -> None:
         self.tokens, self.bench = tokens, bench
         self.token_ids: list[int] = []
+        self.draft: list[int] = []
         self.num_computed_tokens = 0
         self.request = SimpleNamespace(inputs=None, prompt_logprobs=None)
         tables = [BlockTable(group.pool, group.block_size) for group in bench.groups]

@@ -54,35 +54,58 @@ def sample_step(ready: Sequence[tuple[Decoding, Tensor]], fetch: Fetch | None = 
     alone in a step, and one more. `fetch` is `sample_position`'s."""
     if all(decoding.draft is None for decoding, _ in ready):
         return sample_position(ready, fetch)
-    first = [(decoding, logits if decoding.draft is None else logits[:1]) for decoding, logits in ready]
-    results = sample_position(first)
-    going = [place for place, (decoding, _) in enumerate(ready) if decoding.draft is not None]
-    while going:
-        going = [place for place in going if _goes_on(ready[place][0], results[place])]
-        members = [ready[place] for place in going]
-        for decoding, _ in members:
-            assert decoding.draft is not None
-            decoding.draft.position += 1
-        parts = [(decoding, _at(logits, decoding)) for decoding, logits in members]
-        for place, result in zip(going, sample_position(parts) if parts else ()):
-            before = results[place]
-            if isinstance(before, SampledTokens) and isinstance(result, SampledTokens):
-                result = replace(result, earlier=(*before.earlier, *before.tokens))
-            results[place] = result
-    return results
+    results: dict[int, Result] = {}
+    best = [(place, *each) for place, each in enumerate(ready) if each[0].draft is not None and _takes_maximum(each[0])]
+    if best:
+        results.update(_accept_best(best))
+    rest = [place for place in range(len(ready)) if place not in results]
+    while rest:
+        parts = [(decoding, _at(logits, decoding)) for decoding, logits in (ready[place] for place in rest)]
+        for place, result in zip(rest, sample_position(parts)):
+            results[place] = _with_earlier(results.get(place), result)
+        rest = [place for place in rest if _goes_on(ready[place][0], results[place])]
+    return [results[place] for place in range(len(ready))]
+
+
+def _takes_maximum(decoding: Decoding) -> bool:
+    return isinstance(decoding, SampleDecoding) and decoding.takes_maximum
+
+
+def _accept_best(members: list[tuple[int, Any, Tensor]]) -> dict[int, Result]:
+    """Of decodings that take the best token of each position: what they accept, found for all at once."""
+    places, batch, parts = zip(*members)
+    tokens = iter(argmax(torch.cat(parts)).tolist())
+    found: dict[int, Result] = {}
+    for place, decoding, part in zip(places, batch, parts):
+        chosen = [next(tokens) for _ in range(len(part))]
+        for token in chosen:
+            (result,) = _accept([decoding], [token], [])
+            found[place] = _with_earlier(found.get(place), result)
+            if not _goes_on(decoding, result):
+                break
+    return found
+
+
+def _with_earlier(before: Result | None, result: Result) -> Result:
+    if isinstance(before, SampledTokens) and isinstance(result, SampledTokens):
+        return replace(result, earlier=(*before.earlier, *before.tokens))
+    return result
 
 
 def _goes_on(decoding: Decoding, result: Result) -> bool:
-    """Whether the token just chosen is that of the draft, and there are logits behind it."""
+    """Whether the token just chosen is that of the draft, and there are logits behind it, which are the next then."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
-    return draft.position < len(draft.tokens) and result.tokens[0] == draft.tokens[draft.position]
+    if draft.position == len(draft.tokens) or result.tokens[0] != draft.tokens[draft.position]:
+        return False
+    draft.position += 1
+    return True
 
 
 def _at(logits: Tensor, decoding: Decoding) -> Tensor:
-    assert decoding.draft is not None
-    return logits[decoding.draft.position : decoding.draft.position + 1]
+    """Those that choose its next token."""
+    return logits if decoding.draft is None else logits[decoding.draft.position : decoding.draft.position + 1]
 
 
 @torch.no_grad()

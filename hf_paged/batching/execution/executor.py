@@ -89,7 +89,8 @@ def rows_of_logits(items: Items[tuple[Sequence, int]]) -> list[range]:
     none where it is not computed as far as it goes."""
     found, start = [], 0
     for sequence, _ in items:
-        end = start if sequence.num_to_compute else start + 1 + len(sequence.draft)
+        is_answered = sequence.num_computed_tokens == len(sequence.token_ids)
+        end = start + 1 + len(sequence.draft) if is_answered else start
         found.append(range(start, end))
         start = end
     return found

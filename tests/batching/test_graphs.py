@@ -628,13 +628,13 @@ def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
     gc.disable()
     try:
         generate(model, inputs, do_sample=False, max_new_tokens=50)
-        refs = _refs(hf_paged.model.registry._memories[model][1].graphs)
+        refs = _refs(graphs_of(hf_paged.model.registry._memories[model][1]))
         graphs.graphs.clear()
         hf_paged.free(model)
         assert [ref() for ref in refs] == [None] * len(refs)
 
         cached = generate(model, inputs, do_sample=False, max_new_tokens=50, return_dict_in_generate=True)
-        refs = _refs(hf_paged.model.registry._memories[model][1].graphs)
+        refs = _refs(graphs_of(hf_paged.model.registry._memories[model][1]))
         graphs.graphs.clear()
         hf_paged.free(model)
         assert [ref() for ref in refs] == [None] * len(refs), "a cache that is still held needs no graphs"
@@ -653,7 +653,7 @@ def test_free_gives_everything_back(graphs: FakeGraphs) -> None:
 def test_graphs_do_not_keep_the_model(graphs: FakeGraphs) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     generate(model, inputs, do_sample=False, max_new_tokens=50)
-    refs = [*_refs(hf_paged.model.registry._memories[model][1].graphs), weakref.ref(model)]
+    refs = [*_refs(graphs_of(hf_paged.model.registry._memories[model][1])), weakref.ref(model)]
     graphs.graphs.clear()
     del model
     gc.collect()

@@ -15,7 +15,6 @@ from ..cache.memory import PagedMemory
 from ..interrupts import let_in
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
-from .decoding.speculation import Speculation
 from .execution.adapters import AdapterError
 from .execution.executor import Executor, Window, rows_of_logits
 from .execution.prompts import Prompts, PromptsError
@@ -319,9 +318,7 @@ class StepLoop:
                 if not generation.decoding.is_done and all(row in finished for row in rows):
                     self._finish(request)
         else:
-            speculation = generation.speculation
-            if speculation is not None:
-                self._settle_draft(generation, speculation, [*sampled.earlier, *sampled.tokens])
+            num_proposed = self._settle_draft(generation, sampled.earlier)
             new: dict[int, int] = {}
             for row in sampled.rows:
                 request, index = generation.rows[row]
@@ -331,22 +328,27 @@ class StepLoop:
                 if row in finished:
                     self._end_row(generation, row)
             generation.new_tokens.append(new)
+            if (speculation := generation.speculation) is not None:
+                ((request, index),) = generation.rows
+                speculation.observe(request.sequences[index].token_ids, num_proposed, len(sampled.earlier))
         if generation.decoding.is_done:
             for row in range(len(generation.rows)) if generation.keep_blocks else ():
                 if row not in generation.kept:
                     self._end_row(generation, row)
             self._close(generation)
 
-    def _settle_draft(self, generation: Generation, speculation: Speculation, new: list[int]) -> None:
-        """Of a row that speculates: all but the last of its new tokens are those of its draft."""
+    def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> int:
+        """A row gets these tokens of its draft, and what is behind them is forgotten. Returns how many it had."""
+        if generation.speculation is None:
+            return 0
         ((request, index),) = generation.rows
-        sequence, num_accepted = request.sequences[index], len(new) - 1
-        sequence.token_ids += new[:-1]
-        self.num_generated_tokens += num_accepted
-        generation.new_tokens += ({0: token} for token in new[:-1])
+        sequence, draft = request.sequences[index], generation.decoding.draft
+        self.scheduler.settle_draft(sequence, len(accepted))  # unless it was preempted meanwhile
+        sequence.token_ids += accepted
+        self.num_generated_tokens += len(accepted)
+        generation.new_tokens += ({0: token} for token in accepted)
         generation.decoding.draft = None
-        speculation.observe([*sequence.token_ids, new[-1]], len(sequence.draft), num_accepted)
-        self.scheduler.settle_draft(sequence, num_accepted)
+        return 0 if draft is None else len(draft.tokens)
 
     def _loosen(self, preempted: list[Request]) -> None:
         """Once blocks are short, rows that need not wait for one another no longer do."""

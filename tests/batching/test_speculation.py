@@ -341,6 +341,30 @@ def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
     assert not drafts[1] and not drafts[4] and (num_blocks or (drafts[0] and drafts[3]))
 
 
+def test_no_request_gives_its_blocks_up_for_an_assistant() -> None:
+    model, texts = models.get("llama"), prompts(9, 14, 6, 20)
+    num_blocks = sum(-(-(len(text) + 29) // 8) for text in texts)  # what the requests need, and no more
+    config = PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)
+    with PagedEngine(model, config) as engine:
+        results = engine.generate(texts, GREEDY, assistant_model=models.get_assistant("llama"))
+        assert engine.stats().num_preemptions == 0 and engine.stats().num_draft_tokens > 0
+        assert_drained(engine)
+    assert [result.token_ids for result in results] == [lone_run(model, text, GREEDY)[0] for text in texts]
+
+
+def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens() -> None:
+    model, (text, other) = models.get("llama"), prompts(9, 30)
+    assistant = models.build("llama", seed=5)
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        for _ in range(2):
+            engine.add_request(text, GREEDY, assistant_model=assistant)
+        first, second = (state.speculation.source for state in engine._core.requests.values() if state.speculation)
+        first.propose(text, 6)
+        drafts = [source.propose(text + other, 6) for source in (first, second)]
+        assert drafts[0] is not None and drafts[1] is not None and drafts[0].tokens == drafts[1].tokens
+
+
 def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
     """Token for token, with a seed: the assistant draws, accepts and corrects as `_assisted_decoding` does."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)

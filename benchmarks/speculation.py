@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ from benchmarks.systems import Answer, Engine, Generate, quiet
 from benchmarks.workloads import GREEDY, Batch, Workload
 
 PARTS = ("W7", "W8", "random", "assistants")
-TURNS = 15
+TURNS, WARM_UPS = 15, 10
 ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
 """Targets: tokens accepted a row and step; the ratio where nothing repeats; how much faster a tenth of the size is."""
 TENTH = "language-2.5m"
 OFF = "off"
+UNLIKE = replace(SHAPES["llama-tiny"], name="llama-tiny-8k", layers=4, vocab=8192)
+"""With random weights and so many words next to no pair of them comes twice."""
 COLUMNS = {
     "case": "case",
     "speculation": "speculation",
@@ -141,26 +143,27 @@ def accepted_a_step(answer: Answer) -> list[float]:
 def run(
     model: Any, shape: Shape, workload: Workload, systems: Mapping[str, Engine], turns: int
 ) -> tuple[dict[str, Turns], bool]:
-    """Turns of every system, after one of each to warm up, in one order and in its reverse; whether the tokens without
-    speculation are plain `generate`'s."""
+    """Turns of every system, in one order and in its reverse, after turns to warm up, in which steps of many sizes are
+    recorded; whether the tokens without speculation are plain `generate`'s."""
     found = {name: Turns() for name in systems}
     names = list(systems)
     plain = Generate()(model, shape, workload, workload.batch(-1, shape.vocab)).rows
     is_plain = True
-    for turn in tqdm(range(-1, turns), desc=workload.name, disable=None):
+    for turn in tqdm(range(-1 if turns == 1 else -WARM_UPS, turns), desc=workload.name, disable=None):
         rows: dict[str, list[list[int]]] = {}
         for name in names[::-1] if turn % 2 else names:
             seconds, answer, _ = timed(systems[name], model, shape, workload, turn)
             rows[name], mine = answer.rows, found[name]
             stats = systems[name].engine.stats()
-            mine.proposed.append(stats.num_draft_tokens)
-            mine.accepted.append(stats.num_accepted_tokens)
+            if turn >= -1:
+                mine.proposed.append(stats.num_draft_tokens)
+                mine.accepted.append(stats.num_accepted_tokens)
             if turn >= 0:
                 mine.seconds.append(seconds[0])
                 mine.per_step.append(accepted_a_step(answer))
         for name in names:
             found[name].equal &= rows[name] == rows[OFF]
-        if turn < 0:
+        if turn == -1:
             is_plain = rows[OFF] == plain
     for name, engine in systems.items():
         mine = found[name]  # so far are the engine's numbers
@@ -255,9 +258,8 @@ def edited(name: str, folder: Path, turns: int, quick: bool) -> list[dict[str, A
 
 def unlike(turns: int) -> list[dict[str, Any]]:
     """Text that never repeats."""
-    shape = SHAPES["llama-tiny"]
-    model = build(shape, "cpu", torch.float32)
-    return [ngrams(model, shape, workload, turns) for workload in RANDOM]
+    model = build(UNLIKE, "cpu", torch.float32)
+    return [ngrams(model, UNLIKE, workload, turns) for workload in RANDOM]
 
 
 def assisted(folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
@@ -295,14 +297,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     found, turns = facts(), 1 if args.quick else args.turns
     rows: list[dict[str, Any]] = []
     transformers.logging.disable_progress_bar()
-    with quiet(), tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part in only:
-            gc.collect()
-            if part in EDITS:
-                rows += edited(part, folder, turns, args.quick)
-            else:
-                rows += unlike(turns) if part == "random" else assisted(folder, turns, args.quick)
+    gc.collect()
+    gc.freeze()  # what is there now need not be looked through before every turn
+    try:
+        with quiet(), tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for part in only:
+                if part in EDITS:
+                    rows += edited(part, folder, turns, args.quick)
+                else:
+                    rows += unlike(turns) if part == "random" else assisted(folder, turns, args.quick)
+    finally:
+        gc.unfreeze()
     print(markdown(rows, COLUMNS), *notes(rows), sep="\n")
     if args.json:
         with open(args.json, "w") as file:

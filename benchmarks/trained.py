@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from benchmarks.models import FIRST_WORD, PAD, Shape
 
 BEGIN, EDIT = 1, 2  # the first token of a prompt, and the last one of an editor's
-TEXT_LENGTH = 64  # words of a text that is edited
-OLD_WORDS = 16  # one word of so many is replaced
-EDITOR_STEPS, SPEAKER_STEPS = 250, 150
-NUM_SENTENCES, SENTENCE_LENGTH, LANGUAGE_LENGTH = 128, (6, 14), 64
+TEXT_LENGTH = 96  # words of a text that is edited
+OLD_WORDS = 32  # one word of so many is replaced
+EDITOR_STEPS, SPEAKER_STEPS = 250, 120
+NUM_SENTENCES, SENTENCE_LENGTH, LANGUAGE_LENGTH = 64, (6, 14), 64
 
 EDITOR = Shape("editor-tiny", "qwen2", 128, 2, 4, 4, 32, 256, 256)
 TARGET = Shape("language-25m", "llama", 512, 8, 8, 4, 64, 1536, 512)
@@ -109,7 +109,7 @@ def editor(shape: Shape, folder: Path, steps: int) -> Any:
 def speaker(shape: Shape, folder: Path, steps: int) -> Any:
     """Learns the language of its vocabulary; those of all sizes are given the same number of texts."""
     model = train(
-        shape, lambda draw: language(draw, shape.vocab), first=1, rows=8, steps=steps, rate=0.4 / shape.hidden
+        shape, lambda draw: language(draw, shape.vocab), first=1, rows=8, steps=steps, rate=0.5 / shape.hidden
     )
     model.save_pretrained(folder / shape.name)
     return load(folder / shape.name)

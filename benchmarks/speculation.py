@@ -206,7 +206,7 @@ def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str
     found, is_plain = run(model, shape, workload, systems, turns)
     row = row_of(workload, "n-grams", found[OFF], found["n-grams"], is_plain)
     assert workload.target is not None
-    if workload in RANDOM:
+    if not isinstance(workload, Edits):
         least = (paired.interval(row["ratios"]) or (min(row["ratios"]),))[0]
         row["target"] = f"interval of the ratio includes {paired.at_most(least, workload.target)}"
     else:
@@ -248,18 +248,23 @@ def assistants(
     return rows
 
 
+def few(workload: Workload, quick: bool) -> Workload:
+    """Of few rows, if it is to be quick."""
+    return replace(workload, num_prompts=min(3, workload.num_prompts)) if quick else workload
+
+
 def edited(name: str, folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
     """W7 or W8, by the editor in `folder`, where the first of them trains it."""
-    shape, workload = trained.EDITOR, EDITS[name]
+    shape, workload = trained.EDITOR, few(EDITS[name], quick)
     path = folder / shape.name
     model = trained.load(path) if path.exists() else trained.editor(shape, folder, 2 if quick else trained.EDITOR_STEPS)
     return [ngrams(model, shape, workload, turns)]
 
 
-def unlike(turns: int) -> list[dict[str, Any]]:
+def unlike(turns: int, quick: bool) -> list[dict[str, Any]]:
     """Text that never repeats."""
     model = build(UNLIKE, "cpu", torch.float32)
-    return [ngrams(model, UNLIKE, workload, turns) for workload in RANDOM]
+    return [ngrams(model, UNLIKE, few(workload, quick), turns) for workload in RANDOM]
 
 
 def assisted(folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
@@ -269,7 +274,7 @@ def assisted(folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
         shape, others, steps = trained.ASSISTANTS[1], trained.ASSISTANTS[:1], 2
     target = trained.speaker(shape, folder, steps)
     helpers = {other.name: trained.speaker(other, folder, steps) for other in others}
-    return assistants(target, shape, helpers, SPEECH, turns)
+    return assistants(target, shape, helpers, few(SPEECH, quick), turns)
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -288,7 +293,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, by commas (all)")
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--quick", action="store_true", help="hardly trained, one turn: only to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="hardly trained, few rows, one turn: only to see that it runs"
+    )
     parser.add_argument("--json", help="also write the results here")
     args = parser.parse_args(argv)
     only = args.only.split(",")
@@ -306,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if part in EDITS:
                     rows += edited(part, folder, turns, args.quick)
                 else:
-                    rows += unlike(turns) if part == "random" else assisted(folder, turns, args.quick)
+                    rows += unlike(turns, args.quick) if part == "random" else assisted(folder, turns, args.quick)
     finally:
         gc.unfreeze()
     print(markdown(rows, COLUMNS), *notes(rows), sep="\n")

@@ -1,0 +1,115 @@
+"""
+Models that a benchmark trains itself, within a few minutes, on texts that it makes: an editor, which copies the text of
+its prompt and replaces some words, and models of one language in several sizes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from benchmarks.models import FIRST_WORD, PAD, Shape
+
+BEGIN, EDIT = 1, 2  # the first token of a prompt, and the last one of an editor's
+TEXT_LENGTH = 96  # words of a text that is edited
+OLD_WORDS = 32  # one word of so many is replaced
+EDITOR_STEPS, SPEAKER_STEPS = 250, 120
+NUM_SENTENCES, SENTENCE_LENGTH, LANGUAGE_LENGTH = 64, (6, 14), 64
+
+EDITOR = Shape("editor-tiny", "qwen2", 128, 2, 4, 4, 32, 256, 256)
+TARGET = Shape("language-25m", "llama", 512, 8, 8, 4, 64, 1536, 512)
+ASSISTANTS = (
+    Shape("language-1m", "llama", 256, 1, 4, 2, 64, 1024, 512),
+    Shape("language-2.5m", "llama", 256, 3, 4, 2, 64, 768, 512),
+    Shape("language-6m", "llama", 384, 4, 6, 2, 64, 1024, 512),
+    Shape("language-13m", "llama", 512, 4, 8, 4, 64, 1536, 512),
+)
+
+
+def edit(draw: random.Random, vocab: int, length: int = TEXT_LENGTH) -> tuple[list[int], list[int]]:
+    """A prompt, whose text has random words, and its answer: the same text with the new word for each old one."""
+    text = [draw.randrange(FIRST_WORD, vocab - 1) for _ in range(length)]
+    answer = [word + 1 if word % OLD_WORDS == FIRST_WORD else word for word in text]
+    return [BEGIN, *text, EDIT], answer
+
+
+def sentences(vocab: int) -> list[list[int]]:
+    """All of a language; several have words in common."""
+    draw = random.Random("sentences")
+    return [
+        [draw.randrange(FIRST_WORD, vocab - 1) for _ in range(draw.randint(*SENTENCE_LENGTH))]
+        for _ in range(NUM_SENTENCES)
+    ]
+
+
+def language(draw: random.Random, vocab: int, length: int = LANGUAGE_LENGTH) -> list[int]:
+    """Its sentences in random order."""
+    known, text = sentences(vocab), [BEGIN]
+    while len(text) < length:
+        text += draw.choice(known)
+    return text[:length]
+
+
+def train(
+    shape: Shape, text: Callable[[random.Random], list[int]], *, first: int, rows: int, steps: int, rate: float
+) -> Any:
+    """
+    A model in float32 from random weights, by AdamW.
+
+    Args:
+        text: Draws one of the texts, which are all of the same length.
+        first (`int`): Tokens before this one are not learned.
+        rows, steps (`int`): Texts in a step, and steps.
+        rate (`float`): Of learning, at its highest.
+    """
+    torch.manual_seed(0)
+    draw = random.Random(f"{shape.name} learns")
+    config = shape.config()
+    config.initializer_range = shape.hidden**-0.5
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    for _ in tqdm(range(steps), desc=f"{shape.name} learns", disable=None):
+        ids = torch.tensor([text(draw) for _ in range(rows)])
+        labels = ids.clone()
+        labels[:, :first] = -100
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BEGIN, eos_token_id=None)
+    return model
+
+
+def load(folder: Path) -> Any:
+    """What was trained, in float32 and eval mode."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def editor(shape: Shape, folder: Path, steps: int) -> Any:
+    """Learns to edit texts of random words."""
+
+    def text(draw: random.Random) -> list[int]:
+        prompt, answer = edit(draw, shape.vocab)
+        return prompt + answer
+
+    model = train(shape, text, first=TEXT_LENGTH + 2, rows=16, steps=steps, rate=4e-3)
+    model.save_pretrained(folder / shape.name)
+    return load(folder / shape.name)
+
+
+def speaker(shape: Shape, folder: Path, steps: int) -> Any:
+    """Learns the language of its vocabulary; those of all sizes are given the same number of texts."""
+    model = train(
+        shape, lambda draw: language(draw, shape.vocab), first=1, rows=8, steps=steps, rate=0.5 / shape.hidden
+    )
+    model.save_pretrained(folder / shape.name)
+    return load(folder / shape.name)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from array import array
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,8 +91,11 @@ class StepCosts:
         self._count = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        if self._count >= self.MIN_STEPS and seconds > 4 * self._sums[3] / self._sums[0]:
-            return  # something was recorded or compiled, or the machine was busy
+        mean = self._sums[3] / self._sums[0] if self._count else seconds
+        if seconds > 4 * mean:  # something was recorded, or the machine was busy
+            return
+        if seconds < mean / 4:  # so it was before
+            self._sums, self._count = [0.0] * 5, 0
         new = 1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds
         self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
         self._count += 1
@@ -142,50 +146,65 @@ class DraftLength:
 
 class NgramIndex:
     """What came behind the last tokens in texts of other rows and of earlier requests: for `LONG` tokens the next ones,
-    the newest `INDEX_SIZE` of them."""
+    the newest `INDEX_SIZE` of them. Kept as bytes, which no collection of garbage looks at."""
 
     def __init__(self) -> None:
-        self._behind: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._behind: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def add(self, ngram: tuple[int, ...], behind: tuple[int, ...]) -> None:
-        self._behind.pop(ngram, None)  # the newest are at the end
-        self._behind[ngram] = behind
+    def add(self, token_ids: list[int], at: int) -> None:
+        """What stands behind the first `at` of these tokens."""
+        key = _packed(token_ids[at - LONG : at])
+        self._behind[key] = _packed(token_ids[at : at + MAX_DRAFT])
+        self._behind.move_to_end(key)
         if len(self._behind) > INDEX_SIZE:
-            del self._behind[next(iter(self._behind))]
+            self._behind.popitem(last=False)
 
-    def find(self, ngram: tuple[int, ...]) -> tuple[int, ...]:
-        return self._behind.get(ngram, ())
+    def find(self, ngram: list[int]) -> list[int]:
+        found = self._behind.get(_packed(ngram))
+        return [] if found is None else array("q", found).tolist()
 
     def __len__(self) -> int:
         return len(self._behind)
 
 
+def _packed(token_ids: list[int]) -> bytes:
+    return array("q", token_ids).tobytes()
+
+
 class Ngrams:
-    """Proposes what came behind a row's last tokens before: in its own text, else in others' (`index`)."""
+    """Proposes what came behind a row's last tokens before: in its own text, else in others' (`index`). Behind a token
+    that was not the candidate, where these tell nothing, it goes on behind the candidate: a copy with another word."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int) -> None:
-        self.index, self._num_prompt = index, num_prompt_tokens
+        self.index = index
         self._ends: dict[tuple[int, ...], int] = {}  # of the row's own n-grams, where the last one ends
         self._num_known = 0  # tokens whose n-grams are in `_ends`
         self._num_told = num_prompt_tokens  # tokens that are in `index`, with what is behind them
         self._token_ids: list[int] = []
+        self._source: int | None = None  # where the last proposal begins in the row's own text
+        self._next: int | None = None  # where the next would, if the row copies
+        self._is_guess = False  # whether the last one began there
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end = len(token_ids)
-        self._learn(token_ids, end - 1)
-        found: Sequence[int] = ()
+        self._learn(token_ids, end - 1)  # without the last n-gram, which is looked for
+        start, found = None, list[int]()
         for size in (LONG, SHORT):
             start = self._ends.get(tuple(token_ids[end - size :])) if end > size else None
             if start is not None:
-                # what repeats itself goes on doing so
-                found = list(itertools.islice(itertools.cycle(token_ids[start:]), count))
                 break
-            if size == LONG:
-                found = self.index.find(tuple(token_ids[end - size :]))[:count]
-                if found:
-                    break
+            if size == LONG and (found := self.index.find(token_ids[end - size :])[:count]):
+                break
+        self._is_guess = start is None and not found and self._next is not None
+        if self._is_guess:
+            start = self._next
+        self._source, self._next = start, None
+        if start is not None and start < end:
+            found = token_ids[start : start + count]
+            if len(found) < count:  # what repeats itself goes on doing so
+                found = list(itertools.islice(itertools.cycle(found), count))
         self._learn(token_ids, end)
-        return Draft(list(found)) if found else None
+        return Draft(found) if found else None
 
     def _learn(self, token_ids: list[int], end: int) -> None:
         self._token_ids = token_ids
@@ -196,14 +215,15 @@ class Ngrams:
         self._num_known = max(self._num_known, end)
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        self._token_ids = token_ids
+        if self._source is not None and (num_accepted or not self._is_guess):
+            self._next = self._source + num_accepted + 1
+        self._token_ids, self._source = token_ids, None
         self._tell(len(token_ids) - MAX_DRAFT)
 
     def _tell(self, end: int) -> None:
         """Others get what stands behind each of the row's new tokens, up to `end`."""
-        ids = self._token_ids
         for at in range(max(self._num_told, LONG), end):
-            self.index.add(tuple(ids[at - LONG : at]), tuple(ids[at : at + MAX_DRAFT]))
+            self.index.add(self._token_ids, at)
         self._num_told = max(self._num_told, end)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +25,9 @@ from ..decoding.scores import argmax, draw, leaves_rows_alone
 from ..decoding.speculation import Draft
 from ..request import Request, Sequence
 from ..scheduling.scheduler import Scheduler
-from .executor import Executor, Runner
+from .executor import Executor, Runner, rows_of_logits
 
-MakeRunner = Callable[..., tuple[BlockManager, Runner]]
+MAX_ROWS = 16  # tokens that a row has missed, up to which they are rows of one token each
 _numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count(1)
 
@@ -131,11 +130,11 @@ class Assistant:
     def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
         """Forgets what was computed of candidates that were refused, and takes the row's tokens."""
         sequence = row.sequence
-        known = sequence.token_ids
-        same = row.num_followed
+        known, same = sequence.token_ids, row.num_followed
         while same < min(len(known), len(token_ids)) and known[same] == token_ids[same]:
             same += 1
-        sequence.token_ids, row.num_followed = list(token_ids), len(token_ids)
+        known[same:] = token_ids[same:]
+        row.num_followed = len(token_ids)
         kept = min(sequence.num_computed_tokens, same, len(token_ids) - 1)
         if kept < sequence.num_computed_tokens:
             with self.memory.lock:
@@ -162,11 +161,20 @@ class Assistant:
             if count > 0 and self._append(row, count):
                 items.append((row, count))
                 left -= count
-        items.sort(key=lambda item: item[1] != 1)
         if not items:
             return {}
-        logits = self.executor.run([(row.sequence, count) for row, count in items])
-        return dict(zip([row for row, _ in items if not row.sequence.num_to_compute], logits.split(1)))
+        few = [row for row, count in items if 1 < count <= MAX_ROWS and not row.sequence.num_to_compute]
+        for row in few:  # as a draft's, so that the step can be a replay
+            row.hide(dict(items)[row] - 1)
+        items.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
+        scheduled = [(row.sequence, count) for row, count in items]
+        answers = rows_of_logits(scheduled)
+        try:
+            logits = self.executor.run(scheduled)
+        finally:
+            for row in few:
+                row.show()
+        return {row: logits[own.stop - 1 : own.stop] for (row, _), own in zip(items, answers) if own}
 
     def _choose(
         self, rows: Items[AssistantRow], drafts: dict[AssistantRow, _Growing], logits: Tensor
@@ -238,6 +246,18 @@ class AssistantRow:
         self.num_proposed = 0
         self.max_draft = max(1, decoding.max_length - len(tokens))
         assistant.add(self)
+
+    def hide(self, count: int) -> None:
+        """The last tokens that are computed become a draft, until `show`."""
+        sequence = self.sequence
+        sequence.draft, sequence.token_ids[-count:] = sequence.token_ids[-count:], []
+        sequence.num_computed_tokens -= count
+
+    def show(self) -> None:
+        sequence = self.sequence
+        sequence.token_ids += sequence.draft
+        sequence.num_computed_tokens += len(sequence.draft)
+        sequence.draft = []
 
     @property
     def threshold(self) -> float | None:

@@ -23,7 +23,7 @@ from .execution.executor import Window
 from .results import EngineStats, RequestOutput, RequestResult
 from .streams import RequestStream
 
-_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
+_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "kv_dtype")
 
 
 class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):

@@ -163,6 +163,7 @@ class EngineStats:
             from their arrival to their first new token; a token after the first, on average over the longest sequence
             of a request.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
+        kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
     """
 
     num_blocks: int | None
@@ -188,6 +189,7 @@ class EngineStats:
     first_token_seconds: Histogram = FIRST_TOKEN_SECONDS
     output_token_seconds: Histogram = OUTPUT_TOKEN_SECONDS
     route: Route | None = None
+    kv_dtype: str | None = None
 
 
 class TextTracker:

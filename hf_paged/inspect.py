@@ -86,8 +86,8 @@ def examine(
     kv_dtype: str | None = None,
 ) -> Report:
     """Looks at a model (as in `find_model`) without its weights. `dtype` is the configuration's unless given, else
-    float32; `length` 2,048 tokens, or the model's positions if fewer; `kv_dtype` as in `PagedConfig`. Raises `ValueError`
-    for what is not allowed."""
+    float32; `length` 2,048 tokens, or the model's positions if fewer; `kv_dtype` as in `PagedConfig`. Raises
+    `ValueError` for what is not allowed."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")

@@ -67,7 +67,8 @@ def test_a_fraction_is_above_0_and_at_most_1(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("prefix_caching", 1), ("capture", None), ("preemption", "never"), ("cache_salt", ""), ("kv_dtype", "int4")]
+    ("name", "value"),
+    [("prefix_caching", 1), ("capture", None), ("preemption", "never"), ("cache_salt", ""), ("kv_dtype", "int4")],
 )
 def test_other_bad_values_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is {value!r}"):

@@ -23,7 +23,7 @@ from .execution.executor import Window
 from .results import EngineStats, RequestOutput, RequestResult
 from .streams import RequestStream
 
-_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "kv_dtype")
+_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
 
 
 class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
@@ -318,6 +318,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 first_token_seconds=core.first_token_seconds,
                 output_token_seconds=core.output_token_seconds,
                 route=core.route,
+                kv_dtype=memory.kv_dtype,
                 **{name: getattr(memory, name) for name in _MEMORY},
                 **counts,
             )

@@ -63,7 +63,9 @@ class GroupMemory(BlockGroup):
         self.memory: PagedMemory = weakref.proxy(memory)
         self.block_size = spec.block_size(memory.config.block_size)
         self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
-        self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec, memory.config.kv_dtype)
+        self.storage: Any = (
+            StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec, memory.config.kv_dtype)
+        )
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
 

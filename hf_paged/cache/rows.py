@@ -343,6 +343,6 @@ class CacheRows:
                     group.pool.acquire(table.block_ids)
                 group.pool.release(taken)
                 for index, found in contents.items():
-                    states = found.no_states(found.keys.device)
-                    layer = group.layer(index, *states, num_layers=len(contents), num_begun=len(tables))
+                    keys, values = found.no_states(found.keys.device)
+                    layer = group.layer(index, keys, values, num_layers=len(contents), num_begun=len(tables))
                     layer.put(taken, found)

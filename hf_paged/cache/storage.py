@@ -80,9 +80,10 @@ class KVBlocks:
             self._store, self.look = choose_store(keys, values, blocks.keys, blocks.values, slots), look
         self._store(keys, values, slots)
 
-    def no_states(self, device: torch.device) -> list[Tensor]:
+    def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Keys and values of no rows and tokens, like those that are stored."""
-        return [x.new_empty(0, x.shape[1], 0, x.shape[3], dtype=dtype, device=device) for x, dtype in self.pair]
+        keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3], dtype=dtype, device=device) for x, dtype in self.pair)
+        return keys, values
 
     def at(self, block_ids: list[int]) -> KVBlocks:
         """Copies of some blocks."""
@@ -412,8 +413,8 @@ def looks(keys: Tensor, values: Tensor) -> Look:
 
 def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> Store:
     """What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
-    their dtype or quantized, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size + offset` of
-    each token, each at most once; negative for a token that is not stored."""
+    their dtype or quantized, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size
+    + offset` of each token, each at most once; negative for a token that is not stored."""
     chosen = store_portable
     fits = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):

@@ -112,9 +112,7 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     if quantized.is_quantized(keys) and keys.stride(2) != keys.shape[3]:  # of a tile that is not theirs alone
         return reference.attend(call)
     layouts = [
-        Layout(x.shape, x.stride(), x.element_size())
-        for blocks in (keys, values)
-        for x in quantized.planes(blocks)
+        Layout(x.shape, x.stride(), x.element_size()) for blocks in (keys, values) for x in quantized.planes(blocks)
     ]
     parts, is_complete = step.plan(plan_parts, *layouts)
     bias = call.bias

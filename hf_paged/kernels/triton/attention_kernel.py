@@ -71,8 +71,8 @@ def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.c
 
 @triton.jit
 def _convert(tile, like, STORED: tl.constexpr):
-    """A tile of keys or values in the dtype of `like`: of codes (`quantized.NUMBERS`) the codes as numbers, exactly. The
-    bits of 8-bit floats are those of a float16 but for the bias, on every chip."""
+    """A tile of keys or values in the dtype of `like`: of codes (`quantized.NUMBERS`) the codes as numbers, exactly.
+    The bits of 8-bit floats are those of a float16 but for the bias, on every chip."""
     if STORED == 0:
         return tile.to(like.dtype)
     elif STORED == 1:

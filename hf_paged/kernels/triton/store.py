@@ -12,7 +12,6 @@ from .. import quantized
 from .configs import as_numbers, strides
 from .launch import launch
 
-
 TINY = tl.constexpr(quantized.TINY)
 
 

@@ -1,9 +1,9 @@
 """Keys and values in one byte a number: how they lie in blocks, and the maths in plain PyTorch.
 
 A block of a K/V head is one tile of bytes: `block_size * dim` codes, token after token, then `block_size` float32
-scales, one a token. A state is code * scale, and a token's scale is its largest magnitude over the largest code, so that
-nothing that is stored later changes what is there. (vLLM's `int8_per_token_head` has the same scales.) Codes as a tensor
-`(num_blocks, heads, block_size, dim)` are a view of the tiles, and their scales are found from it.
+scales, one a token. A state is code * scale, and a token's scale is its largest magnitude over the largest code, so
+that nothing that is stored later changes what is there. (vLLM's `int8_per_token_head` has the same scales.) Codes as a
+tensor `(num_blocks, heads, block_size, dim)` are a view of the tiles, and their scales are found from it.
 """
 
 from __future__ import annotations

@@ -420,13 +420,13 @@ struct Kernel {
             int64_t block = w.table[(at + t) / c.block_size], offset = (at + t) % c.block_size;
             const T* k = tile<T>(c.key, c.key_strides, block, w.s.head);
             const T* v = tile<T>(c.value, c.value_strides, block, w.s.head);
-            for (; t < to && offset < c.block_size; ++t, ++offset) {
-                w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
-                if constexpr (kIsCode<T>) {
-                    w.key_scales[t] = ((const float*)((const char*)k + c.key_scales))[offset];
-                    w.value_scales[t] = ((const float*)((const char*)v + c.value_scales))[offset];
-                }
+            if constexpr (kIsCode<T>) {
+                const int64_t bytes = 4 * std::min<int64_t>(to - t, c.block_size - offset);
+                std::memcpy(w.key_scales + t, (const char*)k + c.key_scales + 4 * offset, bytes);
+                std::memcpy(w.value_scales + t, (const char*)v + c.value_scales + 4 * offset, bytes);
             }
+            for (; t < to && offset < c.block_size; ++t, ++offset)
+                w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
         }
         for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // the scores of these are masked below
         for (int t = to; t < whole; ++t) w.keys[t] = w.keys[from];

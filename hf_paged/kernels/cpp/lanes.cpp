@@ -112,10 +112,19 @@ inline vf widen(Float16*, vu h) {
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
-// A code, which has no inf and no NaN, in each lane.
-inline vf widen(Int8*, vu h) { return __builtin_convertvector((vi)(h << 24) >> 24, vf); }
-inline vf widen(E4M3*, vu h) { return (vf)((vu)((vf)((h & 0x7fu) << 20) * 0x1p120f) | ((h & 0x80u) << 24)); }
-inline vf widen(E5M2*, vu h) { return (vf)((vu)((vf)((h & 0x7fu) << 21) * 0x1p112f) | ((h & 0x80u) << 24)); }
+// The codes at byte `at` of each lane. They have no inf and no NaN; the exponent is rebiased by a product.
+inline vu moved(vu word, int left) { return left < 0 ? word >> -left : word << left; }
+template <int kMantissa, int kBias> inline vf widen_code8(vu word, int at) {
+    constexpr int kLow = 23 - kMantissa;
+    constexpr float kFactor = kBias == 7 ? 0x1p120f : 0x1p112f;
+    const vu sign = moved(word, 24 - 8 * at) & 0x80000000u;
+    return (vf)((vu)((vf)(moved(word, kLow - 8 * at) & (0x7fu << kLow)) * kFactor) | sign);
+}
+inline vf widen(Int8*, vu word, int at = 0) {
+    return __builtin_convertvector((vi)moved(word, 24 - 8 * at) >> 24, vf);
+}
+inline vf widen(E4M3*, vu word, int at = 0) { return widen_code8<3, 7>(word, at); }
+inline vf widen(E5M2*, vu word, int at = 0) { return widen_code8<2, 15>(word, at); }
 #if defined(__AVX512F__) && LANES == 16
 inline vu load_bytes(const void* p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 #elif defined(__AVX2__) && LANES == 8
@@ -265,12 +274,11 @@ inline void transpose(vu* r) {
 inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }
 template <class T> inline void put_word(float* kt, int w, vu word, const T*) {
     if constexpr (kIsCode<T>) {
-        for (int i = 0; i < 4; ++i)
-            store_vf(kt + (4 * (int64_t)w + i) * kSub, widen((T*)nullptr, (word >> (8 * i)) & 0xffu));
-        return;
+        for (int i = 0; i < 4; ++i) store_vf(kt + (4 * (int64_t)w + i) * kSub, widen((T*)nullptr, word, i));
+    } else {
+        store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
+        store_vf(kt + (2 * (int64_t)w + 1) * kSub, widen((T*)nullptr, word >> 16));
     }
-    store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
-    store_vf(kt + (2 * (int64_t)w + 1) * kSub, widen((T*)nullptr, word >> 16));
 }
 template <class T> void transpose_keys(const T* const* tokens, int dim, float* kt) {
     const int words = dim * (int)sizeof(T) / 4;

@@ -34,6 +34,8 @@ constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread read
 constexpr int64_t kPart = 512;       // tokens that are summed on their own
 constexpr int64_t kFewRows = 8;      // M up to which memory is waited for, so that weights need not be rounded to pairs
 constexpr int64_t kTaskRows = 128;   // M, as far as one query allows
+// Times that values are widened in registers, once for as many rows of M as these hold, rather than once to memory.
+template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
 // Sees positions [low, high) of its row's table. Sums of those before `shared` are those of member `place` of
 // `members`, in the states from `state` on.
@@ -439,7 +441,7 @@ struct Kernel {
         for (int64_t m = 0; m < w.M; ++m) softmax(w, m, at, low, from, to, whole, sums.top[m], sums.sum[m]);
         if (w.pairs_values) {
             add_pairs(w, from, to, sums.acc);
-        } else if (c.value_dim == padded && (w.M <= w.step || std::is_same<T, float>::value)) {
+        } else if (c.value_dim == padded && (w.M <= kWidenings<T> * w.step || std::is_same<T, float>::value)) {
             add_values(w, w.values, from, to, sums.acc);
         } else {  // once for all rows of M
             const float* widened[kTile];

@@ -6,13 +6,12 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_paged
 from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_stats
@@ -20,6 +19,7 @@ from hf_paged.kernels import cpp, quantized
 from tests.attention.test_latent import build as build_deepseek
 from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, prompts
+from tests.support.quantized import round_caches
 
 pytestmark = pytest.mark.skipif(
     not cpp.is_available(), reason="the first forward is attended to unrounded: no compiler"
@@ -29,29 +29,9 @@ KV_DTYPES = list(quantized.DTYPES)
 
 
 @pytest.fixture
-def rounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Makes the caches of plain calls round keys and values as blocks of this `kv_dtype` do."""
-
-    def use(kv_dtype: str, is_latent: bool = False) -> None:
-        def round_states(states: Tensor) -> Tensor:
-            codes, scales = quantized.quantize(states, quantized.DTYPES[kv_dtype])
-            return (codes.float() * scales.unsqueeze(-1)).to(states.dtype)
-
-        for cls in (DynamicLayer, DynamicSlidingWindowLayer):
-            original = vars(cls)["update"]
-
-            def update(self: Any, keys: Tensor, values: Tensor, *args: Any, own: Any = original, **options: Any) -> Any:
-                if is_latent:
-                    both = round_states(torch.cat((keys, values), -1))
-                    keys, values = both[..., : keys.shape[3]], both[..., keys.shape[3] :]
-                else:
-                    keys, values = round_states(keys), round_states(values)
-                return own(self, keys, values, *args, **options)
-
-            monkeypatch.setattr(cls, "update", update)
-
-    yield use
-    monkeypatch.undo()
+def rounded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`round_caches`, until the test ends."""
+    return functools.partial(round_caches, monkeypatch)
 
 
 def paged(kv_dtype: str, **options: Any) -> dict[str, Any]:

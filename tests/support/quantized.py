@@ -17,17 +17,20 @@ def round_states(states: Tensor, kv_dtype: str) -> Tensor:
     return (codes.float() * scales.unsqueeze(-1)).to(states.dtype)
 
 
-def round_caches(patch: pytest.MonkeyPatch, kv_dtype: str, is_latent: bool = False) -> None:
-    """From now on; a latent and its rotary key have one scale."""
+def round_caches(patch: pytest.MonkeyPatch, kv_dtype: str, shows_fresh: bool = False) -> None:
+    """From now on; a latent and its rotary key have one scale. With `shows_fresh` the forward that begins a layer sees
+    its states unrounded, as where it attends to its own."""
     for cls in (DynamicLayer, DynamicSlidingWindowLayer):
         original = vars(cls)["update"]
 
         def update(self: Any, keys: Tensor, values: Tensor, *args: Any, own: Any = original, **options: Any) -> Any:
-            if is_latent:
+            fresh, begins = (keys, values), not self.is_initialized or not self.keys.numel()
+            if keys.shape[1] == values.shape[1] == 1 and keys.shape[3] != values.shape[3]:
                 both = round_states(torch.cat((keys, values), -1), kv_dtype)
                 keys, values = both.split([keys.shape[3], values.shape[3]], dim=-1)
             else:
                 keys, values = round_states(keys, kv_dtype), round_states(values, kv_dtype)
-            return own(self, keys, values, *args, **options)
+            shown: tuple[Tensor, Tensor] = own(self, keys, values, *args, **options)
+            return fresh if shows_fresh and begins else shown
 
         patch.setattr(cls, "update", update)

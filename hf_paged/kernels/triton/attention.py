@@ -17,7 +17,7 @@ from ...step import Cascade, StepMetadata
 from .. import quantized
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
-from .configs import LaunchConfig, as_numbers, dot_dtype, find_config, num_multiprocessors, split_dim, strides
+from .configs import LaunchConfig, as_numbers, chip, dot_dtype, find_config, num_multiprocessors, split_dim, strides
 from .launch import launch
 from .merge import merge
 
@@ -118,7 +118,10 @@ def prefill_attention(
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
     if config is None:
         config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
-        if bias is not None:  # loaded number by number, as its rows may begin anywhere: large tiles would spill
+        # A bias is loaded number by number, as its rows may begin anywhere, and codes are converted in registers, from
+        # which these chips' tensor cores read: large tiles would spill.
+        converts = quantized.is_quantized(key_blocks) and not chip(query.device).startswith(("sm90", "sm10"))
+        if bias is not None or converts:
             config = dataclasses.replace(config, tile=max(16, config.tile // 2))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # so that programs cover the chip about once

@@ -5,8 +5,9 @@ Attention alone: the paged backends against contiguous keys and values, and agai
 
 Decode, chunks (queries over a cached context) and prefill. As in a model, every call reads the keys and values of the
 next layer, so that no cache of the processor holds them. Each contender's output is compared with the reference before
-it is timed; the contenders take turns. On a GPU each is a graph of its calls, timed by events, where it can be
-recorded. A peer that is missing, does not apply or fails is listed with its reason.
+it is timed; the contenders take turns. "ours: int8" attends to the same keys and values in one byte a number; "int8 /
+ours" is its time over that of the setting's own dtype. On a GPU each is a graph of its calls, timed by events, where it
+can be recorded. A peer that is missing, does not apply or fails is listed with its reason.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import hf_paged
@@ -18,6 +19,7 @@ from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_st
 from hf_paged.kernels import cpp, quantized
 from tests.attention.test_latent import build as build_deepseek
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, prompts
 from tests.support.quantized import round_caches
 
@@ -55,6 +57,18 @@ def test_generate(name: str, mode: str, rounded: Any) -> None:
     assert torch.equal(found, model.generate(**inputs, **MODES[mode]))
     assert name != "llama" or kv_dtype == "int8" or not torch.equal(found, unrounded), "nothing was rounded"
     hf_paged.free(model)
+
+
+@pytest.mark.parametrize("name", ["GPTJForCausalLM", "FalconForCausalLM"])
+def test_attention_code_of_the_models_own(name: str, rounded: Any) -> None:
+    """Packed rows are shown to it (`RowTensor`)."""
+    model = tiny_model(getattr(transformers, name))
+    inputs = models.prompt("llama", 2, 21)
+    found = model.generate(**inputs, **MODES["greedy"], **paged("int8"))
+    route = last_route(model)
+    assert route is not None and "packed forwards" in route.reason
+    rounded("int8")
+    assert torch.equal(found, model.generate(**inputs, **MODES["greedy"]))
 
 
 def test_latents(rounded: Any) -> None:

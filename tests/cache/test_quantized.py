@@ -16,12 +16,13 @@ from torch import Tensor
 
 import hf_paged
 from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_stats
+from hf_paged.cache import handles
 from hf_paged.kernels import cpp, quantized
 from tests.attention.test_latent import build as build_deepseek
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import MODES, assert_drained, prompts
-from tests.support.quantized import round_caches
+from tests.support.quantized import round_caches, round_states
 
 pytestmark = pytest.mark.skipif(
     not cpp.is_available(), reason="the first forward is attended to unrounded: no compiler"
@@ -165,8 +166,6 @@ def cached_plain() -> PagedCache:
 @pytest.mark.parametrize("kernels", ["gather", "reference"])
 def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each backend, with and without the C++ gather: the same logits to rounding."""
-    from hf_paged.cache import handles
-
     model, ids, cache = cached("int8")
     expected = model(ids[:, :3], past_key_values=copy.deepcopy(cache)).logits
     dense = [layer.keys.dense() for layer in cache.layers]  # type: ignore[union-attr]
@@ -175,6 +174,17 @@ def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.Monk
     other = copy.deepcopy(cache)
     assert all(torch.equal(a, b.keys.dense()) for a, b in zip(dense, other.layers))  # type: ignore[union-attr]
     torch.testing.assert_close(model(ids[:, :3], past_key_values=other).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles.cpp, "is_available", lambda: has_kernels)
+    keys, cache = torch.randn(2, 2, 5, 4), PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"})
+    cache.expect_padding((0, 2), 5)
+    cache.update(keys, keys, 0)
+    dense = cache.layers[0].keys.dense()  # type: ignore[union-attr]
+    keys[1, :, :2] = 0
+    assert torch.equal(dense, round_states(keys, "int8"))
 
 
 def test_states_of_another_dtype_share_blocks() -> None:

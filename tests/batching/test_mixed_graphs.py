@@ -171,7 +171,8 @@ def free_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("llama", None), ("llama", "int8"), pytest.param("gemma3", None, marks=pytest.mark.slow)]
+    ("name", "kv_dtype"),
+    [("llama", None), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("llama", "int8"), ("gemma3", None)))],
 )
 def test_shared_prefixes_are_read_once(
     name: str, kv_dtype: str | None, graphs: FakeGraphs, free_cascades: None, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -63,6 +64,13 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
     return True
 
 
+@functools.cache
+def _agrees_apart(codes: torch.dtype) -> bool:
+    """`_agrees`, asked within a forward, of which nothing is to see it: no mode, no recording."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_agrees, codes).result()
+
+
 def unsupported_reason(call: AttentionCall) -> str | None:
     """What keeps `attend` from taking a call, in words; `None` if nothing does."""
     bias = call.bias
@@ -72,7 +80,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         assert bias is not None
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
     codes = call.blocks.quantized_dtype
-    if codes is not None and not _agrees(codes):
+    if codes is not None and not _agrees_apart(codes):
         return f"the C++ kernel computes other numbers than PyTorch for blocks of {codes}"
     try:
         _kernel(call)

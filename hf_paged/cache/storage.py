@@ -163,16 +163,16 @@ class KVBlocks:
         return cls(data, both[..., :key_dim], both[..., key_dim:], dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        return self.view(tuple(data), *self._form)
+        return self.view(tuple(data), *self.form)
 
     @property
-    def _form(self) -> tuple[Any, ...]:
+    def form(self) -> tuple[Any, ...]:
         """What `view` needs beside the tensors."""
         (_, heads, block_size, dim), dtype = self.keys.shape, self.quantized_dtype
         return heads, dim, self.dtypes, None if dtype is None else (block_size, dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KVBlocks.view, (self.data, *self._form)
+        return KVBlocks.view, (self.data, *self.form)
 
     def grown(self, num_blocks: int) -> KVBlocks:
         tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in self.data]

@@ -5,8 +5,9 @@ Attention alone: the paged backends against contiguous keys and values, and agai
 
 Decode, chunks (queries over a cached context) and prefill. As in a model, every call reads the keys and values of the
 next layer, so that no cache of the processor holds them. Each contender's output is compared with the reference before
-it is timed; the contenders take turns. On a GPU each is a graph of its calls, timed by events, where it can be
-recorded. A peer that is missing, does not apply or fails is listed with its reason.
+it is timed; the contenders take turns. "ours: int8" attends to the same keys and values in one byte a number; "int8 /
+ours" is its time over that of the setting's own dtype. On a GPU each is a graph of its calls, timed by events, where it
+can be recorded. A peer that is missing, does not apply or fails is listed with its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from benchmarks import attention_data, ceilings, machine, report
 from benchmarks.attention_data import DTYPES, Data, Setting
-from benchmarks.attention_peers import CONTIGUOUS, Attention, Peer, Skipped, peers
+from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, Skipped, peers
 from benchmarks.ceilings import Ceilings
 from benchmarks.systems import quiet
 from hf_paged.attention.backends import reference
@@ -39,6 +40,7 @@ COLUMNS = {
     "time": "µs a layer, median (min..max)",
     "over_contiguous": "it / contiguous",
     "ours_over": "ours / it",
+    "over_ours": "int8 / ours",
     "gb_per_s": "GB/s",
     "bandwidth_share": "of bandwidth",
     "tflop_per_s": "TFLOP/s",
@@ -66,7 +68,8 @@ def admit(contenders: Sequence[Peer], data: Data) -> tuple[dict[str, Attention],
         if not problem:
             try:
                 function = peer.prepare(data)
-                check(function, expected, setting.dtype)
+                own = peer.expected(data)
+                check(function, expected if own is None else own, setting.dtype)
                 functions[peer.name] = function
                 continue
             except Skipped as error:
@@ -152,19 +155,22 @@ def rows_of(
     found = []
     for name, seconds in times.items():
         median = statistics.median(seconds)
+        num_bytes = setting.quantized_bytes if name == INT8 else setting.num_bytes
         row = {
             "contender": name,
             "us": [1e6 * value for value in seconds],
             "time": f"{1e6 * median:.0f} ({1e6 * min(seconds):.0f}..{1e6 * max(seconds):.0f})",
-            "gb_per_s": setting.num_bytes / median / 1e9,
+            "gb_per_s": num_bytes / median / 1e9,
             "tflop_per_s": setting.flops / median / 1e12,
-            "bandwidth_share": f"{setting.num_bytes / median / limits.bandwidth:.0%}",
+            "bandwidth_share": f"{num_bytes / median / limits.bandwidth:.0%}",
             "matmul_share": f"{setting.flops / median / flops:.0%}",
         }
         if CONTIGUOUS in times:
             row["over_contiguous"] = statistics.median(a / b for a, b in zip(seconds, times[CONTIGUOUS]))
         if "ours" in times:
             row["ours_over"] = statistics.median(a / b for a, b in zip(times["ours"], seconds))
+            if name == INT8:
+                row["over_ours"] = statistics.median(a / b for a, b in zip(seconds, times["ours"]))
         found.append({**common, **row})
     return found + [{**common, "contender": name, "time": problem} for name, problem in problems.items()]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.models import SHAPES, Shape
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
+from hf_paged.kernels import quantized
 from hf_paged.step import StepMetadata
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,9 +68,18 @@ class Setting:
     @property
     def num_bytes(self) -> int:
         """Bytes of one layer that must move: keys and values of every row, queries, output."""
-        tokens = 2 * sum(self.case.seq_lens) * self.shape.kv_heads
-        tokens += 2 * len(self.case.seq_lens) * self.case.query_len * self.shape.heads
-        return tokens * self.shape.head_dim * DTYPES[self.dtype].itemsize
+        return self.bytes_with(self.shape.head_dim * DTYPES[self.dtype].itemsize)
+
+    @property
+    def quantized_bytes(self) -> int:
+        """`num_bytes` with keys and values of one byte a number."""
+        return self.bytes_with(self.shape.head_dim + quantized.SCALE_BYTES)
+
+    def bytes_with(self, token_bytes: int) -> int:
+        """`num_bytes` with keys or values of so many bytes a token and head."""
+        states = 2 * len(self.case.seq_lens) * self.case.query_len * self.shape.heads * self.shape.head_dim
+        stored = 2 * sum(self.case.seq_lens) * self.shape.kv_heads * token_bytes
+        return stored + states * DTYPES[self.dtype].itemsize
 
 
 def _ragged(low: int, high: int, rows: int) -> tuple[int, ...]:

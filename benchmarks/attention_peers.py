@@ -23,9 +23,13 @@ from torch import Tensor
 from benchmarks.attention_data import Data, Setting
 from hf_paged import kernels
 from hf_paged.attention import backends
+from hf_paged.attention.backends import reference
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.kernels import quantized
 
 Attention = Callable[[int], Tensor]
 CONTIGUOUS = "contiguous sdpa"
+INT8 = "ours: int8"
 
 
 class Skipped(Exception):
@@ -57,6 +61,10 @@ class Peer(ABC):
     def prepare(self, data: Data) -> Attention:
         """What computes one layer's attention. Raises `Skipped`."""
 
+    def expected(self, data: Data) -> Tensor | None:
+        """What layer 0 is to give, if that is not attention to the data's own keys and values."""
+        return None
+
 
 class Ours(Peer):
     """One of the paged backends, or the one that a model's call would get."""
@@ -81,6 +89,30 @@ class Ours(Peer):
         if self.backend in ("cpp", "triton") and (reason := backend.unsupported_reason(data.calls[0])) is not None:
             raise Skipped(reason)
         return lambda layer: data.attend(backend, layer)
+
+
+class Quantized(Peer):
+    """What a model's call would get with `PagedConfig(kv_dtype="int8")`: the same keys and values, quantized."""
+
+    name = INT8
+
+    def prepare(self, data: Data) -> Attention:
+        calls = [call._replace(blocks=self._quantize(call.blocks)) for call in data.calls]
+        if backends.select(calls[0]) is backends.gather:
+            raise Skipped("no kernel takes it")
+        return lambda layer: backends.attend(calls[layer]).unflatten(0, (-1, data.setting.case.query_len))
+
+    def expected(self, data: Data) -> Tensor:
+        call = data.calls[0]._replace(blocks=self._quantize(data.calls[0].blocks))
+        return reference.attend(call).unflatten(0, (-1, data.setting.case.query_len))
+
+    @staticmethod
+    def _quantize(blocks: KVBlocks) -> KVBlocks:
+        keys, values = blocks.keys, blocks.values
+        found = KVBlocks.allocate(*keys.shape[::2], keys, values, kv_dtype="int8")
+        quantized.write(found.keys, slice(None), keys)
+        quantized.write(found.values, slice(None), values)
+        return found
 
 
 class Contiguous(Peer):
@@ -317,6 +349,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All, the contiguous ideal first, then ours."""
-    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS)]
+    ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
     rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer(), Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

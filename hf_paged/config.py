@@ -12,6 +12,7 @@ from typing import Any
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
+KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
 
 
@@ -47,6 +48,11 @@ class PagedConfig:
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens. They are given up
             whenever blocks are needed, and when the model's weights or active adapter changed.
+        kv_dtype (`str`, *optional*):
+            Store keys and values in one byte a number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`, with a float32 scale for
+            each token and head: about half the bytes of bfloat16. Attention reads them in place. The tokens are then
+            those of a model whose keys and values were rounded, not those of plain `generate`; states of linear
+            attention stay as they are. `None`: as the model computes them.
         max_num_batched_tokens (`int`, defaults to 2048):
             Most tokens in one forward of the engine. Prompts longer than what is left of it after the decoding
             sequences are computed in chunks (SARATHI, arXiv 2308.16369).
@@ -100,6 +106,7 @@ class PagedConfig:
     num_blocks: int | None = None
     memory_fraction: float | None = None
     prefix_caching: bool = True
+    kv_dtype: str | None = None
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int | None = None
     max_num_seqs: int = 256
@@ -124,6 +131,8 @@ class PagedConfig:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             self._check(name, _is_count(getattr(self, name)), "a whole number of at least 1")
+        is_dtype = self.kv_dtype is None or self.kv_dtype in KV_DTYPES
+        self._check("kv_dtype", is_dtype, f"None or one of {', '.join(KV_DTYPES)}")
         self._check("preemption", self.preemption in PREEMPTION, f"one of {', '.join(PREEMPTION)}")
         self._check("speculation", self.speculation in SPECULATION, "None or 'ngram'")
         check_cache_salt(self.cache_salt)

@@ -1,6 +1,7 @@
 """Bytes of keys and values, what fits this machine, the road and the kernels that a model would take.
 
-    python -m hf_paged.inspect MODEL [--block-size N] [--dtype DTYPE] [--device DEVICE] [--length TOKENS] [--json]
+    python -m hf_paged.inspect MODEL [--block-size N] [--dtype DTYPE] [--device DEVICE] [--length TOKENS]
+                              [--kv-dtype DTYPE] [--json]
 
 MODEL is a folder with a config.json or such a file, a model type (llama), or a class of transformers (Qwen2Config,
 LlamaForCausalLM). No weights are read and nothing is downloaded.
@@ -24,7 +25,7 @@ from transformers.utils import logging
 
 from .cache.groups import GroupSpec
 from .cache.storage import KVBlocks, free_bytes
-from .config import PagedConfig
+from .config import KV_DTYPES, PagedConfig
 from .model.registry import Route
 from .tools.models import build, find_model, find_route, kernels, measure, stores_latents
 from .tools.pictures import format_bytes, group_label
@@ -64,6 +65,7 @@ class Report:
     token_bytes: int  # over all layers, before any window has passed it
     other_layers: dict[str, int]  # layers of the cache that hold something else, by class
     dtype: str
+    kv_dtype: str | None  # what keys and values are stored in, if that is not what they are computed in
     device: str
     groups: list[Group]
     fits: list[dict[str, int]]  # by their length in tokens, how many sequences fit beside the weights
@@ -81,10 +83,12 @@ def examine(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     length: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Report:
     """Looks at a model (as in `find_model`) without its weights. `dtype` is the configuration's unless given, else
-    float32; `length` 2,048 tokens, or the model's positions if fewer. Raises `ValueError` for what is not allowed."""
-    PagedConfig(block_size=block_size)
+    float32; `length` 2,048 tokens, or the model's positions if fewer; `kv_dtype` as in `PagedConfig`. Raises
+    `ValueError` for what is not allowed."""
+    PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")
     config, cls = find_model(model)
@@ -93,7 +97,7 @@ def examine(
         dtype = config.dtype or text.dtype or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     built = build(config, cls, dtype, "meta")
-    stored, other_layers = measure(built, block_size)
+    stored, other_layers = measure(built, block_size, kv_dtype)
     route = find_route(built)
     groups = [_group(built, spec, blocks, device if route.in_place else None) for spec, blocks in stored.items()]
     max_positions = getattr(text, "max_position_embeddings", None)
@@ -116,6 +120,7 @@ def examine(
         token_bytes=sum(group.token_bytes for group in groups),
         other_layers=other_layers,
         dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=kv_dtype,
         device=str(device),
         groups=groups,
         fits=fits,
@@ -154,7 +159,8 @@ def print_report(report: Report) -> None:
     groups, weights, free = report.groups, format_bytes(report.weight_bytes), format_bytes(report.free_bytes)
     lines = [f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}"]
     lines.append(f"{report.num_parameters:,} parameters, {weights} of weights")
-    lines.append("Keys and values:" if groups else "It keeps no keys and values in blocks.")
+    stored = "" if report.kv_dtype is None else f", stored as {report.kv_dtype} with a scale a token and head"
+    lines.append(f"Keys and values{stored}:" if groups else "It keeps no keys and values in blocks.")
     for group in groups:
         shapes = ", ".join(f"{count} x {shape}" for shape, count in group.layers.items())
         lines.append(f"  {group.num_layers} layers with {group.name}: {shapes}")
@@ -199,6 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="auto: what the configuration says")
     parser.add_argument("--device", type=device, default=devices[-1], help="whose memory (%(default)s)")
     parser.add_argument("--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="in which keys and values are stored (as computed)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")

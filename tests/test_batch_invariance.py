@@ -80,17 +80,19 @@ def config(draw: random.Random, **options: Any) -> PagedConfig:
     )
 
 
-def check(name: str, dtype: torch.dtype, count: int, num_batches: int, seed: int = 0) -> dict[str, int]:
+def check(
+    name: str, dtype: torch.dtype, count: int, num_batches: int, seed: int = 0, kv_dtype: str | None = None
+) -> dict[str, int]:
     draw, model = random.Random(f"{name} {seed}"), model_of(name, dtype)
     rows = dict(enumerate(prompts(count, seed)))
     alone: dict[int, torch.Tensor] = {}
-    with PagedEngine(model, PagedConfig(batch_invariant=True, prefix_caching=False)) as engine:
+    with PagedEngine(model, PagedConfig(batch_invariant=True, prefix_caching=False, kv_dtype=kv_dtype)) as engine:
         for number, prompt in rows.items():
             alone |= run(engine, {number: prompt}, draw)
     seen = {"preemptions": 0, "cached": 0, "replayed": 0}
     for _ in range(num_batches):
         chosen = draw.sample(sorted(rows), min(count, 15 + draw.randint(0, 20)))
-        with PagedEngine(model, config(draw)) as engine:
+        with PagedEngine(model, config(draw, kv_dtype=kv_dtype)) as engine:
             found = run(engine, {number: rows[number] for number in chosen}, draw)
             stats = engine.stats()
         seen["preemptions"] += stats.num_preemptions
@@ -103,6 +105,12 @@ def check(name: str, dtype: torch.dtype, count: int, num_batches: int, seed: int
 
 def test_rows_are_the_same_alone_and_in_any_batch() -> None:
     seen = check("llama", torch.bfloat16, count=40, num_batches=8)
+    assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+def test_quantized_keys_and_values(kv_dtype: str) -> None:
+    seen = check("llama", torch.bfloat16, count=10, num_batches=2, seed=1, kv_dtype=kv_dtype)
     assert all(seen.values()), seen
 
 

@@ -18,6 +18,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "num_blocks": st.none() | st.integers(1, 10**9),
     "memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),
     "prefix_caching": st.booleans(),
+    "kv_dtype": st.sampled_from([None, "int8", "fp8_e4m3", "fp8_e5m2"]),
     "max_num_batched_tokens": st.integers(1, 10**9),
     "max_chunk_tokens": st.none() | st.integers(1, 10**9),
     "max_num_seqs": st.integers(1, 10**9),
@@ -66,7 +67,8 @@ def test_a_fraction_is_above_0_and_at_most_1(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("prefix_caching", 1), ("capture", None), ("preemption", "never"), ("cache_salt", "")]
+    ("name", "value"),
+    [("prefix_caching", 1), ("capture", None), ("preemption", "never"), ("cache_salt", ""), ("kv_dtype", "int4")],
 )
 def test_other_bad_values_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is {value!r}"):

@@ -43,6 +43,18 @@ def generated(name: str) -> tuple[hf_paged.MemoryStats, hf_paged.Route]:
     return hf_paged.memory_stats(model), route
 
 
+def test_quantized_keys_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved_test_model(tmp_path, "llama")
+    plain = examine(path, dtype=torch.bfloat16)
+    assert main([path, "--dtype", "bfloat16", "--kv-dtype", "int8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kv_dtype"] == "int8" and plain.kv_dtype is None
+    assert found["token_bytes"] == plain.token_bytes * (16 + 4) // (2 * 16)
+    assert found["groups"][0]["kernels"] == plain.groups[0].kernels
+    assert main([path, "--dtype", "bfloat16", "--kv-dtype", "fp8_e4m3"]) == 0
+    assert "stored as fp8_e4m3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "t5", "bart", "whisper", "mixtral"])
 def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
     path = saved_test_model(tmp_path, name)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..cache.handles import DeferredTensor, RowTensor
 from ..cache.storage import KVBlocks
+from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
 from . import backends
 from .backends.reference import AttentionCall
@@ -261,7 +262,8 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
     key, step = weights.key, weights.key.step
     if not weights.is_softmax or not isinstance(value, RowTensor) or value.is_transposed or value.step is not step:
         raise NotPackable("packed values are multiplied by something else than attention weights")
-    query, bias = weights.query.transpose(0, 1).to(value.blocks.dtype), weights.bias
+    dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
+    query, bias = weights.query.transpose(0, 1).to(dtype), weights.bias
     if key.layer.keys is key.blocks and key.layer.values is value.blocks:
         blocks = key.layer
     else:

@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.storage import KVBlocks
+from ..kernels import quantized
 from ..step import NotCapturable, StepMetadata
 from . import backends
 from .backends.reference import AttentionCall
@@ -76,7 +77,7 @@ class LatentTensor(LazyTensor):
         layer, rank = self.latent.layer, self.latent.shape[3]
         if not self.is_with(value):
             return None
-        if layer is not self.rotary.layer or layer.data[0].shape[3] != rank + self.rotary.shape[3]:
+        if layer is not self.rotary.layer or layer.tiles[0].shape[3] != rank + self.rotary.shape[3]:
             return None
         weight, nope = module.kv_b_proj.weight, module.qk_nope_head_dim
         weight = weight.view(query.shape[1], nope + module.v_head_dim, -1)  # (heads, nope + value_dim, rank)
@@ -108,7 +109,7 @@ def attend_packed(
             outputs.append(expand(output.unsqueeze(0))[0])
             step.counters.latent += 1
     if far is not None:
-        states = [x.blocks.index_select(0, blocks).to(x.dtype).flatten(0, 2)[None, None] for x in key.sources]
+        states = [quantized.read(x.blocks, blocks, x.dtype).flatten(0, 2)[None, None] for x in key.sources]
         expanded = (x[0].contiguous().unflatten(1, (-1, step.block_size)) for x in key.expand(*states))
         keys, values = (x.transpose(0, 1) for x in expanded)  # (blocks, heads, block_size, dim)
         far_query = query[0, :, num_near:].transpose(0, 1)

@@ -328,6 +328,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 first_token_seconds=core.first_token_seconds,
                 output_token_seconds=core.output_token_seconds,
                 route=core.route,
+                kv_dtype=memory.kv_dtype,
                 **{name: getattr(memory, name) for name in _MEMORY},
                 **counts,
             )

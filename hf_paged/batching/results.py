@@ -169,6 +169,7 @@ class EngineStats:
             from their arrival to their first new token; a token after the first, on average over the longest sequence
             of a request.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
+        kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
     """
 
     num_blocks: int | None
@@ -196,6 +197,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     route: Route | None = None
+    kv_dtype: str | None = None
 
 
 class TextTracker:

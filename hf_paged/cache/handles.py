@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..kernels import cpp
+from ..kernels import cpp, quantized
 from ..kernels.cpp.attention import gather as cpp_gather
 from ..step import NotPackable, StepMetadata
 from .storage import KVBlocks
@@ -186,7 +186,9 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     if not (heads and step.num_rows):
         return blocks.new_empty(step.num_rows, heads, len(step.columns), dim, dtype=dtype)
     if blocks.is_cpu and cpp.is_available():
-        return cpp_gather(step, blocks).to(dtype)
+        return quantized.join([cpp_gather(step, plane) for plane in quantized.planes(blocks)], blocks, dtype)
+    if quantized.is_quantized(blocks):
+        return _read(step, blocks, dtype)
     stride = blocks.stride(2)  # blocks and heads lie whole rows of one token and head apart
     step_block, step_head = blocks.stride(0) // stride, blocks.stride(1) // stride
     rows, hidden = step.plan(_rows, step_block, step_head, heads, blocks.device)
@@ -195,6 +197,16 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     if hidden is not None:
         dense.index_fill_(0, hidden, 0)
     return dense.view(step.num_rows, heads, len(step.columns), dim).to(dtype)
+
+
+def _read(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gather` of quantized blocks in plain PyTorch."""
+    slots, hidden = step.plan(_rows, step.block_size, 1, 1, blocks.device)
+    index = slots // step.block_size, slice(None), slots % step.block_size
+    dense = quantized.read(blocks, index, dtype).unflatten(0, (step.num_rows, -1))  # (batch, length, heads, dim)
+    if hidden is not None:
+        dense.flatten(0, 1).index_fill_(0, hidden, 0)
+    return dense.transpose(1, 2).contiguous()
 
 
 def _rows(

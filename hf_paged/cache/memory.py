@@ -31,6 +31,7 @@ class MemoryStats:
 
     Args:
         block_size (`int`): Tokens in a block.
+        kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
         used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
         held_bytes (`int`): Bytes of every block that was ever in use and not given back since.
@@ -50,6 +51,7 @@ class MemoryStats:
     copied_blocks: int = 0
     cached_blocks: int = 0
     shared_blocks: int = 0
+    kv_dtype: str | None = None
 
 
 class GroupMemory(BlockGroup):
@@ -61,7 +63,9 @@ class GroupMemory(BlockGroup):
         self.memory: PagedMemory = weakref.proxy(memory)
         self.block_size = spec.block_size(memory.config.block_size)
         self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
-        self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec)
+        self.storage: Any = (
+            StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec, memory.config.kv_dtype)
+        )
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
 
@@ -143,8 +147,7 @@ class GroupMemory(BlockGroup):
                     layer = self.storage.promote(index, keys, values)
                     return layer
             self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
-            sizes = (x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
-            self._expected_bytes = num_layers * self.block_size * sum(sizes)
+            self._expected_bytes = num_layers * self.storage.block_bytes_of(keys, values)
             self._is_short = True
             try:
                 layer = self.storage.make(index, keys, values)
@@ -313,6 +316,7 @@ class PagedMemory:
             groups = self.groups.values()
             return MemoryStats(
                 block_size=self.config.block_size,
+                kv_dtype=self.config.kv_dtype,
                 used_blocks=self.num_used,
                 peak_blocks=self._peak_blocks,
                 used_bytes=sum(group.pool.num_used * group.storage.block_bytes for group in groups),

@@ -325,9 +325,7 @@ class CacheRows:
             numbers = {block_id: number for number, block_id in enumerate(ids)}
             state["tables"].append([([numbers[i] for i in t.block_ids], t.num_dropped, t.num_tokens) for t in tables])
             layers = self.memory.group(group.spec).storage.layers.items() if ids else ()
-            state["contents"].append(
-                {index: tuple(x[ids].to(dtype) for x, dtype in layer.pair) for index, layer in layers}
-            )
+            state["contents"].append({index: layer.at(ids) for index, layer in layers})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -344,6 +342,7 @@ class CacheRows:
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
                     group.pool.acquire(table.block_ids)
                 group.pool.release(taken)
-                for index, (keys, values) in contents.items():
+                for index, found in contents.items():
+                    keys, values = found.no_states(found.keys.device)
                     layer = group.layer(index, keys, values, num_layers=len(contents), num_begun=len(tables))
-                    layer.keys[taken], layer.values[taken] = keys.to(layer.keys), values.to(layer.values)
+                    layer.put(taken, found)

@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import psutil
 import torch
 from torch import Tensor
 
-from ..kernels import cpp, uses_triton
+from ..kernels import cpp, quantized, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
 from .copies import BlockCopies
@@ -34,7 +34,9 @@ class KVBlocks:
     """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of `data`, for states of
     `dtypes`, which may be stored in another (`GroupSpec.storage_dtype`). Where K and V agree in heads, dims and dtype,
     `data` is one tensor `(num_blocks, 2 * kv_heads, block_size, head_dim)`, K heads first; where only the dims differ
-    (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two."""
+    (MLA: latent and rotary key) one `(num_blocks, kv_heads, block_size, key_dim + value_dim)`, else two. Of quantized
+    blocks `data` are tiles of bytes, `(num_blocks, heads, tile_bytes)`, which hold the scales, too
+    (`kernels.quantized`); a latent and its rotary key have one, K and V of other dims two tensors."""
 
     data: tuple[Tensor, ...]
     keys: Tensor
@@ -42,6 +44,10 @@ class KVBlocks:
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     look: Look | None = field(default=None, init=False, repr=False)
     """That of the states that were last stored (`looks`), which these blocks fit."""
+    quantized_dtype: torch.dtype | None = field(default=None, init=False)
+    """That of codes, if what is stored are codes and scales."""
+    shares_scales: bool = field(default=False, init=False)
+    """Whether keys and values beside each other have one for both."""
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
     """The C++ kernel's last call on these blocks, for the next one that looks the same."""
 
@@ -50,23 +56,53 @@ class KVBlocks:
 
     def __post_init__(self) -> None:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
+        self.quantized_dtype = self.keys.dtype if quantized.is_quantized(self.keys) else None
+        self.shares_scales = self.quantized_dtype is not None and self.keys.stride(2) != self.keys.shape[3]
 
     @property
     def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
         """Keys and values, each with the dtype of the states that it stands for."""
         return (self.keys, self.dtypes[0]), (self.values, self.dtypes[1])
 
+    @property
+    def tiles(self) -> tuple[Tensor, ...]:
+        """`data` as `(num_blocks, heads, block_size, dim)`."""
+        dtype = self.quantized_dtype
+        return self.data if dtype is None else tuple(quantized.codes(x, self.keys.shape[2], dtype) for x in self.data)
+
     def store(self, look: Look, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes states of this look (`choose_store`). Finding out how takes longer than a small store."""
+        blocks = self
+        if self.shares_scales:
+            blocks, keys = self.latents, torch.cat((keys, values), dim=3)
+            values = keys
         if look != self.look or self._store is None:
-            self._store, self.look = choose_store(keys, values, self.keys, self.values, slots), look
+            self._store, self.look = choose_store(keys, values, blocks.keys, blocks.values, slots), look
         self._store(keys, values, slots)
+
+    def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys and values of no rows and tokens, like those that are stored."""
+        keys, values = (x.new_empty(0, x.shape[1], 0, x.shape[3], dtype=dtype, device=device) for x, dtype in self.pair)
+        return keys, values
+
+    def at(self, block_ids: list[int]) -> KVBlocks:
+        """Copies of some blocks."""
+        return self.like([tensor[block_ids] for tensor in self.data])
+
+    def put(self, block_ids: Tensor | list[int], found: KVBlocks) -> None:
+        """Writes all of `found`, blocks of the same heads and dims of any device, to these."""
+        if self.quantized_dtype is not None:
+            for target, source in zip(self.data, found.data):
+                target[block_ids] = source.to(target.device)
+        else:
+            self.keys[block_ids], self.values[block_ids] = found.keys.to(self.keys), found.values.to(self.values)
 
     @property
     def latents(self) -> KVBlocks:
         """Keys and values beside each other as one, which serve as keys and as values."""
         if self._latents is None:
-            self._latents = KVBlocks(self.data, self.data[0], self.data[0], self.dtypes)
+            (tile,) = self.tiles
+            self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
         return self._latents
 
     @property
@@ -81,9 +117,22 @@ class KVBlocks:
         keys: Tensor,
         values: Tensor,
         spec: GroupSpec = FULL_ATTENTION,
+        kv_dtype: str | None = None,
     ) -> KVBlocks:
-        """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`."""
+        """Uninitialised blocks for states like `keys` and `values`, each `(batch, heads, n, dim)`; `kv_dtype` as in
+        `PagedConfig`."""
         (heads, key_dim), (value_heads, value_dim) = keys.shape[1::2], values.shape[1::2]
+        if kv_dtype is not None:
+            if (heads, key_dim) == (value_heads, value_dim):
+                widths = [(2 * heads, key_dim)]
+            elif heads == value_heads == 1:
+                widths = [(1, key_dim + value_dim)]
+            else:
+                widths = [(heads, key_dim), (value_heads, value_dim)]
+            sizes = ((num_blocks, count, quantized.tile_bytes(block_size, dim)) for count, dim in widths)
+            tiles = tuple(_empty(size, torch.uint8, keys.device) for size in sizes)
+            dtype = quantized.DTYPES[kv_dtype]
+            return cls.view(tiles, heads, key_dim, (keys.dtype, values.dtype), (block_size, dtype))
         stored = [spec.storage_dtype(dtype) for dtype in _attended(keys.dtype, values.dtype)]
         if (heads, stored[0]) != (value_heads, stored[1]):
             shapes = [(heads, block_size, key_dim), (value_heads, block_size, value_dim)]
@@ -96,18 +145,34 @@ class KVBlocks:
 
     @classmethod
     def view(
-        cls, data: tuple[Tensor, ...], heads: int, key_dim: int, dtypes: tuple[torch.dtype, torch.dtype]
+        cls,
+        data: tuple[Tensor, ...],
+        heads: int,
+        key_dim: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        codes: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
-        """Keys, of this many heads and dims, and values as views of `data`."""
-        if len(data) == 2:
-            return cls(data, *data, dtypes)
-        (both,) = data
+        """Keys, of this many heads and dims, and values as views of `data`; of quantized ones `codes` tells the tokens
+        of a block and the dtype."""
+        tiles = data if codes is None else tuple(quantized.codes(tensor, *codes) for tensor in data)
+        if len(tiles) == 2:
+            return cls(data, *tiles, dtypes)
+        (both,) = tiles
         if both.shape[1] == 2 * heads:
             return cls(data, both[:, :heads], both[:, heads:], dtypes)
         return cls(data, both[..., :key_dim], both[..., key_dim:], dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        return self.view(tuple(data), self.keys.shape[1], self.keys.shape[3], self.dtypes)
+        return self.view(tuple(data), *self.form)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What `view` needs beside the tensors."""
+        (_, heads, block_size, dim), dtype = self.keys.shape, self.quantized_dtype
+        return heads, dim, self.dtypes, None if dtype is None else (block_size, dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVBlocks.view, (self.data, *self.form)
 
     def grown(self, num_blocks: int) -> KVBlocks:
         tensors = [_empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in self.data]
@@ -173,8 +238,8 @@ class Storage:
     """The block tensors of one layer group, a `KVBlocks` a layer, made when the layer first writes, as large as is
     reserved. When full they grow to what is reserved, or by half."""
 
-    def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION) -> None:
-        self.block_size, self.spec = block_size, spec
+    def __init__(self, block_size: int, spec: GroupSpec = FULL_ATTENTION, kv_dtype: str | None = None) -> None:
+        self.block_size, self.spec, self.kv_dtype = block_size, spec, kv_dtype
         self.capacity = 0
         self.layers: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
@@ -222,7 +287,9 @@ class Storage:
                     "of their own for another model"
                 )
         key_dtype, value_dtype = map(torch.promote_types, layer.dtypes, (keys.dtype, values.dtype))
-        if (key_dtype, value_dtype) != layer.dtypes:
+        if (key_dtype, value_dtype) != layer.dtypes and layer.quantized_dtype is not None:
+            self.layers[index] = layer = replace(layer, dtypes=(key_dtype, value_dtype))
+        elif (key_dtype, value_dtype) != layer.dtypes:
             like = keys[:, :, :0].to(key_dtype), values[:, :, :0].to(value_dtype)
             wider = KVBlocks.allocate(layer.keys.shape[0], self.block_size, *like, self.spec)
             used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
@@ -250,13 +317,20 @@ class Storage:
             return None
         return layer if _sizes(layer.keys, layer.values) == _sizes(keys, values) else None
 
+    def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        return KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec, self.kv_dtype)
+
+    def block_bytes_of(self, keys: Tensor, values: Tensor) -> int:
+        """Bytes of a block of a layer with states like these."""
+        return self._allocate(1, *(x[:, :, :0].to("meta") for x in (keys, values))).block_bytes
+
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        block_bytes = self.block_size * sum(x.shape[1] * x.shape[3] * x.element_size() for x in (keys, values))
+        block_bytes = self.block_bytes_of(keys, values)
         num_blocks = max(self.capacity, self._num_reserved(block_bytes, keys.device))
         layer, wanted = None, num_blocks
         while layer is None:
             try:
-                layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
+                layer = self._allocate(num_blocks, keys, values)
             except (MemoryError, RuntimeError):  # torch raises the latter
                 if num_blocks == self.capacity:
                     raise
@@ -266,7 +340,7 @@ class Storage:
             layer = None
             self._reservation.limit(num_blocks * block_bytes)
             num_blocks = max(self.capacity, self._num_reserved(block_bytes, keys.device))
-            layer = KVBlocks.allocate(num_blocks, self.block_size, keys, values, self.spec)
+            layer = self._allocate(num_blocks, keys, values)
         self.layers[index] = layer
         return layer
 
@@ -339,27 +413,33 @@ def looks(keys: Tensor, values: Tensor) -> Look:
 
 def choose_store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> Store:
     """What writes states `(batch, heads, n, dim)`, any strides, into blocks `(num_blocks, heads, block_size, dim)`, in
-    their dtype, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size + offset` of
-    each token, each at most once; negative for a token that is not stored."""
+    their dtype or quantized, for all arguments that look like these. `slots` `(batch, n)` int64: `block_id * block_size
+    + offset` of each token, each at most once; negative for a token that is not stored."""
     chosen = store_portable
     fits = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
         from ..kernels.triton import store as triton  # needs Triton
 
         tensors = (keys, values, key_blocks, value_blocks)
-        if fits and all(x.dtype in DTYPES and x.device == key_blocks.device for x in tensors):
+        taken = (*DTYPES, *quantized.LARGEST)
+        if fits and all(x.dtype in taken and x.device == key_blocks.device for x in tensors):
             chosen = triton.store
     elif fits and cpp.is_available():
         casts = (keys.dtype, values.dtype) != (key_blocks.dtype, value_blocks.dtype)
+        if quantized.is_quantized(key_blocks):
+            with contextlib.suppress(TypeError):  # the kernel does not take such states
+                return cpp_attention.Store(keys, values, key_blocks, value_blocks, slots)
+            return _store_again(chosen, key_blocks, value_blocks)
         with contextlib.suppress(TypeError):  # the kernel does not take such tensors
             stored = keys.to(key_blocks.dtype), values.to(value_blocks.dtype)
             store: Store = cpp_attention.Store(*stored, key_blocks, value_blocks, slots)
             return _cast_first(store, key_blocks.dtype, value_blocks.dtype) if casts else store
 
-    def store_again(keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        chosen(keys, values, key_blocks, value_blocks, slots)
+    return _store_again(chosen, key_blocks, value_blocks)
 
-    return store_again
+
+def _store_again(chosen: Callable[..., None], key_blocks: Tensor, value_blocks: Tensor) -> Store:
+    return lambda keys, values, slots: chosen(keys, values, key_blocks, value_blocks, slots)
 
 
 def _cast_first(store: Store, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Store:
@@ -372,5 +452,6 @@ def store_portable(keys: Tensor, values: Tensor, key_blocks: Tensor, value_block
     rows, tokens = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[rows, tokens]
     block_ids, offsets = slot // key_blocks.shape[2], slot % key_blocks.shape[2]
-    key_blocks[block_ids, :, offsets] = keys[rows, :, tokens].to(key_blocks.dtype)
-    value_blocks[block_ids, :, offsets] = values[rows, :, tokens].to(value_blocks.dtype)
+    index = block_ids, slice(None), offsets
+    quantized.write(key_blocks, index, keys[rows, :, tokens])
+    quantized.write(value_blocks, index, values[rows, :, tokens])

@@ -26,10 +26,7 @@ class HostLayer(NamedTuple):
 
     def put_back(self, storage: Storage, index: int, block_ids: dict[int, int]) -> None:
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
-        states = [
-            blocks.new_empty(0, blocks.shape[1], 0, blocks.shape[3], dtype=dtype, device=self.device)
-            for blocks, dtype in self.blocks.pair
-        ]
+        states = self.blocks.no_states(self.device)
         # the storage may have grown, changed its dtype, or have been made again since
         target = (storage.promote if index in storage.layers else storage.make)(index, *states)
         ids, rows = torch.tensor(list(block_ids.values()), device=self.device), list(block_ids)
@@ -38,8 +35,7 @@ class HostLayer(NamedTuple):
             if rows != list(range(tensor.shape[0])):
                 tensor = tensor[rows]
             moved.append(tensor.to(self.device, non_blocking=tensor.is_pinned()))
-        found = self.blocks.like(moved)
-        target.keys[ids], target.values[ids] = found.keys.to(target.keys), found.values.to(target.values)
+        target.put(ids, self.blocks.like(moved))
 
 
 class HostStates(NamedTuple):

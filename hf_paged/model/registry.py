@@ -78,9 +78,9 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, dtype or device are others than before. It is in use
+    """The memory of `model`, made again when block size, budget, dtypes or device are others than before. It is in use
     from here on (`idle.end_use`)."""
-    budget = (config.block_size, config.num_blocks, config.memory_fraction)
+    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype)
     device = compute_device(model)
     key = (budget, model.dtype, autocast_dtype(device), device)
     with _lock:

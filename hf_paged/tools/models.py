@@ -96,7 +96,9 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
     return model.eval()
 
 
-def measure(model: PreTrainedModel, block_size: int) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
+def measure(
+    model: PreTrainedModel, block_size: int, kv_dtype: str | None = None
+) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
     """For each layer group of a model on the meta device a block of every layer, with the shapes that a forward hands
     to its cache; and how many layers hold something else, by class. Raises `ValueError` if the forward fails."""
     cache = _forward_cache(model)
@@ -112,7 +114,7 @@ def measure(model: PreTrainedModel, block_size: int) -> tuple[dict[GroupSpec, li
                 others[type(layer).__name__] += 1
             elif layer.keys is not None:
                 states = layer.keys.to("meta"), layer.values.to("meta")
-                groups[spec].append(KVBlocks.allocate(1, block_size, *states))
+                groups[spec].append(KVBlocks.allocate(1, block_size, *states, kv_dtype=kv_dtype))
     return groups, dict(others)
 
 
@@ -160,15 +162,14 @@ def _encoded(model: PreTrainedModel) -> BaseModelOutput:
 
 def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.device) -> dict[str, str]:
     """The backends that `backends.select` chooses on `device` for blocks such as `first`, by what a step computes."""
-    keys, values = (torch.empty_like(states, device=device) for states in (first.keys, first.values))
-    blocks = KVBlocks.allocate(1, keys.shape[2], keys, values)
+    blocks, block_size = first.like([torch.empty_like(data, device=device) for data in first.data]), first.keys.shape[2]
     if is_latent:  # as `LatentTensor.absorb` gives them
         blocks = blocks.latents
     tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
     found = {}
     for name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
-        step = StepMetadata.rectangle(tables, (length,), keys.shape[2], query_len=length, window=window)
-        query = blocks.keys.new_zeros(length, blocks.keys.shape[1], blocks.keys.shape[3])
+        step = StepMetadata.rectangle(tables, (length,), block_size, query_len=length, window=window)
+        query = torch.zeros(length, *blocks.keys.shape[1::2], dtype=first.dtypes[0], device=device)
         with torch.no_grad():
             chosen = backends.select(AttentionCall(query, blocks, step, scale=1.0))
         found[name] = next(known for known, backend in backends.BACKENDS.items() if backend is chosen)

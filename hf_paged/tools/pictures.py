@@ -230,7 +230,7 @@ def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",
         "bytes used, at the peak": f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}",
-    }
+    } | ({} if stats.kv_dtype is None else {"keys and values stored as": stats.kv_dtype})
 
 
 def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:

@@ -76,8 +76,8 @@ def tokens(length: int, seed: int) -> list[int]:
     return models.token_ids(1, length, seed)[0].tolist()
 
 
-def assert_close(found: torch.Tensor, expected: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+def assert_close(found: torch.Tensor, expected: list[torch.Tensor], tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(found, torch.stack(expected), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import attention, attention_data, report
 from benchmarks.attention_data import Case, Setting
-from benchmarks.attention_peers import CONTIGUOUS, Contiguous, Flex, Peer, Transformers, peers, time_limit
+from benchmarks.attention_peers import CONTIGUOUS, INT8, Contiguous, Flex, Peer, Transformers, peers, time_limit
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES
 from hf_paged import kernels
@@ -36,8 +36,9 @@ def test_quick_prints_and_writes_every_phase_and_peer(quick):
         of_phase = [row for row in rows if row["phase"] == phase]
         assert {row["contender"] for row in of_phase} == contenders  # none is left out silently
         timed = {row["contender"] for row in of_phase if "us" in row}
-        assert timed >= {CONTIGUOUS, "ours", "ours: reference", "ours: gather", "HF sdpa", "HF eager"}
+        assert timed >= {CONTIGUOUS, "ours", INT8, "ours: reference", "ours: gather", "HF sdpa", "HF eager"}
     assert not [row for row in rows if row["time"].startswith("failed")]
+    assert all(row["over_ours"] > 0 for row in rows if row["contender"] == INT8)
 
 
 def test_a_missing_peer_is_not_installed(monkeypatch):

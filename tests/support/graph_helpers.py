@@ -105,8 +105,8 @@ def addresses_of(model: Any, memory: Callable[[], Any]) -> Callable[[], Any]:
 class CapturedBench(Bench):
     """A runner whose work has begun, on a pool that does not grow up to this number of blocks a layer group."""
 
-    def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200, **config: Any) -> None:
+        super().__init__(model, **config)
         self.cache.reserve(reserved, reserved)
         backend.addresses = addresses_of(model, lambda: self.memory)
         self.begin()

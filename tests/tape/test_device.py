@@ -23,6 +23,7 @@ from tests.support import models
 from tests.support.engine_helpers import assert_same_as_lone, lone_run, prompts
 from tests.support.graph_helpers import FakeGraphs, results, use_fake_graphs
 from tests.support.kernels.device import available
+from tests.support.quantized import round_caches
 from tests.tape.test_tape import CLOSE, DTYPES, UNARY, tensor
 
 pytestmark = available
@@ -185,17 +186,24 @@ def test_launches_of_a_layer(tapes: DeviceTapes) -> None:
     assert layer_launches("llama", tapes) <= 16
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_engine_gives_plain_tokens(name: str, tapes: DeviceTapes) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("llama", None), ("gemma3", None), pytest.param("llama", "fp8_e5m2", marks=pytest.mark.slow)],
+)
+def test_engine_gives_plain_tokens(
+    name: str, kv_dtype: str | None, tapes: DeviceTapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     model = models.build(name, num_hidden_layers=2, **layers)
     jobs: list[Any] = []
     for number, (prompt, new) in enumerate([(5, 8), (9, 6)]):
         options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
         jobs.append((prompts(prompt, seed=number)[0], {"generation_config": options}))
-    with PagedEngine(model, PagedConfig(block_size=SIZE)) as engine:
+    with PagedEngine(model, PagedConfig(block_size=SIZE, kv_dtype=kv_dtype)) as engine:
         found = results(engine, jobs)
         assert engine.stats().num_captured_steps > 4 and None not in tapes.tapes
+    if kv_dtype is not None:
+        round_caches(monkeypatch, kv_dtype)
     for (prompt, options), result in zip(jobs, found):
         config = options["generation_config"]
         assert_same_as_lone(lone_run(model, prompt, config), result, config, name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from ...cache.storage import KVBlocks
 from ...kernels import cpp as kernels_cpp
+from ...kernels import quantized
 from ...kernels.cpp.attention import DTYPES, Attention
 from ...kernels.cpp.build import PATHS, batch_invariant, best_path
 from ...step import StepMetadata
@@ -32,9 +34,10 @@ def is_available() -> bool:
 @functools.cache
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)  # under which the first call of a process may be
-def _agrees() -> bool:
+def _agrees(codes: torch.dtype | None = None) -> bool:
     """Whether what the user's compiler made for this CPU, which no test of ours has seen, computes what PyTorch does on
-    each number of rows that the kernel has code for. Checked once per process."""
+    each number of rows that the kernel has code for; of blocks that store such codes, if a dtype is given. Checked once
+    per process."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -43,6 +46,11 @@ def _agrees() -> bool:
     tables = torch.arange(10, dtype=torch.int32, device="cpu").view(2, 5)
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
         blocks = KVBlocks((), keys.to(dtype), values.to(dtype))
+        if codes is not None:
+            tiles = torch.empty(10, 2, quantized.tile_bytes(16, 64), dtype=torch.uint8, device="cpu")
+            blocks = KVBlocks.view((tiles,), 1, 64, (dtype, dtype), (16, codes))
+            quantized.write(blocks.keys, slice(None), keys)
+            quantized.write(blocks.values, slice(None), values)
         for heads, query_len in (*((heads, 1) for heads in range(1, 10)), (1, 9)):
             step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
             queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
@@ -56,6 +64,13 @@ def _agrees() -> bool:
     return True
 
 
+@functools.cache
+def _agrees_apart(codes: torch.dtype) -> bool:
+    """`_agrees`, asked within a forward, of which nothing is to see it: no mode, no recording."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_agrees, codes).result()
+
+
 def unsupported_reason(call: AttentionCall) -> str | None:
     """What keeps `attend` from taking a call, in words; `None` if nothing does."""
     bias = call.bias
@@ -64,6 +79,9 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if not _takes_bias(bias):
         assert bias is not None
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
+    codes = call.blocks.quantized_dtype
+    if codes is not None and not _agrees_apart(codes):
+        return f"the C++ kernel computes other numbers than PyTorch for blocks of {codes}"
     try:
         _kernel(call)
     except TypeError as error:

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import quantized
 from ...step import StepMetadata
+from . import reference
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
@@ -72,7 +74,7 @@ class Part:
     offset: int  # of the visible range in the first gathered block
     length: int  # of the visible range
     first_query: int  # those before it see nothing
-    tiles: tuple[Tensor, Tensor]  # of keys and of values
+    tiles: tuple[Tensor, ...]  # of keys and of values, where these are quantized of codes and scales of each
     shape: tuple[int, int, int]  # rows, K/V heads, gathered tokens
     slices: tuple[tuple[slice, slice], ...]  # all queries in order, with the keys that any of them sees
     mask_keys: int  # columns of the mask of the step, 0 if every query sees everything
@@ -107,7 +109,11 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     step, query, keys, values = call.step, _rows(call.query, call.step), call.blocks.keys, call.blocks.values
     batch, heads, query_len, _ = query.shape
     group = heads // values.shape[1]
-    layouts = [Layout(x.shape, x.stride(), x.element_size()) for x in (keys, values)]
+    if quantized.is_quantized(keys) and keys.stride(2) != keys.shape[3]:  # of a tile that is not theirs alone
+        return reference.attend(call)
+    layouts = [
+        Layout(x.shape, x.stride(), x.element_size()) for blocks in (keys, values) for x in quantized.planes(blocks)
+    ]
     parts, is_complete = step.plan(plan_parts, *layouts)
     bias = call.bias
     if bias is not None:
@@ -229,31 +235,32 @@ def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tens
     """K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype, in the scratch of this thread until
     its next call; where a gradient is wanted, in memory of their own."""
     sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
-    second = -(-sizes[0] // 64) * 64
+    *begins, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
     scratch, device = None, call.query.device
     if not call.needs_grad:
         scratch = getattr(_scratch, str(device), None)
-        if scratch is None or scratch.numel() < second + sizes[1]:
+        if scratch is None or scratch.numel() < end:
             with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-                scratch = torch.empty(second + sizes[1], dtype=torch.uint8, device=device)
+                scratch = torch.empty(end, dtype=torch.uint8, device=device)
             setattr(_scratch, str(device), scratch)
-    gathered = []
-    for blocks, layout, tiles, start, size in zip(
-        (call.blocks.keys, call.blocks.values), layouts, part.tiles, (0, second), sizes
-    ):
-        flat = layout.flat(blocks)
-        room = None if scratch is None else scratch[start : start + size].view(blocks.dtype).view(-1, flat.shape[1])
-        picked = torch.index_select(flat, 0, tiles, out=room).view(*part.shape, layout.shape[3])
-        gathered.append(picked[:, :, part.offset : part.offset + part.length].to(call.query.dtype))
+    gathered, places = [], zip(layouts, part.tiles, begins, sizes)
+    for blocks in (call.blocks.keys, call.blocks.values):
+        found = []
+        for plane, (layout, tiles, start, size) in zip(quantized.planes(blocks), places):
+            flat = layout.flat(plane)
+            room = None if scratch is None else scratch[start : start + size].view(plane.dtype).view(-1, flat.shape[1])
+            picked = torch.index_select(flat, 0, tiles, out=room).view(*part.shape, layout.shape[3])
+            found.append(picked[:, :, part.offset : part.offset + part.length])
+        gathered.append(quantized.join(found, blocks, call.query.dtype))
     return gathered
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[Part, ...], bool]:
+def plan_parts(step: StepMetadata, *layouts: Layout) -> tuple[tuple[Part, ...], bool]:
     """The parts of a step with equally many queries a row, and whether they cover every query of every row: with
     `step.plan` once for all layers that are laid out alike."""
-    kv_heads, query_len, size = keys.shape[1], step.query_len, step.block_size
+    kv_heads, query_len, size = layouts[0].shape[1], step.query_len, step.block_size
     assert query_len is not None
     geometries: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     is_complete = True
@@ -275,7 +282,7 @@ def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[
         num_blocks, queries = -(-(offset + length) // size), query_len - first_query
         window, hidden = (mask_keys and step.window) or length, mask_keys if queries > 1 else 0
         is_causal = hidden > 0 and length == queries and window >= length
-        head_bytes = num_blocks * size * sum(layout.itemsize * layout.shape[3] for layout in (keys, values))
+        head_bytes = num_blocks * size * sum(layout.itemsize * layout.shape[3] for layout in layouts)
         num_rows = max(1, SCRATCH_BYTES // (head_bytes * kv_heads))
         num_heads = max(1, min(kv_heads, SCRATCH_BYTES // head_bytes))
         num_slices, past = -(-queries // SLICE_QUERIES) if mask_keys else 1, length - queries
@@ -290,7 +297,7 @@ def plan_parts(step: StepMetadata, keys: Layout, values: Layout) -> tuple[tuple[
             tables = torch.stack([step.block_tables[row, first : first + num_blocks] for row, first in firsts]).long()
             for head in range(0, kv_heads, num_heads):
                 heads = slice(head, min(kv_heads, head + num_heads))
-                tiles = keys.tiles(tables, heads), values.tiles(tables, heads)
+                tiles = tuple(layout.tiles(tables, heads) for layout in layouts)
                 shape = len(rows), heads.stop - head, num_blocks * size
                 parts.append(
                     Part(chosen, members, heads, offset, length, first_query, tiles, shape, slices, hidden, is_causal)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...cache.storage import KVBlocks
+from ...kernels import quantized
 from ...step import StepMetadata, row_groups
 
 
@@ -73,10 +74,9 @@ def attend(call: AttentionCall) -> Tensor:
         visible = (positions >= bounds[:, :1]) & (positions < bounds[:, 1:])
         positions, visible = positions[visible.any(0)], visible[:, visible.any(0)]
         blocks = step.block_tables[row].long()[positions // step.block_size]
-        offsets = positions % step.block_size
+        index = blocks, slice(None), positions % step.block_size
         # [kv_heads, 1, positions, dim]: one axis for the query heads of a group
-        key = keys[blocks, :, offsets].transpose(0, 1).unsqueeze(1).to(compute)
-        value = values[blocks, :, offsets].transpose(0, 1).unsqueeze(1).to(compute)
+        key, value = (quantized.read(x, index, compute).transpose(0, 1).unsqueeze(1) for x in (keys, values))
         grouped = query.transpose(0, 1).unflatten(0, (kv_heads, -1))  # [kv_heads, group, query_len, head_dim]
         scores = grouped @ key.transpose(-1, -2) * call.scale  # [kv_heads, group, query_len, positions]
         if call.softcap is not None:

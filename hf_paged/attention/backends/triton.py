@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels import quantized
 from ...kernels.triton import BLOCK_SIZES, DTYPES, MAX_BATCH, MAX_DIM, MAX_QUERIES, cascade
 from ...step import StepMetadata
 from .reference import AttentionCall
@@ -16,7 +17,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     """What keeps `attend` from taking a call, in words; `None` if nothing does."""
     query, keys, values, step = call.query, call.blocks.keys, call.blocks.values, call.step
     tensors, size = call.tensors, step.block_size
-    if any(tensor.dtype not in DTYPES for tensor in tensors):
+    taken = (*DTYPES, *quantized.LARGEST)
+    if any(tensor.dtype not in (taken if tensor is keys or tensor is values else DTYPES) for tensor in tensors):
         return f"dtypes {sorted({str(tensor.dtype) for tensor in tensors})}: the kernels know {DTYPES}"
     if any(tensor.device != query.device for tensor in (*tensors, step.block_tables)):
         return f"tensors on other devices than the query's {query.device}"
@@ -41,7 +43,8 @@ def _prefill_reason(call: AttentionCall) -> str | None:
     keys, values = call.blocks.keys, call.blocks.values
     if call.bias is not None and call.bias.shape[2] > 1:
         return "a bias that differs among more queries than the decode kernel takes"
-    if any(torch.promote_types(call.query.dtype, x.dtype) != call.query.dtype for x in (keys, values)):
+    wider = (x for x in (keys, values) if not quantized.is_quantized(x))
+    if any(torch.promote_types(call.query.dtype, x.dtype) != call.query.dtype for x in wider):
         return f"blocks of a wider dtype than the queries' {call.query.dtype}"
     if values.shape[3] > 512:
         return f"values of {values.shape[3]} dimensions: at most 512"

@@ -356,7 +356,7 @@ class StepGraphs:
         found = []
         for group in self._groups:
             layers = list(group.storage.layers.values())
-            if not layers or not isinstance(heads, int) or any(x.shape[3] > 512 for each in layers for x in each.data):
+            if not layers or not isinstance(heads, int) or any(x.shape[3] > 512 for each in layers for x in each.tiles):
                 found.append(CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1))
                 continue
             query = torch.empty(1, heads, 1, 1, device="meta")

@@ -9,7 +9,9 @@
 // float32, but products of bfloat16 are summed in pairs where the CPU has instructions for it. No slot outside of what a
 // row's queries see is read.
 
-// Of the call, the step, the layer; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16.
+// Of the call, the step, the layer; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16. Keys and values are
+// `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3), with scales of the tokens of a block so
+// many bytes behind its first code: scores, and weights of values, are multiplied by these.
 struct AttentionCall {
     const void* query;
     void* out;
@@ -21,6 +23,7 @@ struct AttentionCall {
     const void *key, *value;
     int64_t dtype, sinks_dtype, heads, kv_heads, key_dim, value_dim, block_size, num_blocks;
     int64_t num_tokens, query_strides[2], key_strides[3], value_strides[3];
+    int64_t stored, key_scales, value_scales;
     double scale, softcap;
 };
 
@@ -31,6 +34,8 @@ constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread read
 constexpr int64_t kPart = 512;       // tokens that are summed on their own
 constexpr int64_t kFewRows = 8;      // M up to which memory is waited for, so that weights need not be rounded to pairs
 constexpr int64_t kTaskRows = 128;   // M, as far as one query allows
+// Times that values are widened in registers, once for as many rows of M as these hold, rather than once to memory.
+template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
 // Sees positions [low, high) of its row's table. Sums of those before `shared` are those of member `place` of
 // `members`, in the states from `state` on.
@@ -180,6 +185,14 @@ struct Kernel {
 
     // -- a task -------------------------------------------------------------------------------------------------------
 
+    // Calls f with a null pointer to the queries' type, where keys and values are of type T.
+    template <class T, class F> void with_queries(F f) const {
+        if constexpr (!kIsCode<T>) f((T*)nullptr);
+        else if (c.dtype == 0) f((float*)nullptr);
+        else if (c.dtype == 1) f((BFloat16*)nullptr);
+        else f((Float16*)nullptr);
+    }
+
     template <class T> void write(const Task& s, const Query* queries, Sums x) const {
         for (int64_t m = 0; m < group * s.count; ++m) {
             const int64_t head = s.head * group + m / s.count;
@@ -195,6 +208,10 @@ struct Kernel {
             for (; d + kLanes <= c.value_dim; d += kLanes) put_lanes(out + d, load<vf>(acc + d) * scale);
             for (; d < c.value_dim; ++d) put(out + d, acc[d] * scale);
         }
+    }
+
+    template <class T> void write_out(const Task& s, const Query* queries, Sums x) const {
+        with_queries<T>([&](auto* type) { write<std::remove_pointer_t<decltype(type)>>(s, queries, x); });
     }
 
     // The sums of a later part come to those of the parts before it.
@@ -233,6 +250,7 @@ struct Kernel {
         const int64_t M, step;  // rows of M at once
         const bool tiled, paired, pairs_values, dots;
         const T *keys[kTile], *values[kTile];
+        float key_scales[kIsCode<T> ? kTile : 1], value_scales[kIsCode<T> ? kTile : 1];  // of codes
         float *q, *kt, *scores, *alpha, *wide;  // q and kt hold pairs where these are multiplied
         Sums first, next;
 
@@ -263,21 +281,23 @@ struct Kernel {
     // its calls.
     template <class T>
     inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, const void* blocks,
-                                                        const int64_t* strides, int64_t start, int64_t count) const {
+                                                        const int64_t* strides, int64_t scales, int64_t start,
+                                                        int64_t count) const {
         for (int64_t t = std::max(s.low, start), end = std::min(s.high, start + count); t < end;) {
             const int64_t offset = t % c.block_size, here = std::min(c.block_size - offset, end - t);
             const T* p = tile<T>(blocks, strides, table[t / c.block_size], s.head) + offset * strides[2];
             for (int64_t i = 0; i < here * strides[2]; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+            if (kIsCode<T>) __builtin_prefetch((const char*)(p - offset * strides[2]) + scales + offset * 4, 0, 2);
             t += here;
         }
     }
     // Of the next tile, from its token `t` on.
     template <class T> inline __attribute__((always_inline)) void prefetch_keys(const Work<T>& w, int t, int count) const {
-        prefetch<T>(w.s, w.table, c.key, c.key_strides, w.upcoming + t, count);
+        prefetch<T>(w.s, w.table, c.key, c.key_strides, c.key_scales, w.upcoming + t, count);
     }
     template <class T>
     inline __attribute__((always_inline)) void prefetch_values(const Work<T>& w, int64_t t, int64_t count) const {
-        prefetch<T>(w.s, w.table, c.value, c.value_strides, w.upcoming + t, count);
+        prefetch<T>(w.s, w.table, c.value, c.value_strides, c.value_scales, w.upcoming + t, count);
     }
 
     template <class T> const T* query_at(const Task& s, const Query* queries, int64_t m) const {
@@ -349,10 +369,10 @@ struct Kernel {
     void tile_scores(int64_t, const BFloat16* const*, const uint32_t*, float*) const {}
 #endif
 
-    template <class T> void load_queries(Work<T>& w) const {
+    template <class Q, class T> void load_queries(Work<T>& w) const {
         if (w.tiled) return pair_queries(w.s, w.queries, (uint32_t*)w.q);
         for (int64_t m = 0; m < w.M; ++m) {
-            const T* from = query_at<T>(w.s, w.queries, m);
+            const Q* from = query_at<Q>(w.s, w.queries, m);
             if (w.paired) {
                 std::memcpy((char*)w.q + m * c.key_dim * 2, (const void*)from, c.key_dim * 2);
                 continue;
@@ -367,7 +387,7 @@ struct Kernel {
     template <class T> bool run(const Task& s, const Query* queries, float* states) const {  // false: no memory
         Work<T> w(*this, s, queries);
         if (!w.allocate(*this)) return false;
-        load_queries(w);
+        with_queries<T>([&](auto* type) { load_queries<std::remove_pointer_t<decltype(type)>>(w); });
         [[maybe_unused]] const Tiles tiles(w.tiled, (int)std::min<int64_t>(16, w.M));
         const Query& one = queries[s.first];
         const int64_t start = origin(one.row);
@@ -388,7 +408,7 @@ struct Kernel {
             if (part) merge(w.M, w.first, w.next);
             if (end >= s.high) break;
         }
-        if (s.state < 0) write<T>(s, queries, w.first);
+        if (s.state < 0) write_out<T>(s, queries, w.first);
         else std::memcpy(states + s.state, w.first.acc, state_floats(s.count) * sizeof(float));
         return true;
     }
@@ -402,16 +422,26 @@ struct Kernel {
             int64_t block = w.table[(at + t) / c.block_size], offset = (at + t) % c.block_size;
             const T* k = tile<T>(c.key, c.key_strides, block, w.s.head);
             const T* v = tile<T>(c.value, c.value_strides, block, w.s.head);
+            if constexpr (kIsCode<T>) {
+                const int64_t bytes = 4 * std::min<int64_t>(to - t, c.block_size - offset);
+                std::memcpy(w.key_scales + t, (const char*)k + c.key_scales + 4 * offset, bytes);
+                std::memcpy(w.value_scales + t, (const char*)v + c.value_scales + 4 * offset, bytes);
+            }
             for (; t < to && offset < c.block_size; ++t, ++offset)
                 w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
         }
         for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // the scores of these are masked below
         for (int t = to; t < whole; ++t) w.keys[t] = w.keys[from];
+        if constexpr (kIsCode<T>) {
+            std::fill(w.key_scales + low, w.key_scales + from, 0.f), std::fill(w.key_scales + to, w.key_scales + whole, 0.f);
+            std::fill(w.value_scales + low, w.value_scales + from, 0.f);
+            std::fill(w.value_scales + to, w.value_scales + whole, 0.f);
+        }
         score(w, low, whole);
         for (int64_t m = 0; m < w.M; ++m) softmax(w, m, at, low, from, to, whole, sums.top[m], sums.sum[m]);
         if (w.pairs_values) {
             add_pairs(w, from, to, sums.acc);
-        } else if (c.value_dim == padded && (w.M <= w.step || std::is_same<T, float>::value)) {
+        } else if (c.value_dim == padded && (w.M <= kWidenings<T> * w.step || std::is_same<T, float>::value)) {
             add_values(w, w.values, from, to, sums.acc);
         } else {  // once for all rows of M
             const float* widened[kTile];
@@ -528,6 +558,8 @@ struct Kernel {
         const Query& q = w.queries[w.s.first + m % w.s.count];
         const int64_t head = w.s.head * group + m / w.s.count;
         from = (int)std::clamp<int64_t>(q.low - at, from, to), to = (int)std::clamp<int64_t>(q.high - at, from, to);
+        if constexpr (kIsCode<T>)
+            for (int t = low; t < whole; t += kLanes) store_vf(x + t, load<vf>(x + t) * load<vf>(w.key_scales + t));
         if (c.softcap > 0)
             for (int t = low; t < whole; t += kLanes)
                 store_vf(x + t, tanh16(load<vf>(x + t) * (float)(1 / c.softcap)) * (float)c.softcap);
@@ -554,6 +586,7 @@ struct Kernel {
         for (int t = low; t < whole; t += kLanes) {
             vf p = exp16(load<vf>(x + t) - base);
             total += p;
+            if constexpr (kIsCode<T>) p *= load<vf>(w.value_scales + t);
             store_vf(x + t, p);
         }
         sum = sum * alpha + reduce(total, plus);
@@ -588,7 +621,7 @@ struct Kernel {
             const int64_t M = group * s.count;
             const Sums sums = sums_at(states + s.state, M);
             for (int64_t k = i + 1; k < j; ++k) merge(M, sums, sums_at(states + p.tasks[k].state, M));
-            write<T>(s, queries, sums);
+            write_out<T>(s, queries, sums);
         }
         return 0;
     }
@@ -604,6 +637,8 @@ extern "C" int hf_paged_attention(const AttentionCall* call) {
     if ((c.num_blocks && !(c.key && c.value)) || (c.max_blocks && !c.tables)) return 4;
     Kernel kernel{c};
     try {
+        if (c.stored == 1) return kernel.execute<Int8>();
+        if (c.stored) return c.stored == 2 ? kernel.execute<E4M3>() : kernel.execute<E5M2>();
         if (c.dtype == 0) return kernel.execute<float>();
         return c.dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
     } catch (const std::bad_alloc&) {

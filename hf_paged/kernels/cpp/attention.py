@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...step import StepMetadata
+from .. import quantized
 from .build import batch_invariant, best_path, kernel, observer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -18,11 +19,11 @@ _CALL = struct.Struct("4Q")
 _BIAS = struct.Struct("6q")
 _STEP = struct.Struct("5Q7q")
 _PATH = struct.Struct("2q")
-_LAYER = struct.Struct("2Q17q2d")
+_LAYER = struct.Struct("2Q20q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
 # struct StoreCall: this call, then the layer
 _STORE_CALL = struct.Struct("3Q")
-_STORE_LAYER = struct.Struct("2Q5q6q6q2q")
+_STORE_LAYER = struct.Struct("2Q5q6q6q2q5q")
 # struct GatherCall: this call, then the step
 _GATHER_CALL = struct.Struct("2Q6q")
 _GATHER_STEP = struct.Struct("2Q7q")
@@ -66,6 +67,11 @@ def _step_fields(step: StepMetadata) -> _Step:
     return _Step(packed, places, step.num_tokens, step.block_size)
 
 
+def _scales_behind(blocks: Tensor) -> int:
+    """Bytes from a block of a head to its scales; 0 if it has none."""
+    return quantized.scales(blocks).data_ptr() - blocks.data_ptr() if quantized.is_quantized(blocks) else 0
+
+
 class Attention:
     """Attention over the blocks of a layer, for queries of one shape and strides in every step: what one call found out
     is kept for the next. It keeps addresses of blocks, which must live as long, not tensors."""
@@ -84,7 +90,10 @@ class Attention:
     ) -> None:
         """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
         tensors = (query, key_blocks, value_blocks)
-        if query.dtype not in DTYPES or any(not x.is_cpu or x.dtype is not query.dtype for x in tensors):
+        stored = quantized.NUMBERS.get(key_blocks.dtype, 0)
+        dtypes = (key_blocks.dtype,) * 2 if stored else (query.dtype,) * 2
+        is_taken = query.dtype in DTYPES and (key_blocks.dtype, value_blocks.dtype) == dtypes
+        if not is_taken or not all(x.is_cpu for x in tensors):
             raise TypeError(  # without sizes: the reason is told once
                 "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU: queries are {}, keys "
                 "{}, values {}".format(*(str(x.dtype).removeprefix("torch.") for x in tensors))
@@ -117,7 +126,8 @@ class Attention:
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), DTYPES[query.dtype]),
             *(0 if sinks is None else DTYPES[sinks.dtype], heads, kv_heads, key_dim, value_dim),
             *(block_size, self._num_blocks, num_tokens, head_stride, token_stride),
-            *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], scale, softcap or 0.0),
+            *(*key_blocks.stride()[:3], *value_blocks.stride()[:3], stored),
+            *(_scales_behind(key_blocks), _scales_behind(value_blocks), scale, softcap or 0.0),
         )
 
     def __call__(
@@ -177,10 +187,12 @@ class Store:
                     f"{tuple(values.shape)} their blocks {tuple(value_blocks.shape)}, or keys values: (batch, heads, "
                     "n, dim) goes with (blocks, heads, block_size, dim)"
                 )
-            if any(not x.is_cpu or x.dtype is not blocks.dtype or x.stride(3) != 1 for x in (states, blocks)):
+            stored = quantized.NUMBERS.get(blocks.dtype, 0)
+            is_taken = states.dtype in DTYPES if stored else states.dtype is blocks.dtype
+            if not is_taken or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
                 raise TypeError(
-                    f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel takes one dtype, on the "
-                    "CPU, the last dimension contiguous"
+                    f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel takes one dtype, or "
+                    "floats and codes, on the CPU, the last dimension contiguous"
                 )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
@@ -192,7 +204,9 @@ class Store:
         self._packed = _STORE_LAYER.pack(
             *(key_blocks.data_ptr(), value_blocks.data_ptr(), batch, kv_heads, tokens, self._block_size),
             *(self._num_blocks * self._block_size, *strides),
-            *(key_dim * keys.element_size(), value_dim * values.element_size()),
+            *(key_dim * key_blocks.element_size(), value_dim * value_blocks.element_size()),
+            *(quantized.NUMBERS.get(key_blocks.dtype, 0), DTYPES.get(keys.dtype, 0), DTYPES.get(values.dtype, 0)),
+            *(_scales_behind(key_blocks), _scales_behind(value_blocks)),
         )
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:

@@ -25,14 +25,53 @@
 #include "linear.cpp"
 #include "rows.cpp"
 
-// Strides in bytes; slots[B][n], contiguous, a negative one is not stored.
+// Strides in bytes; slots[B][n], contiguous, a negative one is not stored. `bytes`: of a token and head in its block.
+// `stored` as in AttentionCall: else than 0 states of `dtypes` become codes, with scales so many bytes behind the tile.
 struct StoreCall {
     const char* source[2];
     const int64_t* slots;
     char* blocks[2];
     int64_t batch, kv_heads, tokens, block_size, num_slots;
     int64_t source_strides[2][3], block_strides[2][3], bytes[2];
+    int64_t stored, dtypes[2], scales[2];
 };
+
+namespace {
+
+// kernels/quantized.py says how.
+template <class S, class T> float quantize(const S* from, int64_t dim, T* to) {
+    vi most = (vi)splat(kTiny);  // magnitudes compare as their bits do; NaN is above all
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) {
+        const vi x = (vi)load_floats(from + d) & 0x7fffffff;
+        most = x > most ? x : most;
+    }
+    for (; d < dim; ++d) {
+        const vi x = (vi)splat(to_float(from + d)) & 0x7fffffff;
+        most = x > most ? x : most;
+    }
+    float top;
+    const int32_t bits = *std::max_element((const int32_t*)&most, (const int32_t*)&most + kLanes);
+    std::memcpy(&top, &bits, 4);
+    const float scale = top * (float)(1.0 / kLargest<T>), inverse = 1.f / scale;
+    for (d = 0; d + kLanes <= dim; d += kLanes) {
+        float x[kLanes];
+        store_vf(x, load_floats(from + d) * inverse);
+        for (int i = 0; i < kLanes; ++i) put(to + d + i, x[i]);
+    }
+    for (; d < dim; ++d) put(to + d, to_float(from + d) * inverse);
+    return scale;
+}
+template <class T> float quantize(const char* from, int64_t dtype, int64_t dim, char* to) {
+    if (dtype == 0) return quantize((const float*)from, dim, (T*)to);
+    return dtype == 1 ? quantize((const BFloat16*)from, dim, (T*)to) : quantize((const Float16*)from, dim, (T*)to);
+}
+float quantize(int64_t stored, const char* from, int64_t dtype, int64_t dim, char* to) {
+    if (stored == 1) return quantize<Int8>(from, dtype, dim, to);
+    return stored == 2 ? quantize<E4M3>(from, dtype, dim, to) : quantize<E5M2>(from, dtype, dim, to);
+}
+
+}  // namespace
 
 extern "C" int hf_paged_store(const StoreCall* call) {
     const StoreCall& c = *call;
@@ -50,8 +89,15 @@ extern "C" int hf_paged_store(const StoreCall* call) {
                 const int64_t *source = c.source_strides[which], *target = c.block_strides[which];
                 const char* from = c.source[which] + b * source[0] + t * source[2];
                 char* to = c.blocks[which] + block * target[0] + slot % c.block_size * target[2];
-                for (int64_t h = 0; h < c.kv_heads; ++h)
-                    std::memcpy(to + h * target[1], from + h * source[1], c.bytes[which]);
+                for (int64_t h = 0; h < c.kv_heads; ++h, from += source[1], to += target[1]) {
+                    if (!c.stored) {
+                        std::memcpy(to, from, c.bytes[which]);
+                        continue;
+                    }
+                    const float scale = quantize(c.stored, from, c.dtypes[which], c.bytes[which], to);
+                    const int64_t offset = slot % c.block_size;
+                    std::memcpy(to - offset * target[2] + c.scales[which] + offset * 4, &scale, 4);
+                }
             }
     return 0;
 }

@@ -25,10 +25,20 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t vu __attribute__((vector_size(4 * kLanes)));
+typedef int32_t vi __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t vh __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t vb __attribute__((vector_size(kLanes)));
 
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
+struct Int8 { uint8_t bits; };  // codes, as kernels/quantized.py has them
+struct E4M3 { uint8_t bits; };
+struct E5M2 { uint8_t bits; };
+template <class T> constexpr bool kIsCode = sizeof(T) == 1;
+template <class T> constexpr double kLargest = 127;
+template <> constexpr double kLargest<E4M3> = 448;
+template <> constexpr double kLargest<E5M2> = 57344;
+constexpr float kTiny = 0x1p-100f;
 
 inline vf splat(float x) { return x - vf{}; }  // of -0, too
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
@@ -102,13 +112,45 @@ inline vf widen(Float16*, vu h) {
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
+// The codes at byte `at` of each lane. They have no inf and no NaN; the exponent is rebiased by a product.
+inline vu moved(vu word, int left) { return left < 0 ? word >> -left : word << left; }
+template <int kMantissa, int kBias> inline vf widen_code8(vu word, int at) {
+    constexpr int kLow = 23 - kMantissa;
+    constexpr float kFactor = kBias == 7 ? 0x1p120f : 0x1p112f;
+    const vu sign = moved(word, 24 - 8 * at) & 0x80000000u;
+    return (vf)((vu)((vf)(moved(word, kLow - 8 * at) & (0x7fu << kLow)) * kFactor) | sign);
+}
+inline vf widen(Int8*, vu word, int at = 0) {
+    return __builtin_convertvector((vi)moved(word, 24 - 8 * at) >> 24, vf);
+}
+inline vf widen(E4M3*, vu word, int at = 0) { return widen_code8<3, 7>(word, at); }
+inline vf widen(E5M2*, vu word, int at = 0) { return widen_code8<2, 15>(word, at); }
+#if defined(__AVX512F__) && LANES == 16
+inline vu load_bytes(const void* p) { return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+#elif defined(__AVX2__) && LANES == 8
+inline vu load_bytes(const void* p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+#else
+inline vu load_bytes(const void* p) { return __builtin_convertvector(load<vb>(p), vu); }
+#endif
 #if defined(__AVX2__) && LANES == 8  // GCC would widen each half by itself
 inline vu load_words(const void* p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 #else
 inline vu load_words(const void* p) { return __builtin_convertvector(load<vh>(p), vu); }
 #endif
-template <class T> inline vf load_floats(const T* p) { return widen((T*)nullptr, load_words(p)); }
+template <class T> inline vf load_floats(const T* p) {
+    if constexpr (kIsCode<T>) return widen((T*)nullptr, load_bytes(p));
+    else return widen((T*)nullptr, load_words(p));
+}
 inline vf load_floats(const float* p) { return load<vf>(p); }
+#if defined(__AVX512F__) && LANES == 16
+inline vf load_floats(const Int8* p) {
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+#elif defined(__AVX2__) && LANES == 8
+inline vf load_floats(const Int8* p) {
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+#endif
 template <class T> inline float to_float(const T* p) { return widen((T*)nullptr, vu{} + (uint32_t)p->bits)[0]; }
 inline float to_float(const float* p) { return *p; }
 
@@ -135,6 +177,33 @@ inline void put(Float16* p, float x) {
     }
     p->bits = h | ((u >> 16) & 0x8000);
 }
+
+// To a code, of numbers that are none too large for it. Adding 1.5 * 2^23 rounds to an integer.
+inline void put(Int8* p, float x) {
+    uint32_t u;
+    x += 12582912.f;
+    std::memcpy(&u, &x, 4);
+    p->bits = (uint8_t)u;
+}
+template <int kMantissa, int kBias> inline uint8_t code8(float x) {
+    constexpr int kShift = 23 - kMantissa;
+    uint32_t u, a, h;
+    std::memcpy(&u, &x, 4);
+    a = u & 0x7fffffff;
+    if (a >= (uint32_t)(128 - kBias) << 23) {
+        h = (a + (1u << (kShift - 1)) - 1 + ((a >> kShift) & 1) - ((uint32_t)(127 - kBias) << 23)) >> kShift;
+    } else {  // subnormal, as above
+        constexpr uint32_t kUnit = (uint32_t)(128 - kBias + kShift) << 23;
+        float f, unit;
+        std::memcpy(&f, &a, 4), std::memcpy(&unit, &kUnit, 4);
+        f += unit;
+        std::memcpy(&h, &f, 4);
+        h -= kUnit;
+    }
+    return (uint8_t)((h & 0x7f) | ((u >> 24) & 0x80));
+}
+inline void put(E4M3* p, float x) { p->bits = code8<3, 7>(x); }
+inline void put(E5M2* p, float x) { p->bits = code8<2, 15>(x); }
 
 // kLanes numbers to their dtype, rounded as `put` does.
 inline void put_lanes(float* p, vf x) { store_vf(p, x); }
@@ -200,11 +269,16 @@ inline void transpose(vu* r) {
 }
 #endif
 
-// Word w of kLanes tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type.
+// Word w of kLanes tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type, four
+// codes.
 inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }
 template <class T> inline void put_word(float* kt, int w, vu word, const T*) {
-    store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
-    store_vf(kt + (2 * (int64_t)w + 1) * kSub, widen((T*)nullptr, word >> 16));
+    if constexpr (kIsCode<T>) {
+        for (int i = 0; i < 4; ++i) store_vf(kt + (4 * (int64_t)w + i) * kSub, widen((T*)nullptr, word, i));
+    } else {
+        store_vf(kt + 2 * (int64_t)w * kSub, widen((T*)nullptr, word & 0xffffu));
+        store_vf(kt + (2 * (int64_t)w + 1) * kSub, widen((T*)nullptr, word >> 16));
+    }
 }
 template <class T> void transpose_keys(const T* const* tokens, int dim, float* kt) {
     const int words = dim * (int)sizeof(T) / 4;

@@ -14,9 +14,10 @@ import triton
 from torch import Tensor
 
 from ...step import Cascade, StepMetadata
+from .. import quantized
 from . import MAX_BATCH
 from .attention_kernel import attention_kernel
-from .configs import LaunchConfig, dot_dtype, find_config, num_multiprocessors, split_dim, strides
+from .configs import LaunchConfig, as_numbers, chip, dot_dtype, find_config, num_multiprocessors, split_dim, strides
 from .launch import launch
 from .merge import merge
 
@@ -48,7 +49,8 @@ def decode_attention(
     if out.numel() == 0:
         return (out, lse) if return_lse else out
     rows = heads // kv_heads * query_len
-    config = config or find_config("decode", key_dim, value_dim, key_blocks.dtype, rows, query.device)
+    stored = query.dtype if quantized.is_quantized(key_blocks) else key_blocks.dtype
+    config = config or find_config("decode", key_dim, value_dim, stored, rows, query.device)
     block_m = min(config.block_m, max(16, triton.next_power_of_2(rows)))
     programs = kv_heads * triton.cdiv(rows, block_m)
     target = num_multiprocessors(query.device) * config.programs_per_sm
@@ -116,7 +118,10 @@ def prefill_attention(
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
     if config is None:
         config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
-        if bias is not None:  # loaded number by number, as its rows may begin anywhere: large tiles would spill
+        # A bias is loaded number by number, as its rows may begin anywhere, and codes are converted in registers, from
+        # which these chips' tensor cores read: large tiles would spill.
+        converts = quantized.is_quantized(key_blocks) and not chip(query.device).startswith(("sm90", "sm10"))
+        if bias is not None or converts:
             config = dataclasses.replace(config, tile=max(16, config.tile // 2))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:  # so that programs cover the chip about once
@@ -181,6 +186,13 @@ def _launch(
     query = query if query.stride(2) == 1 else query.contiguous()
     key_tiles = split_dim(key_dim)
     is_plain = given.get("softcap") is None and given.get("bias") is None
+    dtypes = [query.dtype]
+    if quantized.is_quantized(key_blocks):
+        scales = [quantized.scales(x) for x in (key_blocks, value_blocks)]
+        given |= dict(zip(("key_scales", "value_scales"), scales), STORED=quantized.NUMBERS[key_blocks.dtype])
+        key_blocks, value_blocks = (as_numbers(x) for x in (key_blocks, value_blocks))
+    else:
+        dtypes += [key_blocks.dtype, value_blocks.dtype]
     written = out, lse, *(given.get(name) for name in ("part_out", "part_lse", "row_items"))
     launch(
         attention_kernel, grid,
@@ -190,7 +202,7 @@ def _launch(
         HEADS=heads, GROUP=heads // kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
         CAUSAL=step.causal, FOLDED=given["scale"] > 0 and is_plain,
         SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
-        DOT_DTYPE=dot_dtype(query.dtype, key_blocks.dtype, value_blocks.dtype), TILE=config.tile,
+        DOT_DTYPE=dot_dtype(*dtypes), TILE=config.tile,
         KEY_MAIN=key_tiles[0], KEY_REST=key_tiles[1], VALUE_MAIN=value_tiles[0], VALUE_REST=value_tiles[1],
         num_warps=config.num_warps, num_stages=config.num_stages, writes=written, **given,
     )  # fmt: skip

@@ -70,6 +70,37 @@ def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.c
 
 
 @triton.jit
+def _convert(tile, like, STORED: tl.constexpr):
+    """A tile of keys or values in the dtype of `like`: of codes (`quantized.NUMBERS`) the codes as numbers, exactly.
+    The bits of 8-bit floats are those of a float16 but for the bias, on every chip."""
+    if STORED == 0:
+        return tile.to(like.dtype)
+    elif STORED == 1:
+        return tile.to(tl.float32).to(like.dtype)
+    else:
+        bits = tile.to(tl.uint16)
+        if STORED == 2:
+            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            return (half.to(tl.float32) * 256.0).to(like.dtype)
+        else:
+            return (bits << 8).to(tl.float16, bitcast=True).to(like.dtype)
+
+
+@triton.jit
+def _scale(tile, factors, STORED: tl.constexpr):
+    """Codes of values to values, where the weights have not been scaled instead."""
+    if STORED and tile.dtype == tl.float16:
+        return (tile.to(tl.float32) * factors[:, None]).to(tl.float16)
+    else:
+        return tile
+
+
+@triton.jit
+def _load_scales(scales, is_seen, MASKED: tl.constexpr):
+    return tl.load(scales, mask=is_seen, other=0.0) if MASKED else tl.load(scales)
+
+
+@triton.jit
 def _attend_tile(
     acc, acc_rest, total, top, q, q_rest, keys, values, block_table, first_key, low, high,
     query_position, window, scale, softcap, bias, factor,
@@ -77,7 +108,7 @@ def _attend_tile(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr, VALUE_IS_KEY: tl.constexpr,
-    MASKED: tl.constexpr,
+    STORED: tl.constexpr, key_scales, value_scales, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of FlashAttention (arXiv 2205.14135, sec. 3.1) over one tile of keys from `first_key`."""
     position = first_key + tl.arange(0, TILE)
@@ -92,14 +123,18 @@ def _attend_tile(
     offset = (position % BLOCK_SIZE).to(tl.int64)
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
-    k = _load(keys + key_rows + d, is_seen[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM).to(q.dtype)
+    k = _load(keys + key_rows + d, is_seen[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM)
+    k = _convert(k, q, STORED)
     scores = dot(q, tl.trans(k), None)  # [M, TILE]
     if KEY_REST > 0:
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
         padded: tl.constexpr = KEY_MAIN + KEY_REST > KEY_DIM
-        k_rest = _load(keys + key_rows + d_rest, is_seen[:, None], d_rest < KEY_DIM, MASKED, padded).to(q.dtype)
+        k_rest = _load(keys + key_rows + d_rest, is_seen[:, None], d_rest < KEY_DIM, MASKED, padded)
+        k_rest = _convert(k_rest, q, STORED)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
+    if STORED:  # blocks lie as many bytes apart as they have codes and scales
+        scores *= _load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[None, :]
     if not FOLDED:
         scores = scores * scale
     if softcap is not None:  # exact at both ends, where exp2 gives inf or 0; `libdevice.tanh` is slower
@@ -126,20 +161,25 @@ def _attend_tile(
         weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
     shrink = tl.exp2((top - anchor) * factor)
     total = total * shrink + tl.sum(weights, axis=1)
+    factors = None
+    if STORED:
+        factors = _load_scales(value_scales + block * (value_block // 4) + offset, is_seen, MASKED)
+        if q.dtype != tl.float16:  # which holds no small weights
+            weights *= factors[None, :]
     weights = weights.to(q.dtype)
     if VALUE_IS_KEY:
-        acc = dot(weights, k, acc * shrink[:, None])
+        acc = dot(weights, _scale(k, factors, STORED), acc * shrink[:, None])
         if VALUE_REST > 0:
-            acc_rest = dot(weights, k_rest, acc_rest * shrink[:, None])
+            acc_rest = dot(weights, _scale(k_rest, factors, STORED), acc_rest * shrink[:, None])
     else:
         value_rows = key_rows if SAME_STRIDES else (block * value_block + offset * value_token)[:, None]
         d = tl.arange(0, VALUE_MAIN)[None, :]
         v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM)
-        acc = dot(weights, v.to(q.dtype), acc * shrink[:, None])
+        acc = dot(weights, _scale(_convert(v, q, STORED), factors, STORED), acc * shrink[:, None])
         if VALUE_REST > 0:
             d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
             v = _load(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, True)
-            acc_rest = dot(weights, v.to(q.dtype), acc_rest * shrink[:, None])
+            acc_rest = dot(weights, _scale(_convert(v, q, STORED), factors, STORED), acc_rest * shrink[:, None])
     return acc, acc_rest, total, new_top
 
 
@@ -183,6 +223,7 @@ def attention_kernel(
     starts=None, query_start=None, query_index=None, part_out=None, part_lse=None, row_items=None, target=0,
     query_len=0, BY_LENGTH: tl.constexpr = False, ONE_QUERY: tl.constexpr = False, MIN_SPLIT: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
+    STORED: tl.constexpr = 0, key_scales=None, value_scales=None,
 ):  # fmt: skip
     """One tile of query rows over the keys of their row, or a part of these. `BY_LENGTH` all rows have `query_len`
     queries and their keys are split by length into items; else `query_start` tells tiles, and all rows' keys have
@@ -265,6 +306,9 @@ def attention_kernel(
     acc_rest = tl.zeros([BLOCK_M, VALUE_REST if VALUE_REST > 0 else 1], tl.float32)
     keys = key_blocks + kv_head.to(tl.int64) * key_head
     values = value_blocks + kv_head.to(tl.int64) * value_head
+    if STORED:
+        key_scales += kv_head.to(tl.int64) * (key_head // 4)
+        value_scales += kv_head.to(tl.int64) * (value_head // 4)
     block_table = block_tables + row.to(tl.int64) * table_row
 
     # The tiles at both ends need masks; [full_begin, full_end) is seen whole by all. Few queries take one masked loop:
@@ -285,7 +329,7 @@ def attention_kernel(
             position, window, scale, softcap, bias_rows, factor,
             key_block, key_token, value_block, value_token, bias_key, bias_len,
             KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
-            CAUSAL and not ONE_QUERY, FOLDED, SAME_STRIDES, VALUE_IS_KEY, True,
+            CAUSAL and not ONE_QUERY, FOLDED, SAME_STRIDES, VALUE_IS_KEY, STORED, key_scales, value_scales, True,
         )  # fmt: skip
     if not BY_LENGTH:
         for first_key in range(full_begin, full_end, TILE):
@@ -294,7 +338,7 @@ def attention_kernel(
                 position, window, scale, softcap, bias_rows, factor,
                 key_block, key_token, value_block, value_token, bias_key, bias_len,
                 KEY_DIM, VALUE_DIM, KEY_MAIN, KEY_REST, VALUE_MAIN, VALUE_REST, BLOCK_SIZE, TILE,
-                CAUSAL, FOLDED, SAME_STRIDES, VALUE_IS_KEY, False,
+                CAUSAL, FOLDED, SAME_STRIDES, VALUE_IS_KEY, STORED, key_scales, value_scales, False,
             )  # fmt: skip
 
     at = packed * HEADS + head

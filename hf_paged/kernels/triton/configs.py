@@ -56,6 +56,11 @@ def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
+def as_numbers(blocks: Tensor) -> Tensor:
+    """Blocks as kernels take them: 8-bit floats as bytes, which every chip and Triton's interpreter know."""
+    return blocks.view(torch.uint8) if blocks.is_floating_point() and blocks.element_size() == 1 else blocks
+
+
 def chip(device: torch.device) -> str:
     """Names the table of a device: `"sm90"`, `"gfx942"`, `"xpu"`, or `"none"` for what is no GPU."""
     if device.type == "cuda":

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import strides
+from .. import quantized
+from .configs import as_numbers, strides
 from .launch import launch
+
+TINY = tl.constexpr(quantized.TINY)
+
+
+@triton.jit
+def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The bits of an 8-bit float for each number, rounded to nearest even; none is too large for it."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    UNIT: tl.constexpr = (128 - BIAS + SHIFT) << 23
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)) >> SHIFT
+    unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)  # whose last bit is the smallest number
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
+    found = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
+    return ((found & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _store_states(states, target, scales, mask, is_head, STORED: tl.constexpr, LARGEST: tl.constexpr):
+    """States of some heads of one token, `[heads, dim]`, as they are or as codes (`kernels/quantized.py` says how)."""
+    if STORED == 0:
+        tl.store(target, states.to(target.dtype.element_ty), mask=mask)
+    else:
+        x = tl.where(mask, states.to(tl.float32), 0.0)
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1), TINY) * (1.0 / LARGEST)
+        scale += tl.sum(x * 0.0, axis=1)  # NaN, if one of them is not finite
+        x = x * (1.0 / scale)[:, None]
+        if STORED == 1:  # adding 1.5 * 2^23 rounds to an integer
+            found = ((x + 12582912.0) - 12582912.0).to(tl.int8)
+        elif STORED == 2:
+            found = _code8(x, 3, 7)
+        else:
+            found = _code8(x, 2, 15)
+        tl.store(target, found, mask=mask)
+        tl.store(scales, scale, mask=is_head)
 
 
 @triton.jit(
@@ -20,6 +59,7 @@ def _store_kernel(
     value_block, value_block_head, value_block_token, value_block_d,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    STORED: tl.constexpr = 0, LARGEST: tl.constexpr = 1.0, key_scales=None, value_scales=None,
 ):  # fmt: skip
     # One token and BLOCK_HEADS heads a program. Addresses in int64: states of a long prompt pass 2^31 elements.
     row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
@@ -29,17 +69,21 @@ def _store_kernel(
         return
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
+    one = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    if STORED:  # strides of bytes
+        key_scales += block * (key_block // 4) + one * (key_block_head // 4) + offset
+        value_scales += block * (value_block // 4) + one * (value_block_head // 4) + offset
     d = tl.arange(0, BLOCK_KEY).to(tl.int64)[None, :]
     mask = (head < HEADS) & (d < KEY_DIM)
     source = keys + row * key_row + token * key_token + head * key_head + d * key_d
     target = key_blocks + block * key_block + offset * key_block_token + head * key_block_head + d * key_block_d
-    tl.store(target, tl.load(source, mask=mask).to(key_blocks.dtype.element_ty), mask=mask)
+    _store_states(tl.load(source, mask=mask), target, key_scales, mask, one < HEADS, STORED, LARGEST)
     d = tl.arange(0, BLOCK_VALUE).to(tl.int64)[None, :]
     mask = (head < HEADS) & (d < VALUE_DIM)
     source = values + row * value_row + token * value_token + head * value_head + d * value_d
     target = value_blocks + block * value_block + offset * value_block_token
     target += head * value_block_head + d * value_block_d
-    tl.store(target, tl.load(source, mask=mask).to(value_blocks.dtype.element_ty), mask=mask)
+    _store_states(tl.load(source, mask=mask), target, value_scales, mask, one < HEADS, STORED, LARGEST)
 
 
 def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
@@ -53,11 +97,16 @@ def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor
     block_key, block_value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     # About 2048 elements a program: 16 of each thread of four warps.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
+    given: dict[str, Any] = {}
+    if (stored := quantized.NUMBERS.get(key_blocks.dtype)) is not None:
+        given = dict(STORED=stored, LARGEST=quantized.LARGEST[key_blocks.dtype])
+        given |= dict(key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks))
+        key_blocks, value_blocks = as_numbers(key_blocks), as_numbers(value_blocks)
     launch(
         _store_kernel, (batch * tokens, triton.cdiv(heads, block_heads)),
         keys, values, key_blocks, value_blocks, slots, tokens, num_blocks * block_size, *slots.stride(),
         *strides(keys), *strides(values), *key_blocks.stride(), *value_blocks.stride(),
         HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads, BLOCK_KEY=block_key, BLOCK_VALUE=block_value,
-        writes=(key_blocks, value_blocks),
+        writes=(key_blocks, value_blocks, given.get("key_scales"), given.get("value_scales")), **given,
     )  # fmt: skip

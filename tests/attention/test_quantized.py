@@ -1,0 +1,119 @@
+"""Attention over quantized blocks: every backend against the reference on what these hold, as plain float32 blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_paged.attention import backends
+from hf_paged.attention.backends import reference
+from hf_paged.attention.backends.reference import AttentionCall
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.kernels import cpp, quantized
+from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, any_cases, build
+from tests.support.kernels.device import available
+
+BACKENDS = ["reference", "gather", *(["cpp"] if cpp.is_available() else [])]
+
+
+def quantize(call: Call, kv_dtype: str) -> tuple[AttentionCall, AttentionCall]:
+    """The call over quantized blocks, with scales of NaN in all slots that must not be read, and over blocks of the
+    same numbers in float32."""
+    keys, values = call.key_blocks, call.value_blocks
+    blocks = KVBlocks.allocate(len(keys), keys.shape[2], keys, values, kv_dtype=kv_dtype)
+    if blocks.shares_scales:
+        quantized.write(blocks.latents.keys, slice(None), torch.cat((keys, values), -1))
+    else:
+        quantized.write(blocks.keys, slice(None), keys)
+        quantized.write(blocks.values, slice(None), values)
+    plain = [quantized.read(x, slice(None), torch.float32) for x in (blocks.keys, blocks.values)]
+    made = call.made()
+    return made._replace(blocks=blocks), made._replace(blocks=KVBlocks((), *plain), query=made.query.float())
+
+
+def check(case: Case, backend: str, kv_dtype: str, seed: int = 0) -> None:
+    call, plain = quantize(build(case, seed), kv_dtype)
+    with torch.no_grad():
+        expected = reference.attend(plain)
+        assert backend != "cpp" or backends.cpp.unsupported_reason(call) is None
+        out = backends.BACKENDS[backend].attend(call)
+    assert out.dtype == case.dtype and out.is_contiguous()
+    size = float(expected.abs().max())
+    torch.testing.assert_close(
+        out.float(), expected, atol=max(1.0, size) * TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype]
+    )
+
+
+FLOATS = [case for case in CASES if case.dtype != torch.float64]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", FLOATS, ids=str)
+def test_matches_the_reference(case: Case, backend: str) -> None:
+    check(case, backend, ("int8", "fp8_e4m3", "fp8_e5m2")[FLOATS.index(case) % 3])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(case=any_cases(), kv_dtype=st.sampled_from(list(quantized.DTYPES)), seed=st.integers(0, 3))
+def test_matches_the_reference_on_any_sizes(case: Case, kv_dtype: str, seed: int) -> None:
+    for backend in BACKENDS:
+        check(case, backend, kv_dtype, seed)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_rows_that_share_blocks(is_fixed: bool) -> None:
+    """The C++ kernel attends to these once for all rows."""
+    if not cpp.is_available():
+        pytest.skip("no compiler")
+    from hf_paged.kernels.cpp.build import batch_invariant
+
+    case = Case(seq_lens=(200, 200, 150), block=8)
+    call, plain = quantize(build(case), "int8")
+    tables = call.step.block_tables.clone()
+    tables[1:, :16] = tables[0, :16]
+    step = replace(call.step, block_tables=tables)
+    token = batch_invariant.set(is_fixed)
+    try:
+        with torch.no_grad():
+            out, expected = backends.cpp.attend(call._replace(step=step)), reference.attend(plain._replace(step=step))
+    finally:
+        batch_invariant.reset(token)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+@available
+@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(seq_lens=(40, 1, 70), heads=4, key_dim=16, value_dim=16),
+        Case(seq_lens=(40, 3), queries=3, heads=6, key_dim=40, value_dim=40, dtype=torch.float16),
+        Case(seq_lens=(33, 50), heads=2, kv_heads=1, key_dim=24, value_dim=24, window=9, dtype=torch.bfloat16, block=8),
+        Case(seq_lens=(20, 35), queries=20, heads=2, key_dim=16, value_dim=8, sinks=True, softcap=2.0),
+    ],
+    ids=str,
+)
+def test_the_triton_kernels(case: Case, kv_dtype: str) -> None:
+    call, plain = quantize(build(case), kv_dtype)
+    with torch.no_grad():
+        expected = reference.attend(plain)
+        assert backends.triton.unsupported_reason(call) is None
+        out = backends.triton.attend(call)
+    torch.testing.assert_close(out.float(), expected, atol=4 * TOLERANCE[case.dtype], rtol=4 * TOLERANCE[case.dtype])
+
+
+@available
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_latents_through_the_triton_kernels(dtype: torch.dtype) -> None:
+    call, _ = quantize(build(Case(seq_lens=(40, 9), heads=4, kv_heads=1, key_dim=24, value_dim=8, dtype=dtype)), "int8")
+    latents = call.blocks.latents
+    call = call._replace(blocks=latents, query=torch.cat((call.query, call.query[..., :8]), dim=-1))
+    plain = quantized.read(latents.keys, slice(None), torch.float32)
+    with torch.no_grad():
+        expected = reference.attend(call._replace(blocks=KVBlocks((), plain, plain), query=call.query.float()))
+        out = backends.triton.attend(call)
+    torch.testing.assert_close(out.float(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])

@@ -1,0 +1,145 @@
+"""Codes and scales: every store writes the same ones, how far they are from the states, how they lie in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged.cache import storage
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.kernels import cpp, quantized
+from hf_paged.kernels.cpp.attention import Store
+from tests.support.kernels.device import DEVICE, available
+
+ROUNDING = {"int8": 1 / 254, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}  # of the largest magnitude; of each number
+SHAPES = [(2, 16, 16, 8), (3, 40, 9, 16), (1, 24, 8, 32), (5, 64, 64, 16), (1, 9, 9, 8)]
+
+
+def blocks_like(keys: Tensor, values: Tensor, block_size: int, kv_dtype: str, num_blocks: int = 7) -> KVBlocks:
+    blocks = KVBlocks.allocate(num_blocks, block_size, keys, values, kv_dtype=kv_dtype)
+    for tensor in blocks.data:
+        tensor.fill_(0xFF)  # scales of NaN
+    return blocks
+
+
+def states(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of five tokens in three rows, whose magnitudes differ from token to token, and their slots."""
+    heads, key_dim, value_dim, block_size = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randn(3, heads, 5, 1, generator=generator).mul(2).exp()
+    keys, values = (
+        (torch.randn(3, 5, heads, dim, generator=generator).transpose(1, 2) * sizes).to(dtype)
+        for dim in (key_dim, value_dim)
+    )
+    keys[0, 0, 1] = 0
+    slots = torch.randperm(7 * block_size, generator=generator)[:15].view(3, 5)
+    slots[1, :2] = -1
+    return keys, values, slots
+
+
+def stored(blocks: KVBlocks, slots: Tensor) -> list[Tensor]:
+    """Keys and values at these slots, float32."""
+    size = blocks.keys.shape[2]
+    index = slots // size, slice(None), slots % size
+    return [quantized.read(x, index, torch.float32) for x in (blocks.keys, blocks.values)]
+
+
+def by_cpp(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+    Store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
+
+
+def by_triton(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
+    from hf_paged.kernels.triton.store import store
+
+    store(keys, values, key_blocks, value_blocks, slots)
+
+
+STORES = [
+    storage.store_portable,
+    pytest.param(by_cpp, marks=pytest.mark.skipif(not cpp.is_available(), reason="no compiler")),
+    pytest.param(by_triton, marks=[available, pytest.mark.skipif(DEVICE.type != "cpu", reason="rounds otherwise")]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("store", STORES)
+def test_every_store_writes_the_same_bytes(
+    store: Callable[..., None], shape: tuple[int, int, int, int], kv_dtype: str, dtype: torch.dtype
+) -> None:
+    keys, values, slots = states(shape, dtype)
+    found, expected = (blocks_like(keys, values, shape[3], kv_dtype) for _ in range(2))
+    if found.shares_scales:  # as `KVBlocks.store` does
+        keys = values = torch.cat((keys, values), dim=3)
+        found, expected = found.latents, expected.latents
+    storage.store_portable(keys, values, expected.keys, expected.values, slots)
+    store(keys, values, found.keys, found.values, slots)
+    kept = slots[slots >= 0]
+    for ours, theirs, exact in zip(stored(found, kept), stored(expected, kept), (keys, values)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        exact = exact.transpose(1, 2)[slots >= 0].float()
+        size = exact.abs().amax(-1, keepdim=True) if kv_dtype == "int8" else exact.abs()
+        smallest = exact.abs().amax(-1, keepdim=True) / quantized.LARGEST[found.keys.dtype] * 2**-6
+        assert ((ours - exact).abs() <= 1.001 * ROUNDING[kv_dtype] * size + smallest).all()
+    assert all(torch.equal(a, b) for a, b in zip(found.data, expected.data)), "what is not stored stays"
+
+
+@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
+@pytest.mark.parametrize("store", STORES)
+def test_what_is_not_finite_stays_so_and_alone(store: Callable[..., None], kv_dtype: str) -> None:
+    keys = torch.ones(1, 2, 4, 16)
+    keys[0, 0, 1, 3], keys[0, 1, 2, 5] = math.nan, math.inf
+    blocks = blocks_like(keys, keys, 8, kv_dtype)
+    slots = torch.arange(4)[None]
+    store(keys, keys, blocks.keys, blocks.values, slots)
+    finite = stored(blocks, slots[0])[0].isfinite().all(-1)
+    assert finite.tolist() == [[True, True], [False, True], [True, False], [True, True]]
+    assert (stored(blocks, slots[0])[0][0] == 1).all()
+
+
+@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
+def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
+    """The C++ kernel's numbers are PyTorch's for each of the 256 bytes that stands for one."""
+    dtype = quantized.DTYPES[kv_dtype]
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    codes = codes[codes.float().isfinite()]
+    found, scales = quantized.quantize(codes.float(), dtype)
+    assert torch.equal(found.float() * scales, codes.float()) or kv_dtype == "int8"  # -128 is not stored
+    from hf_paged.attention.backends import cpp as backend
+    from hf_paged.attention.backends import reference
+    from hf_paged.attention.backends.reference import AttentionCall
+    from hf_paged.step import StepMetadata
+
+    keys = torch.zeros(1, 1, 1, 256)
+    keys[..., : len(codes)] = codes.float()
+    blocks = blocks_like(keys, keys, 8, kv_dtype, num_blocks=1)
+    blocks.store((), keys, keys, torch.zeros(1, 1, dtype=torch.int64))
+    step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32), (1,), 8, query_len=1)
+    call = AttentionCall(torch.zeros(1, 1, 256), blocks, step, 1.0)
+    with torch.no_grad():
+        expected = reference.attend(call)
+        assert not cpp.is_available() or torch.equal(backend.attend(call), expected)
+    if kv_dtype != "int8":
+        assert torch.equal(expected[0, 0, : len(codes)], codes.float())
+
+
+@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bytes(dim: int, kv_dtype: str) -> None:
+    states = torch.empty(1, 8, 0, dim, dtype=torch.bfloat16)
+    plain, found = (KVBlocks.allocate(2, 16, states, states, kv_dtype=each) for each in (None, kv_dtype))
+    assert found.block_bytes <= 0.55 * plain.block_bytes
+
+
+def test_a_token_stored_later_changes_no_other() -> None:
+    keys = torch.randn(1, 2, 1, 16)
+    blocks = blocks_like(keys, keys, 8, "int8")
+    blocks.store((0,), keys, keys, torch.tensor([[3]]))
+    before = stored(blocks, torch.tensor([3]))[0]
+    blocks.store((0,), 1000 * keys, keys, torch.tensor([[4]]))
+    assert torch.equal(stored(blocks, torch.tensor([3]))[0], before)

@@ -110,7 +110,7 @@ class EngineCore:
                 )
                 box = self.unread if outbox is None else outbox
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
-                loop = self._get_loop()  # takes memory: not for what is refused
+                loop = self.get_loop()  # takes memory: not for what is refused
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
                 if not self.requests:
@@ -214,7 +214,7 @@ class EngineCore:
             self.lock.wait_for(self.resumed)
 
     def step(self, window: Window) -> None:
-        loop = self._get_loop()
+        loop = self.get_loop()
         now = time.time()  # as the criteria count
         self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
         for limit in (limit for state in self._unstarted for limit in state.limits):
@@ -241,7 +241,7 @@ class EngineCore:
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
 
-    def _get_loop(self) -> StepLoop:
+    def get_loop(self) -> StepLoop:
         """The loop; while no request is unfinished, another one if the model is no longer what it was made for."""
         model = self.model
         if self.loop is not None and self.requests:
@@ -330,6 +330,7 @@ class EngineCore:
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._counts = self.counts()
+        self.memory.give_up_cached()
         self.memory.graphs = None  # a cache that is held has no use for graphs
         self.loop, self.memory = None, self._new_memory()
 

@@ -205,6 +205,8 @@ class StepLoop:
                 elif not any(part.is_sampling for part in (generation, *generation.parts)):
                     self.release(generation)
             return None
+        with self.memory.lock:
+            self.blocks.index.end_step()
         num_tokens = sum(count for _, count in batch.items)
         cost = self.scheduler.preemption.cost
         if num_tokens > len(batch.items) and cost is not None:

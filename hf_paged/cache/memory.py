@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import torch
 from .. import forks
 from ..config import PagedConfig
 from ..interrupts import held
+from . import budget
 from .block_manager import BlockManager
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
-from .storage import KVBlocks, Storage, free_bytes, trim
+from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -38,6 +40,10 @@ class MemoryStats:
         copied_blocks (`int`): Blocks copied by copy-on-write.
         cached_blocks (`int`): Blocks that no table holds, kept for their tokens until their place is needed.
         shared_blocks (`int`): Blocks in use that more than one block table holds.
+        budget_bytes (`int`, *optional*): What `hf_paged.budget` allows all pools of the process together.
+        tier_host_bytes (`int`): Bytes of host memory in which prefix blocks are that the pool gave up.
+        tier_disk_bytes (`int`): Bytes of the files of the folder of `prefix_tiers`, as far as this process knows.
+        tier_kept_blocks, tier_restored_blocks (`int`): Blocks that went there, and that came back.
     """
 
     block_size: int = 0
@@ -50,6 +56,11 @@ class MemoryStats:
     copied_blocks: int = 0
     cached_blocks: int = 0
     shared_blocks: int = 0
+    budget_bytes: int | None = None
+    tier_host_bytes: int = 0
+    tier_disk_bytes: int = 0
+    tier_kept_blocks: int = 0
+    tier_restored_blocks: int = 0
 
 
 class GroupMemory(BlockGroup):
@@ -64,6 +75,7 @@ class GroupMemory(BlockGroup):
         self.storage: Any = StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec)
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
+        self._is_making = False  # a layer is about to be made, which holds nothing of the cached blocks
 
     @property
     def block_bytes(self) -> int:
@@ -80,6 +92,25 @@ class GroupMemory(BlockGroup):
         """Of the memory that is no longer free."""
         return self.held_bytes if self.storage.is_elastic else max(self.held_bytes, self.storage.nbytes)
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether it is known how many bytes a block takes, or that does not matter."""
+        return budget.limit() is None or self.holds_states or self.block_bytes > 0
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether what the layers have of a cached block is not all of it."""
+        return self._is_making or not self.storage.layers
+
+    def expect(self, block_bytes: int) -> None:
+        """A block takes so many bytes over all layers. Raises `OutOfBlocksError` if the pool's are too many then."""
+        self._expected_bytes = max(block_bytes, self._expected_bytes)
+        if not budget.charge(self.memory):
+            raise OutOfBlocksError(
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens, {self.held_bytes:,} bytes: "
+                f"{_budget_text()}"
+            )
+
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
         as far as that allows before cached blocks are given up, if there is memory for it without other tensors;
@@ -94,27 +125,43 @@ class GroupMemory(BlockGroup):
         missing = num_blocks - pool.num_free
         if missing <= 0:
             return
-        has_budget = config.num_blocks is not None or config.memory_fraction is not None
+        has_budget = budget.limit() is not None or config.num_blocks is not None or config.memory_fraction is not None
         has_rows = self.storage.is_elastic or pool.num_blocks + missing <= self.storage.num_rows
         if not ((has_budget and has_rows) or (self.holds_states and pool.num_cached < KEPT_STATES)):
             missing -= pool.num_cached
             if missing <= 0:
                 return
-        step = 0 if self.holds_states else min(GROWTH_STEP, pool.num_blocks)
+        step = 0 if self.holds_states or not self.is_sized else min(GROWTH_STEP, pool.num_blocks)
         spare = self.storage.num_rows - pool.num_blocks
         added, affordable = max(missing, step if missing > spare else min(step, spare)), memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
         if num_blocks > pool.num_available + added:
-            free, option = max(0, affordable) + pool.num_available, f"`memory_fraction` ({config.memory_fraction})"
-            raise _over_budget(num_blocks, config.block_size, free, free + pool.num_used, option)
+            free = max(0, affordable) + pool.num_available
+            raise self._over_budget(num_blocks, free)
         if not added:
             return
+        new_rows = added if self.storage.is_elastic else max(0, pool.num_blocks + added - self.storage.num_rows)
+        if not budget.charge(memory, new_rows * self.block_bytes):  # another thread was faster
+            raise self._over_budget(num_blocks, pool.num_available)
         try:
-            self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + affordable)
+            left = budget.left()  # of which idle pools have nothing any more
+            most = affordable if left is None else min(affordable, added + left // max(1, self.block_bytes))
+            self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + most)
+            pool.grow(added)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             raise self._no_memory(f"{added} more blocks", error) from error
-        pool.grow(added)
+        finally:
+            budget.note(memory)
+
+    def _over_budget(self, needed: int, free: int) -> OutOfBlocksError:
+        config = self.memory.config
+        if budget.limit() is not None:
+            return OutOfBlocksError(
+                f"needs {needed} blocks of {self.block_size} tokens, {free} can be had: {_budget_text()}"
+            )
+        option = f"`memory_fraction` ({config.memory_fraction})"
+        return _over_budget(needed, config.block_size, free, free + self.pool.num_used, option)
 
     def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
@@ -141,23 +188,32 @@ class GroupMemory(BlockGroup):
             if index in self.storage.layers:
                 if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
                     layer = self.storage.promote(index, keys, values)
+                    budget.note(self.memory)
                     return layer
-            self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
+            self._is_making = True
+            try:
+                self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
+            finally:
+                self._is_making = False
             sizes = (x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
-            self._expected_bytes = num_layers * self.block_size * sum(sizes)
-            self._is_short = True
+            self._is_short, self._expected_bytes = True, 0
+            self.expect(num_layers * self.block_size * sum(sizes))
+            if not commits_when_touched(keys.device):
+                budget.make_way(self.memory)
             try:
                 layer = self.storage.make(index, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
+            finally:
+                budget.note(self.memory)
             self._is_short = False
             return layer
 
     def release(self) -> None:
-        """Gives all memory up, where no table holds a block."""
+        """Gives all memory up, where no table holds a block. What a block takes is known from now on."""
         self.pool.shrink()
+        self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()
-        self._expected_bytes, self._is_short = 0, False
 
     def live_tables(self) -> Iterable[BlockTable]:
         """Every table that holds blocks of the group, or may."""
@@ -170,6 +226,13 @@ def _over_budget(needed: int, block_size: int, free: int, total: int, option: st
     return OutOfBlocksError(
         f"needs {needed} blocks of {block_size} tokens, {free} of {total} are free: raise {option} in `cache_config`, "
         "or lower the batch size, the prompt length or `max_new_tokens`"
+    )
+
+
+def _budget_text() -> str:
+    return (
+        f"`hf_paged.budget` allows {budget.limit():,} bytes for all models, and those in use leave no more. Raise it, "
+        "end what other models run, or lower the batch size, the prompt length or `max_new_tokens`"
     )
 
 
@@ -190,6 +253,9 @@ class PagedMemory:
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
+        self.charged_bytes = 0  # of `hf_paged.budget`
+        self.last_used = time.monotonic()  # by a call, or an engine
+        budget.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
@@ -219,6 +285,16 @@ class PagedMemory:
         return sum(group.pool.num_used for group in self.groups.values() if group.spec.is_counted)
 
     @property
+    def is_used(self) -> bool:
+        """Whether any table holds a block. May be asked without the lock."""
+        return any(group.pool.num_used for group in list(self.groups.values()))
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the memory that is no longer free."""
+        return sum(group.taken_bytes for group in self.groups.values())
+
+    @property
     def num_cached(self) -> int:
         """Blocks that no table holds and whose content is kept, over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
@@ -227,10 +303,10 @@ class PagedMemory:
     def num_obtainable(self) -> int:
         """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
         limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
-        if self.config.memory_fraction is None:
+        if self.config.memory_fraction is None and budget.limit() is None:
             return limit
         groups = self.groups.values()
-        affordable = min((self.num_affordable(group) for group in groups if group.storage.layers), default=sys.maxsize)
+        affordable = min((self.num_affordable(group) for group in groups if group.block_bytes), default=sys.maxsize)
         if affordable == sys.maxsize:
             return limit
         return min(limit, max(0, affordable) + sum(group.pool.num_available for group in groups))
@@ -249,15 +325,16 @@ class PagedMemory:
             excess -= group.pool.evict(excess)
 
     def num_affordable(self, group: GroupMemory) -> int:
-        """Blocks that `memory_fraction` allows `group` beyond those it has."""
-        if self.config.memory_fraction is None or not (block_bytes := group.block_bytes):
+        """Blocks that `memory_fraction` and `hf_paged.budget` allow `group` beyond those it has."""
+        most = budget.share(self)
+        if (self.config.memory_fraction is None and most is None) or not (block_bytes := group.block_bytes):
             return sys.maxsize
-        taken = sum(each.taken_bytes for each in self.groups.values())
-        if self._limit_bytes is None:
+        taken = self.taken_bytes
+        if self.config.memory_fraction is not None and self._limit_bytes is None:
             layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
             device = next((layer.keys.device for layer in layers), torch.device("cpu"))
             self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + taken))
-        left = (self._limit_bytes - taken) // block_bytes
+        left = (min(x for x in (most, self._limit_bytes) if x is not None) - taken) // block_bytes
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
@@ -294,8 +371,15 @@ class PagedMemory:
                 group.release()
             if self.graphs is not None:
                 self.graphs.clear()
+            budget.note(self)
         trim()
         return True
+
+    def give_up_cached(self) -> None:
+        """Cached blocks go, to the tiers where there are any."""
+        with held(), self.lock:
+            for group in self.groups.values():
+                group.pool.evict(group.pool.num_cached)
 
     @property
     def _peak_bytes(self) -> int:
@@ -311,6 +395,7 @@ class PagedMemory:
         """The figures of now."""
         with self.lock:
             groups = self.groups.values()
+            tiers: list[Any] = [manager.tier for manager in self.managers.values() if manager.tier is not None]
             return MemoryStats(
                 block_size=self.config.block_size,
                 used_blocks=self.num_used,
@@ -322,6 +407,11 @@ class PagedMemory:
                 copied_blocks=self.num_copied,
                 cached_blocks=self.num_cached,
                 shared_blocks=sum(group.pool.num_shared for group in groups),
+                budget_bytes=budget.limit(),
+                tier_host_bytes=sum(tier.host_bytes for tier in tiers),
+                tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),  # of one folder
+                tier_kept_blocks=sum(tier.num_kept for tier in tiers),
+                tier_restored_blocks=sum(tier.num_restored for tier in tiers),
             )
 
     def block_map(self) -> dict[Hashable, list[int]]:

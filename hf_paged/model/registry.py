@@ -109,7 +109,9 @@ def free(model: Any) -> None:
     """Gives every byte of the model's pool back. Caches that a caller holds keep theirs until they are collected."""
     with _lock:
         for module in _owners(model):
-            _memories.pop(module)[1].graphs = None  # graphs are of use to no cache
+            memory = _memories.pop(module)[1]
+            memory.give_up_cached()
+            memory.graphs = None  # graphs are of use to no cache
     trim()
 
 

@@ -127,5 +127,5 @@ def test_bad_tiers_are_named(value: Any, words: str) -> None:
 
 
 def test_tiers_need_the_prefix_cache() -> None:
-    with pytest.raises(ValueError, match="`prefix_tiers` is .*None where `prefix_caching` is False"):
+    with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None where `prefix_caching` is False"):
         PagedConfig(prefix_caching=False, prefix_tiers="folder")  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache import budget
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
@@ -74,6 +76,7 @@ class EngineCore:
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
         self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
+        self._short_since = 0.0  # when other models left no memory for a step, by `time.perf_counter`; 0: they do
         self._numbers = itertools.count()  # of the ids that are made up
         forks.in_child(self)
 
@@ -222,7 +225,12 @@ class EngineCore:
         num_known = len(loop.executor.slowed_by)
         outer, self._leaving = self._leaving, []
         try:
-            loop.step(window)
+            try:
+                loop.step(window)
+                self._short_since = 0.0
+            except OutOfBlocksError:
+                if not self._waits(loop):
+                    raise
             while loop.untold:  # one stays there if an interrupt comes while it is told
                 state = loop.untold[0]
                 # else it has ended
@@ -240,6 +248,17 @@ class EngineCore:
                     self.end(state, "cancelled")
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
+
+    def _waits(self, loop: StepLoop) -> bool:
+        """After a step for which other models left no memory: whether to try it again."""
+        now = time.perf_counter()
+        self._short_since = self._short_since or now
+        if not loop.blocks.num_withheld() or now - self._short_since > budget.PATIENCE:
+            self._short_since = 0.0
+            return False
+        with let_in():
+            time.sleep(0.01)
+        return True
 
     def get_loop(self) -> StepLoop:
         """The loop; while no request is unfinished, another one if the model is no longer what it was made for."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..cache.block_manager import BlockManager
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
@@ -186,11 +187,13 @@ class StepLoop:
         return batch, logits
 
     def _run(self, batch: StepPlan, untold: deque[Generation], isolates: bool) -> Tensor | None:
-        start = time.perf_counter()
+        start, was_sized = time.perf_counter(), self.blocks.is_sized
         try:
             logits = self.executor.run(batch.items)
         except Exception as error:
             self.undo_step()
+            if isinstance(error, OutOfBlocksError) and not was_sized and self.blocks.is_sized:
+                return None  # it is known now how many blocks there can be: the step is taken again
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]

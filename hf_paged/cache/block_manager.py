@@ -78,6 +78,9 @@ class BlockManager:
         self.index = PrefixIndex([group.pool for group in groups], windows, block_size)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # what keeps blocks that the prefix cache gives up (`set_tier`)
+        self.num_withheld: Callable[[], int] = lambda: (
+            0
+        )  # blocks that `num_free` lacks while other models' pools are used
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
@@ -111,7 +114,9 @@ class BlockManager:
 
     @property
     def num_total(self) -> int:
-        return self.num_free + sum(group.pool.num_used for group in self.groups if group.spec.is_counted)
+        """All blocks that can be had once nothing else runs."""
+        used = sum(group.pool.num_used for group in self.groups if group.spec.is_counted)
+        return self.num_free + used + self.num_withheld()
 
     def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
         """`GroupSpec.num_spanned` of each group, beside what `blocks` has of the tokens in front."""

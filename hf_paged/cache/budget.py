@@ -10,6 +10,8 @@ from ..config import is_whole
 
 WAIT_SECONDS = 0.1  # for the locks of a pool that is idle: a look at its figures takes microseconds
 
+PATIENCE = 10.0  # seconds for which a request waits for memory that other models use
+
 _lock = forks.rlock()
 _limit: int | None = None  # bytes
 _pools: weakref.WeakSet[Any] = weakref.WeakSet()  # every `PagedMemory`
@@ -37,9 +39,9 @@ def budget(num_bytes: int | None) -> None:
         settle()
 
 
-def limit() -> int | None:
-    """The budget in bytes; `None` without one."""
-    return _limit
+def limit(memory: Any = None) -> int | None:
+    """The budget in bytes; `None` without one, or where it does not count this pool."""
+    return _limit if memory is None or memory.is_bounded else None
 
 
 def join(memory: Any) -> None:
@@ -49,16 +51,16 @@ def join(memory: Any) -> None:
 
 def share(memory: Any) -> int | None:
     """Bytes that this pool can come to hold: all that pools in use do not."""
-    if _limit is None:
+    if _limit is None or not memory.is_bounded:
         return None
-    return _limit - sum(pool.charged_bytes for pool in list(_pools) if pool is not memory and pool.is_used)
+    return _limit - sum(pool.charged_bytes for pool in _others(memory) if pool.is_used)
 
 
 def charge(memory: Any, more: int = 0) -> bool:
     """Notes that this pool, whose lock is held, holds what it does now and `more` bytes. `False`, with nothing noted,
     if that is more than the budget allows once every idle pool is given back."""
     needed = memory.taken_bytes + more
-    if _limit is None or needed <= memory.charged_bytes:
+    if limit(memory) is None or needed <= memory.charged_bytes:
         memory.charged_bytes = needed
         return True
     with _lock:
@@ -81,8 +83,8 @@ def left() -> int | None:
 def make_way(memory: Any) -> None:
     """Gives all idle pools back, for a device on which a pool takes at once what it can come to need."""
     with _lock:
-        for pool in list(_pools) if _limit is not None else ():
-            if pool is not memory and pool.charged_bytes and not pool.is_used:
+        for pool in _others(memory) if _limit is not None else ():
+            if pool.charged_bytes and not pool.is_used:
                 _release(pool)
 
 
@@ -92,10 +94,16 @@ def settle() -> None:
         _shrink(0, None)
 
 
+def _others(memory: Any) -> list[Any]:
+    """All pools but this one, for which a weak proxy may stand."""
+    own = None if memory is None else memory.lock
+    return [pool for pool in list(_pools) if pool.lock is not own]
+
+
 def _shrink(needed: int, memory: Any) -> bool:
     """Gives idle pools back until the others hold no more than the budget without `needed` bytes."""
     while _limit is not None:
-        others = [pool for pool in list(_pools) if pool is not memory]
+        others = _others(memory)
         excess = needed + sum(pool.charged_bytes for pool in others) - _limit
         if excess <= 0:
             return True

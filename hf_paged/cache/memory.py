@@ -85,7 +85,7 @@ class GroupMemory(BlockGroup):
     @property
     def held_bytes(self) -> int:
         """Of the blocks that were ever in use."""
-        return self.pool.num_blocks * self.block_bytes
+        return self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
 
     @property
     def taken_bytes(self) -> int:
@@ -95,7 +95,7 @@ class GroupMemory(BlockGroup):
     @property
     def is_sized(self) -> bool:
         """Whether it is known how many bytes a block takes, or that does not matter."""
-        return budget.limit() is None or self.holds_states or self.block_bytes > 0
+        return budget.limit(self.memory) is None or self.holds_states or self.block_bytes > 0
 
     @property
     def is_incomplete(self) -> bool:
@@ -106,8 +106,9 @@ class GroupMemory(BlockGroup):
         """A block takes so many bytes over all layers. Raises `OutOfBlocksError` if the pool's are too many then."""
         self._expected_bytes = max(block_bytes, self._expected_bytes)
         if not budget.charge(self.memory):
+            self._is_short = True
             raise OutOfBlocksError(
-                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens, {self.held_bytes:,} bytes: "
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens of {self.block_bytes:,} bytes: "
                 f"{_budget_text()}"
             )
 
@@ -117,6 +118,7 @@ class GroupMemory(BlockGroup):
         without one, once no cached blocks are left, or no more than a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         if self._is_short:  # those of the call that failed went back since
+            self._is_short = False
             pool.shrink()
             self.storage.capacity = pool.num_blocks
             if not pool.num_blocks:
@@ -125,7 +127,9 @@ class GroupMemory(BlockGroup):
         missing = num_blocks - pool.num_free
         if missing <= 0:
             return
-        has_budget = budget.limit() is not None or config.num_blocks is not None or config.memory_fraction is not None
+        has_budget = (
+            budget.limit(memory) is not None or config.num_blocks is not None or config.memory_fraction is not None
+        )
         has_rows = self.storage.is_elastic or pool.num_blocks + missing <= self.storage.num_rows
         if not ((has_budget and has_rows) or (self.holds_states and pool.num_cached < KEPT_STATES)):
             missing -= pool.num_cached
@@ -156,7 +160,7 @@ class GroupMemory(BlockGroup):
 
     def _over_budget(self, needed: int, free: int) -> OutOfBlocksError:
         config = self.memory.config
-        if budget.limit() is not None:
+        if budget.limit(self.memory) is not None:
             return OutOfBlocksError(
                 f"needs {needed} blocks of {self.block_size} tokens, {free} can be had: {_budget_text()}"
             )
@@ -196,17 +200,17 @@ class GroupMemory(BlockGroup):
             finally:
                 self._is_making = False
             sizes = (x.shape[1] * x.shape[3] * self.spec.storage_dtype(x.dtype).itemsize for x in (keys, values))
-            self._is_short, self._expected_bytes = True, 0
+            self._expected_bytes = 0
             self.expect(num_layers * self.block_size * sum(sizes))
+            self._is_short = True
             if not commits_when_touched(keys.device):
                 budget.make_way(self.memory)
             try:
                 layer = self.storage.make(index, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
-            finally:
-                budget.note(self.memory)
             self._is_short = False
+            budget.note(self.memory)
             return layer
 
     def release(self) -> None:
@@ -240,8 +244,9 @@ class PagedMemory:
     """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes.
     Readers need no lock: growing a tensor leaves the old one as it was."""
 
-    def __init__(self, config: PagedConfig) -> None:
-        self.config = config
+    def __init__(self, config: PagedConfig, is_bounded: bool = True) -> None:
+        """`is_bounded`: whether `hf_paged.budget` counts it; not so where a model is checked for a moment."""
+        self.config, self.is_bounded = config, is_bounded
         self.lock = forks.rlock()
         self.outer_lock: Any = None  # an engine's, which is taken before `lock`, in finalizers of its streams, too
         self.groups: dict[GroupSpec, GroupMemory] = {}
@@ -255,7 +260,8 @@ class PagedMemory:
         self._waste = 0.0
         self.charged_bytes = 0  # of `hf_paged.budget`
         self.last_used = time.monotonic()  # by a call, or an engine
-        budget.join(self)
+        if is_bounded:
+            budget.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
@@ -276,7 +282,9 @@ class PagedMemory:
             if specs not in self.managers:
                 memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
                 groups = [self.group(spec) for spec in specs]
-                self.managers[specs] = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
+                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
+                made.num_withheld = lambda: memory.num_withheld
+                self.managers[specs] = made
             return self.managers[specs]
 
     @property
@@ -303,13 +311,21 @@ class PagedMemory:
     def num_obtainable(self) -> int:
         """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
         limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
-        if self.config.memory_fraction is None and budget.limit() is None:
+        if self.config.memory_fraction is None and budget.limit(self) is None:
             return limit
         groups = self.groups.values()
         affordable = min((self.num_affordable(group) for group in groups if group.block_bytes), default=sys.maxsize)
         if affordable == sys.maxsize:
             return limit
         return min(limit, max(0, affordable) + sum(group.pool.num_available for group in groups))
+
+    @property
+    def num_withheld(self) -> int:
+        """Blocks that this could have, under `hf_paged.budget`, if no other pool were in use."""
+        total, sizes = budget.limit(self), [group.block_bytes for group in self.groups.values() if group.block_bytes]
+        if total is None or not sizes:
+            return 0
+        return max(0, total - (budget.share(self) or 0)) // min(sizes)
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, so that `num_blocks` holds with `needed` more used ones."""

@@ -158,7 +158,7 @@ class DiskFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = to_bytes(parts, f"{weights}/{name}")
-            if self.num_bytes is None or self._num_written > self.max_bytes // 16:  # others write, too
+            if self.num_bytes is None or self._num_written + len(content) > self.max_bytes // 32:  # others write, too
                 self._look()
             assert self.num_bytes is not None
             if self.num_bytes + len(content) > self.max_bytes:

@@ -416,7 +416,10 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
 def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with all of them in the model's own loop: why they
     differ, or `None`. Raises what `self_check` does."""
-    memory, order = PagedMemory(_CONFIG), sorted(range(len(prompts.paddings)), key=prompts.paddings.__getitem__)
+    memory, order = (
+        PagedMemory(_CONFIG, is_bounded=False),
+        sorted(range(len(prompts.paddings)), key=prompts.paddings.__getitem__),
+    )
     a, b = order[-1], order[0]  # rows with the most padding and with the least
     plain: list[Tensor] = []
     prompts, others = copy.deepcopy(prompts), copy.deepcopy(prompts)
@@ -502,7 +505,7 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
             each.joins = None
             each.set_joins(verdict if joins else None)
         slots = TOGETHER._replace(unsupported_reason="rows join")
-        own = _OwnRows(model, make(model, cache.empty_twin(PagedMemory(_CONFIG)), slots))
+        own = _OwnRows(model, make(model, cache.empty_twin(PagedMemory(_CONFIG, is_bounded=False)), slots))
         a, b = own.add(first, 0, new), own.add(second, 0, new[::-1])
         begun = [own.run(a, b), *([] if verdict[0] else [own.run(a)])]
         return torch.cat([*begun, own.run(a, b), own.run(a, b)])

@@ -99,8 +99,8 @@ class Preemption:
         if needed > total:
             raise OutOfBlocksError(
                 f"request {request.request_id!r} needs {needed} blocks of {size} tokens, at most {total} can be had: "
-                "raise `num_blocks` or `memory_fraction`, or lower `max_new_tokens`, the prompt length or the number "
-                "of sequences"
+                "raise `num_blocks`, `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`, the prompt "
+                "length or the number of sequences"
             )
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:

@@ -40,7 +40,7 @@ def config(path: Any, **others: Any) -> dict[str, Any]:
 
 
 def blocks_on_disk(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.safetensors"))
+    return sorted(each for each in path.rglob("*.safetensors") if each.is_file())
 
 
 def run(engine: PagedEngine, prompt: list[int], **options: Any) -> tuple[list[int], int]:

@@ -24,7 +24,10 @@ from .results import EngineStats, RequestOutput, RequestResult
 from .saved_prefixes import load, save
 from .streams import RequestStream
 
-_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
+_MEMORY = (
+    *("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "budget_bytes"),
+    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks"),
+)
 
 
 class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):

@@ -80,6 +80,8 @@ def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
             while (tensor := tensors.get(f"{place}.{len(data)}")) is not None:
                 data.append(tensor)
             key_dtype, value_dtype = (getattr(torch, dtype) for dtype in dtypes)
+            if not isinstance(key_dtype, torch.dtype) or not isinstance(value_dtype, torch.dtype):
+                raise Corrupt(f"its dtypes are {dtypes}")
             blocks = KVBlocks.view(tuple(data), heads, key_dim, (key_dtype, value_dtype))
             parts.setdefault(group, {})[index] = HostLayer(blocks, torch.device("cpu"))
         return parts, metadata
@@ -352,7 +354,12 @@ class PrefixStore:
                 self._held.move_to_end(key)
                 return entry.layers
         parts = None if self._disk is None else self._disk.read(self.weights, name)
-        return None if parts is None else parts[0]
+        if parts is None:  # `has` says no from now on
+            with self._lock:
+                lost = self._pending.pop(name, None)
+                self._sizes["pending"] -= 0 if lost is None else lost.num_bytes
+            return None
+        return parts[0]
 
     def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
         memory, layers = self._groups[group], contents[0]

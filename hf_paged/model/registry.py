@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.budget import limit
 from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
@@ -131,7 +132,7 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     with _lock:
         memory = next((_memories[module][1] for module in _owners(model)), None)
     if memory is None:
-        return MemoryStats()
+        return MemoryStats(budget_bytes=limit())
     stats = memory.stats()
     if reset:
         memory.reset_peak()

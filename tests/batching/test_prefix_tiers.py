@@ -491,3 +491,59 @@ def test_a_prefix_is_saved_and_loaded_while_requests_run(tmp_path: Path) -> None
         engine.load_prefix(tmp_path / "prefix")
         assert run_all(engine)["0"].token_ids == expected
         assert_drained(engine)
+
+
+# ---- host memory
+
+
+def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> tiers.PrefixStore:
+    """The tier that a pool on another device would have, below a pool that is here."""
+    loop = engine._core.loop
+    assert loop is not None
+    wanted = hf_paged.PrefixTiers(path, host_bytes=num_bytes)
+    groups: Any = loop.blocks.groups
+    store = tiers.PrefixStore(wanted, engine.memory, groups, None, False)
+    loop.blocks.set_tier(store)
+    return store
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: Path) -> None:
+    model, texts = build("gemma2"), prompts(90, 70)
+    expected = [lone_run(model, text, GREEDY)[0] for text in texts]
+    with PagedEngine(model, {"block_size": SIZE, "num_blocks": 60}) as engine:
+        run(engine, texts[0])
+        block = engine._core.loop.blocks.groups[0].block_bytes  # type: ignore[union-attr]
+        store = host_tier(engine, 24 * block, str(tmp_path) if with_disk else None)
+        for turn in range(3):
+            for text, tokens in zip(texts, expected):
+                found, num_hits = run(engine, text)
+                assert found == tokens and (turn == 0 or num_hits), f"turn {turn}"
+                engine.memory.give_up_cached()
+                store.wait()
+                assert store.host_bytes <= 24 * block and bool(blocks_on_disk(tmp_path)) is with_disk
+                engine.check_integrity()
+        assert store.num_restored and store.host_bytes == sum(each.num_bytes for each in store._held.values()) > 0
+        for text in prompts(100, 110, 120, seed=7):
+            assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
+            engine.memory.give_up_cached()
+            store.wait()
+            assert 20 * block < store.host_bytes <= 24 * block
+        assert_drained(engine)
+
+
+def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch: Any) -> None:
+    model, texts = build("llama"), prompts(90, 90, 90)
+    monkeypatch.setattr(tiers, "QUEUE_BYTES", 0)
+    monkeypatch.setattr(tiers, "free_bytes", lambda device: 40_000)
+    gate, write = threading.Event(), tiers.DiskFolder.write
+    monkeypatch.setattr(tiers.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given))
+    with PagedEngine(model, config(tmp_path, num_blocks=60)) as engine:
+        for text in texts:
+            assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
+            engine.memory.give_up_cached()
+        (store,) = tiers.stores_of(engine.memory)
+        assert store.num_skipped and store.host_bytes < 40_000
+        gate.set()
+        store.wait()
+        assert len(blocks_on_disk(tmp_path)) == store.num_kept

@@ -192,7 +192,8 @@ class StepLoop:
             logits = self.executor.run(batch.items)
         except Exception as error:
             self.undo_step()
-            if isinstance(error, OutOfBlocksError) and not was_sized and self.blocks.is_sized:
+            cause = error.cause if isinstance(error, PromptsError) else error
+            if isinstance(cause, OutOfBlocksError) and not was_sized and self.blocks.is_sized:
                 return None  # it is known now how many blocks there can be: the step is taken again
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again

@@ -36,9 +36,10 @@ class WeightsGuard:
 
     def rest(self) -> None:
         """Nothing is in flight any more. What goes to a tier from now on is of these weights, in any process."""
-        if self.is_on and self._blocks.tier is not None and self._memory.fingerprint is not None:
+        is_known = self._blocks.is_vouched_for or self._memory.fingerprint is None
+        if self.is_on and self._blocks.tier is not None and not is_known:
             with self._memory.lock:
-                self._blocks.begin_window()
+                self._blocks.begin_window()  # the model may have changed since the last step
             self._compare()
         self._watched = None
 

@@ -90,6 +90,7 @@ def in_another_process(name: str, path: Path, prompt: list[int]) -> tuple[list[i
     return tokens, num_hits
 
 
+@pytest.mark.slow
 def test_another_process_finds_all_full_blocks(tmp_path: Path) -> None:
     (prompt,), model = prompts(2003), build("llama")
     expected = lone_run(model, prompt, GREEDY)[0]
@@ -156,6 +157,20 @@ def test_a_small_pool(preemption: str, tmp_path: Path) -> None:
         stats = engine.memory.stats()
         assert stats.tier_restored_blocks and stats.tier_kept_blocks
         assert_drained(engine)
+
+
+def test_what_the_last_step_computed_is_kept_too(tmp_path: Path) -> None:
+    """In steps of one's own, each a window by itself; and where one step is all there is."""
+    model, (prompt, other) = build("llama"), prompts(70, 70)
+    with PagedEngine(model, config(tmp_path)) as engine:
+        engine.add_request(prompt, GREEDY)
+        run_all(engine)
+        save_all(engine)
+        assert len(blocks_on_disk(tmp_path)) == 75 // SIZE
+        assert run(engine, prompt)[1] == 64
+        engine.generate([other], {**GREEDY, "max_new_tokens": 1})
+        save_all(engine)
+        assert run(engine, other) == (lone_run(model, other, GREEDY)[0], 64)
 
 
 def test_other_weights_find_nothing(tmp_path: Path) -> None:
@@ -243,6 +258,7 @@ def test_why_a_model_or_a_pool_has_no_tiers(tmp_path: Path) -> None:
     assert "the pool is in host memory, below which there is only the disk" in str(on_cpu.route)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_not_freed_writes_when_the_process_ends(tmp_path: Path) -> None:
     script = _OTHER_PROCESS.replace("with PagedEngine(build(name), config(path)) as engine:", "if True:").replace(
         "    (result,)", "    engine = PagedEngine(build(name), config(path))\n    (result,)"

@@ -161,6 +161,22 @@ def test_a_pool_in_use_keeps_what_it_has(monkeypatch: Any) -> None:
         assert held(other, engine) <= 20 * BLOCK
 
 
+def test_the_check_of_a_new_model_does_not_count() -> None:
+    """Else it would be taken for one that cannot be packed."""
+    model, other = models.build("llama"), models.build("llama", seed=1)
+    (prompt,) = prompts(60)
+    hf_paged.budget(10 * BLOCK)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine, hf_paged.PagedEngine(other) as second:
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 12}, request_id="0")
+        for _ in range(7):
+            engine.step()
+        assert held(engine) >= 9 * BLOCK
+        second.add_request([5, 6, 7], GREEDY)
+        assert second.route is not None and second.route.road == "engine"
+        run_all(engine)
+        run_all(second)
+
+
 def test_a_cache_of_ones_own_counts(monkeypatch: Any) -> None:
     monkeypatch.setattr(budgets, "PATIENCE", 0.2)
     model = models.build("llama")

@@ -328,8 +328,6 @@ class Scheduler:
                 self._send_back(request, keeps=True)
                 return
             self._plan.admitted.append(request)
-            if not self.blocks.is_sized:  # its forward tells what a block takes, and how many there can be
-                return
 
     def _turn(self, request: Request) -> bool:
         """Whether keys of the request's have other factors than it had. Prefixes with others are kept apart."""

@@ -14,6 +14,11 @@ PREEMPTION = ("auto", "recompute", "swap")
 VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, of Python or numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _with_defaults_of_environment(cls: type) -> type:
     try:
         defaults = json.loads(os.environ.get(VARIABLE) or "{}")
@@ -207,11 +212,6 @@ def check_cache_salt(value: Any) -> None:
     """Raises `ValueError` unless `value` can be a `cache_salt`. Empty text is a tenant's missing name, not a tenant."""
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"`cache_salt` is {value!r}: it must be None or text of at least one character")
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, of Python or numpy."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

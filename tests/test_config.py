@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged import PagedConfig, PrefixTiers
+from hf_paged import PagedConfig, PrefixTiers, config
 
 VALID: dict[str, st.SearchStrategy[Any]] = {
     "block_size": st.sampled_from([8, 16, 32, 64, 128, 256]),
@@ -41,10 +42,10 @@ OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
 
 @given(OPTIONS)
 def test_a_saved_config_is_the_same_config(options: dict[str, Any]) -> None:
-    config = PagedConfig(**options)
-    assert PagedConfig.coerce(json.loads(json.dumps(config.to_dict()))) == config
-    assert PagedConfig.coerce(options) == config and PagedConfig.coerce(config) is config
-    assert {name: getattr(config, name) for name in options} == options
+    made = PagedConfig(**options)
+    assert PagedConfig.coerce(json.loads(json.dumps(made.to_dict()))) == made
+    assert PagedConfig.coerce(options) == made and PagedConfig.coerce(made) is made
+    assert {name: getattr(made, name) for name in options} == options
 
 
 @given(st.integers() | st.floats() | st.booleans() | st.text("16 ") | st.none())
@@ -93,8 +94,8 @@ def test_does_not_change() -> None:
 
 
 def test_numbers_of_numpy_can_be_saved() -> None:
-    config = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
-    assert json.loads(json.dumps(config.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
+    made = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
+    assert json.loads(json.dumps(made.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), True, "60"])
@@ -129,3 +130,10 @@ def test_bad_tiers_are_named(value: Any, words: str) -> None:
 def test_tiers_need_the_prefix_cache() -> None:
     with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None where `prefix_caching` is False"):
         PagedConfig(prefix_caching=False, prefix_tiers="folder")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ['"folder"', '{"disk_path": "folder"}'])
+def test_tiers_are_set_by_the_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.VARIABLE, f'{{"prefix_tiers": {value}}}')
+    made = runpy.run_path(config.__file__)["PagedConfig"]()
+    assert made.prefix_tiers.disk_path == "folder" and hash(made)

@@ -421,6 +421,8 @@ class BlockManager:
         self._epoch += 1
         self._dropped = self._epoch
         self.index.clear()
+        if self.tier is not None:
+            self.tier.discard()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools."""

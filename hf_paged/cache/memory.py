@@ -392,9 +392,9 @@ class PagedMemory:
         return True
 
     def give_up_cached(self) -> None:
-        """Cached blocks go, to the tiers where there are any."""
+        """Cached blocks go to the tiers below, where there are any."""
         with held(), self.lock:
-            for group in self.groups.values():
+            for group in self.groups.values() if any(each.tier for each in self.managers.values()) else ():
                 group.pool.evict(group.pool.num_cached)
 
     @property

@@ -109,10 +109,10 @@ def _owners(model: Any) -> list[Any]:
 def free(model: Any) -> None:
     """Gives every byte of the model's pool back. Caches that a caller holds keep theirs until they are collected."""
     with _lock:
-        for module in _owners(model):
-            memory = _memories.pop(module)[1]
-            memory.give_up_cached()
-            memory.graphs = None  # graphs are of use to no cache
+        memories = [_memories.pop(module)[1] for module in _owners(model)]
+    for memory in memories:
+        memory.give_up_cached()
+        memory.graphs = None  # graphs are of use to no cache
     trim()
 
 

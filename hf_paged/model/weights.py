@@ -89,6 +89,9 @@ class WeightsGuard:
             before = self._memory.fingerprint
             if now is None or now != before:
                 self._forget()
+                for blocks in self._memory.managers.values():  # of other layouts, whose fingerprint this was, too
+                    if blocks is not self._blocks:
+                        blocks.drop_cached()
             elif self._blocks.tier is not None:
                 self._blocks.tier.confirm()
             if now is None:

@@ -10,10 +10,11 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..cache.block_files import Corrupt, Layers, from_bytes, to_bytes
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.swap import HostLayer
-from ..cache.tiers import Corrupt, Layers, PrefixStore, from_bytes, to_bytes
+from ..cache.tiers import PrefixStore
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .factory import make_store, reason_against_saving

@@ -22,7 +22,7 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.cache import tiers
+from hf_paged.cache import block_files, tiers
 from tests.attention import test_latent
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
@@ -357,11 +357,11 @@ class Faults:
         child = os.fork()
         if not child:
             try:
-                folder = tiers.DiskFolder(str(self.path), 1 << 30)
+                folder = block_files.DiskFolder(str(self.path), 1 << 30)
                 while path is not None and path.exists():
-                    parts = folder.read(path.parent.name.removeprefix(tiers.FOLDER), path.stem)
+                    parts = folder.read(path.parent.name.removeprefix(block_files.FOLDER), path.stem)
                     for _ in range(100) if parts else ():
-                        folder.write(path.parent.name.removeprefix(tiers.FOLDER), path.stem, parts or {})
+                        folder.write(path.parent.name.removeprefix(block_files.FOLDER), path.stem, parts or {})
             finally:
                 os._exit(0)
         time.sleep(0.02 * self.draw.random())
@@ -393,7 +393,7 @@ def survive(num_faults: int, path: Path, monkeypatch: Any) -> None:
     texts = prompts(90, 70, 80, 40)
     texts += [[*texts[0][:50], *texts[1][:20]], [*texts[0][:50], *texts[2][:30]], texts[2][:60]]
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
-    monkeypatch.setattr(tiers, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(block_files, "RETRY_SECONDS", 0.0)
     num_restored = 0
     engine = PagedEngine(model, config(path, num_blocks=40))
     for number in range(num_faults):
@@ -552,8 +552,8 @@ def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch:
     model, texts = build("llama"), prompts(90, 90, 90)
     monkeypatch.setattr(tiers, "QUEUE_BYTES", 0)
     monkeypatch.setattr(tiers, "free_bytes", lambda device: 40_000)
-    gate, write = threading.Event(), tiers.DiskFolder.write
-    monkeypatch.setattr(tiers.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given))
+    gate, write = threading.Event(), block_files.DiskFolder.write
+    monkeypatch.setattr(block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given))
     with PagedEngine(model, config(tmp_path, num_blocks=60)) as engine:
         for text in texts:
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]

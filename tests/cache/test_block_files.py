@@ -15,10 +15,9 @@ import pytest
 import safetensors
 import torch
 
-from hf_paged.cache import tiers
+from hf_paged.cache.block_files import Corrupt, DiskFolder, from_bytes, to_bytes
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.swap import HostLayer
-from hf_paged.cache.tiers import Corrupt, DiskFolder, from_bytes, to_bytes
 from tests.cache.test_swap import LAYOUTS, SIZE, states
 
 WEIGHTS, NAME = "0" * 32, "1" * 32 + "-0"
@@ -212,4 +211,3 @@ def test_hashes_tell_tokens_namespaces_and_their_order() -> None:
         found |= {first, one, other, _next_digest(one, (2, 1)), _next_digest(other, (1, 2))}
     assert len(found) == 30
     assert _next_digest(_first_digest(None), (object(),)) == b""
-    assert tiers._name(1, one).endswith("-1")

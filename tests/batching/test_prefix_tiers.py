@@ -304,6 +304,44 @@ def test_an_interrupt_of_a_step_that_brings_blocks_back(tmp_path: Path, sigint: 
         assert run_all(engine)["0"].token_ids == expected
 
 
+@pytest.mark.slow
+def test_calls_of_threads_on_two_models_under_a_budget(tmp_path: Path) -> None:
+    both = [build("llama"), build("gemma2")]
+    texts = prompts(160, 140, 150)
+    texts += [texts[0][:100] + texts[1][:60], texts[1][:90] + texts[2][:80]]
+    expected = [[lone_run(model, text, GREEDY)[0] for text in texts] for model in both]
+    failures: list[Any] = []
+
+    def call(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(40):
+            which, place = draw.randrange(2), draw.randrange(len(texts))
+            options = config(tmp_path, idle_release_seconds=draw.choice([0, 0.1, 60]))
+            paged = {**GREEDY, "cache_implementation": "paged", "cache_config": options}
+            try:
+                found = both[which].generate(torch.tensor([texts[place]]), **paged)[0, len(texts[place]) :].tolist()
+                if found != expected[which][place]:
+                    failures.append((which, place, found))
+            except Exception as error:
+                failures.append(error)
+            if draw.random() < 0.05:
+                hf_paged.free(both[which])
+
+    hf_paged.budget(90 * 4096)  # for two or three of the four calls
+    try:
+        threads = [threading.Thread(target=call, args=(seed,), daemon=True) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive(), "stuck"
+    finally:
+        hf_paged.budget(None)
+    assert not failures
+    for model in both:
+        hf_paged.check_integrity(model)
+
+
 # ---- faults
 
 

@@ -208,6 +208,8 @@ class Preemption:
         (sequence,) = request.open_sequences
         try:
             found = self.blocks.restore(sequence.keys, request.namespace, sequence.num_computed_tokens)
+        except OutOfBlocksError:  # under `hf_paged.budget`: then it is computed, when there is room
+            return
         except (MemoryError, RuntimeError, ValueError) as error:  # no memory, or other layers: it is computed
             logger.warning("prefix blocks are not brought back, and their tokens are computed: %s", error)
             return

@@ -103,9 +103,11 @@ class PrefixIndex:
         while len(links) < max_blocks:
             tokens = tuple(token_ids[len(links) * size : (len(links) + 1) * size])
             node = None if node is None else node.children.get(tokens)
-            digest = _next_digest(digest, tokens)
+            digest = (node is not None and node.digest) or _next_digest(digest, tokens)
             if not digest:
                 break
+            if node is not None:
+                node.digest = digest
             links.append(Link(tokens, digest, node))
             missing = []
             for group in range(len(self._pools)):

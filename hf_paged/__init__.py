@@ -15,9 +15,10 @@ from .batching.engine import PagedEngine
 from .batching.loop import EngineStalledError
 from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
 from .cache.block_pool import OutOfBlocksError
+from .cache.budget import budget
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
-from .config import PagedConfig
+from .config import PagedConfig, PrefixTiers
 from .generation.install import install, install_of_environment, uninstall
 from .model.registry import Route, check_integrity, free, last_route, memory_stats
 
@@ -31,10 +32,12 @@ __all__ = [
     "PagedCache",
     "PagedConfig",
     "PagedEngine",
+    "PrefixTiers",
     "RequestOutput",
     "RequestResult",
     "Route",
     "SequenceResult",
+    "budget",
     "check_integrity",
     "free",
     "install",

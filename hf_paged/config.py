@@ -16,6 +16,11 @@ KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, of Python or numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _with_defaults_of_environment(cls: type) -> type:
     try:
         defaults = json.loads(os.environ.get(VARIABLE) or "{}")
@@ -25,8 +30,59 @@ def _with_defaults_of_environment(cls: type) -> type:
         allowed = ", ".join(cls.__annotations__)
         raise ValueError(f"{VARIABLE} is {os.environ[VARIABLE]!r}: it must be a JSON object with keys among {allowed}")
     for name, value in defaults.items():
-        setattr(cls, name, value)
+        setattr(cls, name, PrefixTiers.coerce(value) if name == "prefix_tiers" else value)
     return cls
+
+
+@dataclass(frozen=True)
+class PrefixTiers:
+    """
+    Where prefix blocks go that the pool gives up, and are found again.
+
+    Args:
+        disk_path (`str`, *optional*):
+            A folder, made if it is not there, that processes and engines may share: blocks of any model are in it, one
+            a safetensors file, named by what they depend on. `None`: none go to disk.
+        disk_bytes (`int`, defaults to 16 GiB):
+            Most bytes of these files; those used longest ago are deleted first.
+        host_bytes (`int`, defaults to 4 GiB):
+            Most bytes of host memory for blocks of a pool on another device, in front of the disk. A pool that is in
+            host memory itself has no such tier.
+
+    Raises:
+        ValueError: if a value is outside what is allowed.
+    """
+
+    disk_path: str | None = None
+    disk_bytes: int = 16 << 30
+    host_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        path = self.disk_path
+        if isinstance(path, os.PathLike):
+            object.__setattr__(self, "disk_path", os.fspath(path))
+        elif path is not None and (not isinstance(path, str) or not path):
+            raise ValueError(f"`disk_path` is {path!r}: it must be None or the path of a folder")
+        for name in ("disk_bytes", "host_bytes"):
+            value = getattr(self, name)
+            if not is_whole(value) or value < 0:
+                raise ValueError(f"`{name}` is {value!r}: it must be a whole number of at least 0 (bytes)")
+            object.__setattr__(self, name, int(value))
+
+    @classmethod
+    def coerce(cls, value: Any) -> PrefixTiers | None:
+        """From what a config has: one of these, a dict with its fields, or the folder alone."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            return cls(disk_path=os.fspath(value))
+        allowed = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
+            raise ValueError(
+                f"`prefix_tiers` is {value!r}: it must be None, the path of a folder, or a dict with keys among "
+                f"{', '.join(allowed)}"
+            )
+        return cls(**value)
 
 
 @dataclass(frozen=True)
@@ -116,6 +172,7 @@ class PagedConfig:
     cache_salt: str | None = None
     idle_release_seconds: float | None = 60.0
     speculation: str | None = None
+    prefix_tiers: PrefixTiers | None = None
 
     def __post_init__(self) -> None:
         size, fraction = self.block_size, self.memory_fraction
@@ -141,6 +198,9 @@ class PagedConfig:
         self._check(
             "idle_release_seconds", seconds is None or is_time, "None or a finite number of at least 0 (seconds)"
         )
+        object.__setattr__(self, "prefix_tiers", PrefixTiers.coerce(self.prefix_tiers))
+        allowed = "None where `prefix_caching` is False: no block is kept then"
+        self._check("prefix_tiers", self.prefix_tiers is None or self.prefix_caching, allowed)
 
     def _check(self, name: str, is_allowed: bool, allowed: str) -> None:
         if not is_allowed:
@@ -170,11 +230,6 @@ def check_cache_salt(value: Any) -> None:
     """Raises `ValueError` unless `value` can be a `cache_salt`. Empty text is a tenant's missing name, not a tenant."""
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"`cache_salt` is {value!r}: it must be None or text of at least one character")
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, of Python or numpy."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

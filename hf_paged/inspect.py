@@ -63,6 +63,7 @@ class Report:
     left_bytes: int  # that the weights leave to blocks
     max_positions: int | None
     token_bytes: int  # over all layers, before any window has passed it
+    tokens_per_gib: int  # of a limit in bytes: `hf_paged.budget`, or a tier in host memory or on disk
     other_layers: dict[str, int]  # layers of the cache that hold something else, by class
     dtype: str
     kv_dtype: str | None  # what keys and values are stored in, if that is not what they are computed in
@@ -103,7 +104,7 @@ def examine(
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
     weight_bytes, free = built.get_memory_footprint(), free_bytes(device)
-    left_bytes = max(0, free - weight_bytes)
+    left_bytes, token_bytes = max(0, free - weight_bytes), sum(group.token_bytes for group in groups)
     fits = []
     for each in dict.fromkeys((length, max_positions or length)):
         sequence_bytes = sum(group.num_blocks(each) * group.block_bytes for group in groups)
@@ -117,7 +118,8 @@ def examine(
         free_bytes=free,
         left_bytes=left_bytes,
         max_positions=max_positions,
-        token_bytes=sum(group.token_bytes for group in groups),
+        token_bytes=token_bytes,
+        tokens_per_gib=(1 << 30) // token_bytes if token_bytes else 0,
         other_layers=other_layers,
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=kv_dtype,
@@ -176,6 +178,8 @@ def print_report(report: Report) -> None:
         blocks = sum(group.num_blocks(fit["length"]) for group in groups)
         lines.append(f"  {fit['sequences']:,} sequences of {fit['length']:,} tokens, {fit['tokens']:,} tokens in all")
         lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
+    if groups:
+        lines.append(f"A GiB of `hf_paged.budget`, or of `prefix_tiers`, holds {report.tokens_per_gib:,} tokens")
     if any(group.kind == "cross" for group in groups):
         lines.append("The encoder's output is taken to be as long as the sequence.")
     lines.append(f"Road: {report.route.road}: {report.route.reason}")

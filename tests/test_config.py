@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged import PagedConfig
+from hf_paged import PagedConfig, PrefixTiers, config
 
 VALID: dict[str, st.SearchStrategy[Any]] = {
     "block_size": st.sampled_from([8, 16, 32, 64, 128, 256]),
@@ -27,6 +28,8 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "batch_invariant": st.booleans(),
     "cache_salt": st.none() | st.text("aé ", min_size=1),
     "idle_release_seconds": st.none() | st.floats(0, 1e9) | st.integers(0, 10**9),
+    "speculation": st.sampled_from([None, "ngram"]),
+    "prefix_tiers": st.none() | st.builds(PrefixTiers, st.none() | st.text(min_size=1), st.integers(0, 10**12)),
 }
 
 
@@ -34,12 +37,17 @@ def test_every_knob_is_drawn() -> None:
     assert list(VALID) == [field.name for field in dataclasses.fields(PagedConfig)]
 
 
-@given(st.fixed_dictionaries({}, optional=VALID))
+OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
+    lambda options: options.get("prefix_caching", True) or options.get("prefix_tiers") is None
+)
+
+
+@given(OPTIONS)
 def test_a_saved_config_is_the_same_config(options: dict[str, Any]) -> None:
-    config = PagedConfig(**options)
-    assert PagedConfig.coerce(json.loads(json.dumps(config.to_dict()))) == config
-    assert PagedConfig.coerce(options) == config and PagedConfig.coerce(config) is config
-    assert {name: getattr(config, name) for name in options} == options
+    made = PagedConfig(**options)
+    assert PagedConfig.coerce(json.loads(json.dumps(made.to_dict()))) == made
+    assert PagedConfig.coerce(options) == made and PagedConfig.coerce(made) is made
+    assert {name: getattr(made, name) for name in options} == options
 
 
 @given(st.integers() | st.floats() | st.booleans() | st.text("16 ") | st.none())
@@ -89,11 +97,46 @@ def test_does_not_change() -> None:
 
 
 def test_numbers_of_numpy_can_be_saved() -> None:
-    config = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
-    assert json.loads(json.dumps(config.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
+    made = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
+    assert json.loads(json.dumps(made.to_dict())) == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), True, "60"])
 def test_idle_seconds_are_finite_and_not_negative(value: Any) -> None:
     with pytest.raises(ValueError, match=r"`idle_release_seconds` is .*None or a finite number of at least 0"):
         PagedConfig(idle_release_seconds=value)
+
+
+def test_tiers_are_given_as_a_folder_or_as_a_dict() -> None:
+    tiers = PrefixTiers("folder", disk_bytes=1 << 30)
+    assert PagedConfig(prefix_tiers="folder").prefix_tiers == PrefixTiers("folder")
+    assert PagedConfig(prefix_tiers={"disk_path": "folder", "disk_bytes": 1 << 30}).prefix_tiers == tiers
+    saved = json.loads(json.dumps(PagedConfig(prefix_tiers=tiers).to_dict()))
+    assert PagedConfig(**saved).prefix_tiers == tiers
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"path": "folder"}, "`prefix_tiers` is .*keys among disk_path, disk_bytes, host_bytes"),
+        (7, "`prefix_tiers` is 7: it must be None, the path of a folder, or a dict"),
+        ("", "`disk_path` is ''"),
+        ({"disk_bytes": -1}, "`disk_bytes` is -1: .*at least 0"),
+        ({"host_bytes": 0.5}, "`host_bytes` is 0.5"),
+    ],
+)
+def test_bad_tiers_are_named(value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PagedConfig(prefix_tiers=value)
+
+
+def test_tiers_need_the_prefix_cache() -> None:
+    with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None where `prefix_caching` is False"):
+        PagedConfig(prefix_caching=False, prefix_tiers="folder")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ['"folder"', '{"disk_path": "folder"}'])
+def test_tiers_are_set_by_the_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.VARIABLE, f'{{"prefix_tiers": {value}}}')
+    made = runpy.run_path(config.__file__)["PagedConfig"]()
+    assert made.prefix_tiers.disk_path == "folder" and hash(made)

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.factory import choose_layout, empty_cache
+from hf_paged.cache.groups import FULL_ATTENTION, StateSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
+from hf_paged.model.weights import WeightsGuard
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}  # with the prompts enough to be kept
@@ -364,3 +366,28 @@ def test_training_an_adapter(door: str) -> None:
         seen.append(watch.expect(0, f"after step {step}"))
         watch.expect(HITS, f"after step {step}, again")
     assert not torch.equal(seen[0], seen[-1]), "training changes nothing: the test is void"
+
+
+def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
+    """Calls packed and as rectangles have managers of their own on one memory, whose fingerprint is one."""
+    model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
+    packed, rectangles = memory.manager([FULL_ATTENTION]), memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)])
+    guards = [WeightsGuard(model, memory, blocks) for blocks in (packed, rectangles)]
+
+    def begin(guard: WeightsGuard) -> None:
+        guard.begin(True, None)
+        guard.open()
+        guard.vouch()
+
+    begin(guards[0])
+    blocks, tokens = packed.new(), list(range(16))
+    assert packed.append(blocks, 16)
+    packed.register(blocks, tokens, 16, None)
+    packed.free(blocks)
+    begin(guards[1])
+    assert packed.index.find(tokens, None, 2), "the weights are the same"
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    begin(guards[1])
+    begin(guards[0])
+    assert not packed.index.find(tokens, None, 2)

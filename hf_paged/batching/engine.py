@@ -16,14 +16,18 @@ from ..config import PagedConfig
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
-from .arguments import Prompt, RequestOptions, check_generates, check_tokenizer
+from .arguments import Prompt, RequestOptions, check_generates, check_tokenizer, prompt_ids, split_inputs
 from .engine_core import EngineCore
 from .execution.adapters import base_model
 from .execution.executor import Window
 from .results import EngineStats, RequestOutput, RequestResult
+from .saved_prefixes import load, save
 from .streams import RequestStream
 
-_MEMORY = ("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes")
+_MEMORY = (
+    *("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "budget_bytes"),
+    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks"),
+)
 
 
 class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
@@ -367,6 +371,54 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def _repr_html_(self) -> str:
         return engine_html(f"PagedEngine({type(self.model).__name__})", self.stats(), self.block_map())
+
+    def save_prefix(
+        self,
+        prompt: Prompt,
+        path: str | os.PathLike[str],
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """
+        Writes the keys and values of a prompt to a safetensors file, for `load_prefix` of this engine or of one on the
+        same model in another process. What of them is not cached is computed, with one token behind it. Returns how
+        many tokens are in the file, those of the prompt's whole blocks.
+
+        Args:
+            prompt (as in `add_request`): Token ids, text, or the messages of a chat.
+            path (`str` or path): The file, which is replaced if it is there, in one go.
+            adapter, cache_salt (`str`, *optional*): Those of the requests that it is to serve, as in `add_request`.
+
+        Raises:
+            ValueError: for a prompt of less than a block, or of more than token ids; for a model whose prefixes are
+                not cached, or have states (linear attention).
+            OutOfBlocksError: if the pool does not hold the prompt.
+            OSError: if the file cannot be written.
+        """
+        text, inputs = split_inputs(prompt, None)
+        if inputs is not None:
+            raise ValueError(f"`prompt` has {', '.join(map(str, inputs))} beside token ids: such a prefix is not saved")
+        ids = prompt_ids(text, self.tokenizer)
+        one = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+        (result,) = self.generate([ids], one, adapter=adapter, cache_salt=cache_salt)
+        if result.error is not None:
+            raise result.error
+        return save(self._core, ids, (adapter, cache_salt or self.config.cache_salt), path)
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> int:
+        """
+        Brings the blocks of a file of `save_prefix` into the pool, where they are cached like any prefix: later
+        requests with its adapter and cache salt that begin with its tokens find them. Returns how many tokens they
+        hold.
+
+        Raises:
+            ValueError: for a file that is not whole, or that another model computed (other weights, code, dtype,
+                adapters, `block_size` or `batch_invariant`).
+            OutOfBlocksError: if the pool has no room.
+            OSError: if the file cannot be read.
+        """
+        return load(self._core, path)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the keys and values kept of finished requests."""

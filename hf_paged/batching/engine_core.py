@@ -15,6 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache import budget
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
@@ -78,6 +80,7 @@ class EngineCore:
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
         self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
+        self._short_since = 0.0  # when other models left no memory for a step, by `time.perf_counter`; 0: they do
         self._numbers = itertools.count()  # of the ids that are made up
         forks.in_child(self)
 
@@ -115,7 +118,7 @@ class EngineCore:
                 )
                 box = self.unread if outbox is None else outbox
                 new = RequestState(self.model, tokenizer, prompt, generation_config, options, box)
-                loop = self._get_loop()  # takes memory: not for what is refused
+                loop = self.get_loop()  # takes memory: not for what is refused
                 self._take_inputs(new)
                 self._check_prompt_logprobs(new)
                 self._choose_speculation(new, loop)
@@ -220,7 +223,7 @@ class EngineCore:
             self.lock.wait_for(self.resumed)
 
     def step(self, window: Window) -> None:
-        loop = self._get_loop()
+        loop = self.get_loop()
         now = time.time()  # as the criteria count
         self._unstarted = [s for s in self._unstarted if s.request.admitted_at is None and not s.is_closed]
         for limit in (limit for state in self._unstarted for limit in state.limits):
@@ -228,7 +231,12 @@ class EngineCore:
         num_known = len(loop.executor.slowed_by)
         outer, self._leaving = self._leaving, []
         try:
-            loop.step(window)
+            try:
+                loop.step(window)
+                self._short_since = 0.0
+            except OutOfBlocksError:
+                if not self._waits(loop):
+                    raise
             while loop.untold:  # one stays there if an interrupt comes while it is told
                 state = loop.untold[0]
                 # else it has ended
@@ -248,7 +256,18 @@ class EngineCore:
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self._note_route()
 
-    def _get_loop(self) -> StepLoop:
+    def _waits(self, loop: StepLoop) -> bool:
+        """After a step for which other models left no memory: whether to try it again."""
+        now = time.perf_counter()
+        self._short_since = self._short_since or now
+        if not loop.blocks.num_withheld() or now - self._short_since > budget.PATIENCE:
+            self._short_since = 0.0
+            return False
+        with let_in():
+            time.sleep(0.01)
+        return True
+
+    def get_loop(self) -> StepLoop:
         """The loop; while no request is unfinished, another one if the model is no longer what it was made for."""
         model = self.model
         if self.loop is not None and self.requests:
@@ -357,6 +376,7 @@ class EngineCore:
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._counts = self.counts()
+        self.memory.give_up_cached()
         self.memory.graphs = {}  # a cache that is held has no use for graphs
         self.loop, self.memory = None, self._new_memory()
 

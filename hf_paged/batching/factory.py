@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -16,7 +18,8 @@ from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.storage import commits_when_touched
 from ..cache.swap import BlockSwapper
-from ..config import PagedConfig
+from ..cache.tiers import PrefixStore
+from ..config import PagedConfig, PrefixTiers
 from ..model import capability
 from ..model.capability import Layout
 from ..model.forwards import compute_device
@@ -55,6 +58,7 @@ def make_loop(
     is_packed = layout.unsupported_reason is None
     # the manager outlives a call, its config does not
     blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
+    reason = set_tier(model, memory, blocks, config)
     guard = WeightsGuard(model, memory, blocks)
     preemption = Preemption(
         blocks,
@@ -79,11 +83,15 @@ def make_loop(
         made = make_runner(assistant, own, layout)
         if commits_when_touched(compute_device(assistant)):  # what grows is copied, and its graphs are recorded again
             own.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
-        return Assistant(assistant, own, made, scheduler, min(max_tokens, max_chunk or max_tokens))
+        return Assistant(assistant, own, made, proxy, min(max_tokens, max_chunk or max_tokens))
 
+    proxy = weakref.proxy(scheduler)  # which holds the speculator: no cycle keeps the model and its memory
     speculator = Speculator(model, make_assistant)
     scheduler.reclaim = speculator.reclaim
-    return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler, speculator)
+    executor = Executor(model, memory, runner, scheduler, guard)
+    if reason is not None:
+        executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")
+    return StepLoop(executor, memory, blocks, scheduler, speculator)
 
 
 def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
@@ -103,6 +111,35 @@ def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: A
         return None
     layout = capability.choose_layout(assistant, assistant_cache(assistant, PagedMemory(PagedConfig())), make_runner)
     return None if layout.unsupported_reason is None else f"the assistant: {layout.unsupported_reason}"
+
+
+def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> str | None:
+    """What keeps the blocks that the prefix cache gives up, as `config.prefix_tiers` says; or why nothing does."""
+    wanted, reason = config.prefix_tiers, reason_against_saving(blocks)
+    if wanted is not None and wanted.disk_path is None and compute_device(model).type == "cpu":
+        reason = "the pool is in host memory, below which there is only the disk: give a `disk_path`"
+    if wanted is None or reason is not None:
+        blocks.set_tier(None)
+    elif not isinstance(blocks.tier, PrefixStore) or blocks.tier.config != wanted:
+        blocks.set_tier(make_store(model, memory, blocks, config))
+    return None if wanted is None else reason
+
+
+def reason_against_saving(blocks: BlockManager) -> str | None:
+    """Why cached prefixes cannot leave the pool; `None` if they can."""
+    if not blocks.prefix_caching:
+        return "prompts of this model are not cached"
+    if blocks.keeps_states:
+        return "a sequence can begin only at snapshots of its states, and these stay in the pool"
+    return None
+
+
+def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> PrefixStore:
+    """What copies the cached blocks of this manager, and names them."""
+    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+    device = compute_device(model) if len(devices) < 2 else None  # which layer is where its first forward tells
+    groups = [memory.group(group.spec) for group in blocks.groups]
+    return PrefixStore(config.prefix_tiers or PrefixTiers(), memory, groups, device, config.batch_invariant)
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..cache.block_manager import BlockManager
+from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..interrupts import let_in
 from .decoding.base import Fetch, SampledTokens
@@ -224,11 +225,14 @@ class StepLoop:
         return batch, logits
 
     def _run(self, batch: StepPlan, untold: deque[Generation], isolates: bool) -> Tensor | None:
-        start = time.perf_counter()
+        start, was_sized = time.perf_counter(), self.blocks.is_sized
         try:
             logits = self.executor.run(batch.items)
         except Exception as error:
             self.undo_step()
+            cause = error.cause if isinstance(error, PromptsError) else error
+            if isinstance(cause, OutOfBlocksError) and not was_sized and self.blocks.is_sized:
+                return None  # it is known now how many blocks there can be: the step is taken again
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]
@@ -244,6 +248,8 @@ class StepLoop:
                     self.release(generation)
             return None
         num_tokens, seconds = sum(count for _, count in batch.items), time.perf_counter() - start
+        with self.memory.lock:
+            self.blocks.index.end_step()
         cost = self.scheduler.preemption.cost
         if not batch.chunks:
             self.speculator.costs.observe(num_tokens, seconds)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .. import forks
+from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..interrupts import let_in
@@ -169,6 +170,8 @@ class SharedLoop:
                     callers += [(loop, caller) for caller in list(loop._callers.values())]
         others = [(loop, caller) for loop, caller in callers if caller.thread != me]
         go_on = any(caller.samples_since is not None or not loop._short_since for loop, caller in others)
+        if since and self.loop.blocks.num_withheld() and now - since < budget.PATIENCE:  # by other models
+            return True
         return not since or (go_on and now - since < _MAX_SHORT)
 
     def _step(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from .block_pool import BlockTable, OutOfBlocksError
 from .groups import BlockGroup, StateSpec
-from .prefix_index import Node, PrefixIndex
+from .prefix_index import Link, Node, PrefixIndex
 
 UNCACHED = object()
 """The namespace of sequences that the prefix cache neither serves nor keeps."""
@@ -26,8 +27,38 @@ class SequenceBlocks:
     stops: tuple[int, ...] = ()  # tokens after which a step ends, for `register` to keep the state there
 
 
+def _block_of(link: Link, group: int) -> int | None:
+    return None if link.node is None else link.node.block_ids[group]
+
+
 NO_BLOCKS = SequenceBlocks()
 """What a sequence has before it is admitted and after its blocks went back."""
+
+
+class Tier(Protocol):
+    """Keeps what blocks held that the pools gave up (`cache.tiers`)."""
+
+    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+        """This block goes, with this digest (`prefix_index.Link`). Not vouched for: it is served after `confirm`."""
+
+    def has(self, group: int, digest: bytes) -> bool:
+        """Whether `read` may find that of the group; also where it is to be found out yet of which weights it is."""
+
+    def read(self, group: int, digest: bytes) -> Any:
+        """What the block held, under the weights of now; `None` if that is lost."""
+
+    def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
+        """Writes what `read` found to blocks. Raises `ValueError` where it does not fit the layers."""
+
+    @property
+    def wants_confirmation(self) -> bool:
+        """Whether much of what was kept is not vouched for."""
+
+    def confirm(self) -> None:
+        """All that was kept is of the weights whose fingerprint was taken last."""
+
+    def discard(self) -> None:
+        """... is not, where it was not vouched for."""
 
 
 class BlockManager:
@@ -46,6 +77,10 @@ class BlockManager:
         windows = [group.spec.prefix_window for group in groups]
         self.index = PrefixIndex([group.pool for group in groups], windows, block_size)
         self.has_windows = any(group.spec.window is not None for group in groups)
+        self.tier: Tier | None = None  # what keeps blocks that the prefix cache gives up (`set_tier`)
+        self.num_withheld: Callable[[], int] = lambda: (
+            0
+        )  # blocks that `num_free` lacks while other models' pools are used
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
@@ -73,8 +108,15 @@ class BlockManager:
         return self.prefix_caching and self._states is not None
 
     @property
+    def is_sized(self) -> bool:
+        """Whether `num_free` knows what blocks take: until then it may be too large."""
+        return all(group.is_sized for group in self.groups)
+
+    @property
     def num_total(self) -> int:
-        return self.num_free + sum(group.pool.num_used for group in self.groups if group.spec.is_counted)
+        """All blocks that can be had once nothing else runs."""
+        used = sum(group.pool.num_used for group in self.groups if group.spec.is_counted)
+        return self.num_free + used + self.num_withheld()
 
     def num_spanned(self, first: int, end: int, chunk: int, blocks: SequenceBlocks = NO_BLOCKS) -> list[int]:
         """`GroupSpec.num_spanned` of each group, beside what `blocks` has of the tokens in front."""
@@ -258,6 +300,70 @@ class BlockManager:
         blocks.capacity = len(path) * size
         return blocks.capacity
 
+    def set_tier(self, tier: Tier | None) -> None:
+        self.tier, self.index.spill = tier, None if tier is None else self._spill
+
+    def _spill(self, group: int, block_id: int, digest: bytes) -> None:
+        assert self.tier is not None
+        self.tier.keep(group, block_id, digest, self.is_vouched_for)
+
+    def restorable(self, token_ids: Sequence[Hashable], namespace: Hashable) -> list[Link]:
+        """The path with which `match` would let a sequence begin if the pools had the blocks that the tier has."""
+        if self.tier is None or not self.prefix_caching or namespace is UNCACHED:
+            return []
+        return self.index.reach(token_ids, namespace, (len(token_ids) - 1) // self.block_size, self.tier.has)
+
+    def restore(self, token_ids: Sequence[Hashable], namespace: Hashable, num_tokens: int) -> bool:
+        """Brings blocks from the tier back, where they make a prefix longer than `num_tokens`, for `match` to find;
+        the model as it is now must have been vouched for. `False` if there are none, or no room for them."""
+        tier = self.tier
+        while tier is not None:
+            links = self.restorable(token_ids, namespace)
+            if len(links) * self.block_size <= num_tokens:
+                return False
+            contents = [{n: tier.read(g, links[n].digest) for n in self.missing(g, links)} for g in self._group_range]
+            if all(content is not None for of_group in contents for content in of_group.values()):
+                return self.adopt(links, namespace, contents, tier)
+        return False  # what `read` did not find the tier has no more
+
+    @property
+    def _group_range(self) -> range:
+        return range(len(self.groups))
+
+    def missing(self, group: int, links: Sequence[Link]) -> list[int]:
+        """Which blocks of a path a sequence behind it needs of this group that the pool does not have."""
+        needed = range(self.index.first_needed(group, len(links)), len(links))
+        return [n for n in needed if _block_of(links[n], group) is None]
+
+    def adopt(self, links: Sequence[Link], namespace: Hashable, contents: Sequence[dict[int, Any]], tier: Tier) -> bool:
+        """Takes blocks for `contents`, by their number on the path for each group, and names them, cached. `False`,
+        with nothing changed, if there is no room. Raises `ValueError` where they do not fit the layers."""
+        held = [
+            [
+                block
+                for n in range(self.index.first_needed(g, len(links)), len(links))
+                if (block := _block_of(links[n], g)) is not None
+            ]
+            for g in self._group_range
+        ]
+        for group, block_ids in zip(self.groups, held):  # what makes room must not take these
+            group.pool.acquire(block_ids)
+        taken = self._take([len(numbers) for numbers in contents])
+        try:
+            if taken is None:
+                return False
+            for g, (numbers, block_ids) in enumerate(zip(contents, taken)):
+                if block_ids:
+                    tier.put_back(g, list(numbers.values()), block_ids)
+            named = [dict(zip(numbers, block_ids)) for numbers, block_ids in zip(contents, taken)]
+            node = self.index.root(namespace)
+            for n, link in enumerate(links):
+                node = self.index.add(node, link.tokens, [of_group.get(n) for of_group in named], self._epoch)
+            return True
+        finally:
+            for group, block_ids, new_ids in zip(self.groups, held, taken or [[] for _ in held]):
+                group.pool.release(reversed([*block_ids, *new_ids]))
+
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each
         block."""
@@ -315,6 +421,8 @@ class BlockManager:
         self._epoch += 1
         self._dropped = self._epoch
         self.index.clear()
+        if self.tier is not None:
+            self.tier.discard()
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless tables, names and pools agree. Others may hold blocks of the same pools."""

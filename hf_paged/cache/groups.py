@@ -88,6 +88,11 @@ class BlockGroup:
     def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION) -> None:
         self.pool, self.spec = pool, spec
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether what a block takes is known, where a limit in bytes asks for it."""
+        return True
+
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that this many blocks can be allocated, or raises `OutOfBlocksError`."""
 

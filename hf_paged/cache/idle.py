@@ -10,6 +10,7 @@ import time
 import weakref
 
 from .. import forks
+from . import budget
 from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _thread: threading.Thread | None = None  # a daemon, alive while there are deadl
 
 def begin_use(memory: PagedMemory) -> None:
     """A call, or an engine with unfinished requests, uses the pool: it is not idle."""
+    memory.last_used = time.monotonic()
     with _condition:
         _deadlines.pop(memory, None)
 
@@ -36,6 +38,7 @@ def end_use(memory: PagedMemory) -> None:
         begin_use(memory)
     else:
         _watch(memory, seconds or MIN_WAIT)
+    budget.settle()
 
 
 def _watch(memory: PagedMemory, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import torch
 from .. import forks
 from ..config import PagedConfig
 from ..interrupts import held
+from . import budget
 from .block_manager import BlockManager
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
-from .storage import KVBlocks, Storage, free_bytes, trim
+from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -39,6 +41,10 @@ class MemoryStats:
         copied_blocks (`int`): Blocks copied by copy-on-write.
         cached_blocks (`int`): Blocks that no table holds, kept for their tokens until their place is needed.
         shared_blocks (`int`): Blocks in use that more than one block table holds.
+        budget_bytes (`int`, *optional*): What `hf_paged.budget` allows all pools of the process together.
+        tier_host_bytes (`int`): Bytes of host memory in which prefix blocks are that the pool gave up.
+        tier_disk_bytes (`int`): Bytes of the files of the folder of `prefix_tiers`, as far as this process knows.
+        tier_kept_blocks, tier_restored_blocks (`int`): Blocks that went there, and that came back.
     """
 
     block_size: int = 0
@@ -52,6 +58,11 @@ class MemoryStats:
     cached_blocks: int = 0
     shared_blocks: int = 0
     kv_dtype: str | None = None
+    budget_bytes: int | None = None
+    tier_host_bytes: int = 0
+    tier_disk_bytes: int = 0
+    tier_kept_blocks: int = 0
+    tier_restored_blocks: int = 0
 
 
 class GroupMemory(BlockGroup):
@@ -68,6 +79,7 @@ class GroupMemory(BlockGroup):
         )
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
+        self._is_making = False  # a layer is about to be made, which holds nothing of the cached blocks
 
     @property
     def block_bytes(self) -> int:
@@ -77,12 +89,32 @@ class GroupMemory(BlockGroup):
     @property
     def held_bytes(self) -> int:
         """Of the blocks that were ever in use."""
-        return self.pool.num_blocks * self.block_bytes
+        return self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
 
     @property
     def taken_bytes(self) -> int:
         """Of the memory that is no longer free."""
         return self.held_bytes if self.storage.is_elastic else max(self.held_bytes, self.storage.nbytes)
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether it is known how many bytes a block takes, or that does not matter."""
+        return budget.limit(self.memory) is None or self.holds_states or self.block_bytes > 0
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether what the layers have of a cached block is not all of it."""
+        return self._is_making or not self.storage.layers
+
+    def expect(self, block_bytes: int) -> None:
+        """A block takes so many bytes over all layers. Raises `OutOfBlocksError` if the pool's are too many then."""
+        self._expected_bytes = max(block_bytes, self._expected_bytes)
+        if not budget.charge(self.memory):
+            self._is_short = True
+            raise OutOfBlocksError(
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens of {self.block_bytes:,} bytes: "
+                f"{_budget_text()}"
+            )
 
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that `num_blocks` blocks can be allocated. Raises `OutOfBlocksError`. With a budget the pool grows
@@ -90,6 +122,7 @@ class GroupMemory(BlockGroup):
         without one, once no cached blocks are left, or no more than a few snapshots of states."""
         memory, pool, config = self.memory, self.pool, self.memory.config
         if self._is_short:  # those of the call that failed went back since
+            self._is_short = False
             pool.shrink()
             self.storage.capacity = pool.num_blocks
             if not pool.num_blocks:
@@ -98,27 +131,45 @@ class GroupMemory(BlockGroup):
         missing = num_blocks - pool.num_free
         if missing <= 0:
             return
-        has_budget = config.num_blocks is not None or config.memory_fraction is not None
+        has_budget = (
+            budget.limit(memory) is not None or config.num_blocks is not None or config.memory_fraction is not None
+        )
         has_rows = self.storage.is_elastic or pool.num_blocks + missing <= self.storage.num_rows
         if not ((has_budget and has_rows) or (self.holds_states and pool.num_cached < KEPT_STATES)):
             missing -= pool.num_cached
             if missing <= 0:
                 return
-        step = 0 if self.holds_states else min(GROWTH_STEP, pool.num_blocks)
+        step = 0 if self.holds_states or not self.is_sized else min(GROWTH_STEP, pool.num_blocks)
         spare = self.storage.num_rows - pool.num_blocks
         added, affordable = max(missing, step if missing > spare else min(step, spare)), memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
         if num_blocks > pool.num_available + added:
-            free, option = max(0, affordable) + pool.num_available, f"`memory_fraction` ({config.memory_fraction})"
-            raise _over_budget(num_blocks, config.block_size, free, free + pool.num_used, option)
+            free = max(0, affordable) + pool.num_available
+            raise self._over_budget(num_blocks, free)
         if not added:
             return
+        new_rows = added if self.storage.is_elastic else max(0, pool.num_blocks + added - self.storage.num_rows)
+        if not budget.charge(memory, new_rows * self.block_bytes):  # another thread was faster
+            raise self._over_budget(num_blocks, pool.num_available)
         try:
-            self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + affordable)
+            left = budget.left()  # of which idle pools have nothing any more
+            most = affordable if left is None else min(affordable, added + left // max(1, self.block_bytes))
+            self.storage.grow(pool.num_blocks + added, most=pool.num_blocks + most)
+            pool.grow(added)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             raise self._no_memory(f"{added} more blocks", error) from error
-        pool.grow(added)
+        finally:
+            budget.note(memory)
+
+    def _over_budget(self, needed: int, free: int) -> OutOfBlocksError:
+        config = self.memory.config
+        if budget.limit(self.memory) is not None:
+            return OutOfBlocksError(
+                f"needs {needed} blocks of {self.block_size} tokens, {free} can be had: {_budget_text()}"
+            )
+        option = f"`memory_fraction` ({config.memory_fraction})"
+        return _over_budget(needed, config.block_size, free, free + self.pool.num_used, option)
 
     def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
@@ -145,22 +196,31 @@ class GroupMemory(BlockGroup):
             if index in self.storage.layers:
                 if num_begun is None or sum(bool(table.block_ids) for table in self.live_tables()) > num_begun:
                     layer = self.storage.promote(index, keys, values)
+                    budget.note(self.memory)
                     return layer
-            self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
-            self._expected_bytes = num_layers * self.storage.block_bytes_of(keys, values)
+            self._is_making = True
+            try:
+                self.pool.evict(self.pool.num_cached)  # what they held of this layer is gone, or never was
+            finally:
+                self._is_making = False
+            self._expected_bytes = 0
+            self.expect(num_layers * self.storage.block_bytes_of(keys, values))
             self._is_short = True
+            if not commits_when_touched(keys.device):
+                budget.make_way(self.memory)
             try:
                 layer = self.storage.make(index, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 raise self._no_memory(f"{self.storage.capacity} blocks", error) from error
             self._is_short = False
+            budget.note(self.memory)
             return layer
 
     def release(self) -> None:
-        """Gives all memory up, where no table holds a block."""
+        """Gives all memory up, where no table holds a block. What a block takes is known from now on."""
         self.pool.shrink()
+        self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()
-        self._expected_bytes, self._is_short = 0, False
 
     def live_tables(self) -> Iterable[BlockTable]:
         """Every table that holds blocks of the group, or may."""
@@ -176,12 +236,20 @@ def _over_budget(needed: int, block_size: int, free: int, total: int, option: st
     )
 
 
+def _budget_text() -> str:
+    return (
+        f"`hf_paged.budget` allows {budget.limit():,} bytes for all models, and those in use leave no more. Raise it, "
+        "end what other models run, or lower the batch size, the prompt length or `max_new_tokens`"
+    )
+
+
 class PagedMemory:
     """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes.
     Readers need no lock: growing a tensor leaves the old one as it was."""
 
-    def __init__(self, config: PagedConfig) -> None:
-        self.config = config
+    def __init__(self, config: PagedConfig, is_bounded: bool = True) -> None:
+        """`is_bounded`: whether `hf_paged.budget` counts it; not so where a model is checked for a moment."""
+        self.config, self.is_bounded = config, is_bounded
         self.lock = forks.rlock()
         self.outer_lock: Any = None  # an engine's, which is taken before `lock`, in finalizers of its streams, too
         self.groups: dict[GroupSpec, GroupMemory] = {}
@@ -193,6 +261,10 @@ class PagedMemory:
         self.num_copied = self._peak_blocks = 0  # copied by copy-on-write since the last reset
         self._peak_used: dict[GroupSpec, int] = {}
         self._waste = 0.0
+        self.charged_bytes = 0  # of `hf_paged.budget`
+        self.last_used = time.monotonic()  # by a call, or an engine
+        if is_bounded:
+            budget.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
@@ -213,13 +285,25 @@ class PagedMemory:
             if specs not in self.managers:
                 memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
                 groups = [self.group(spec) for spec in specs]
-                self.managers[specs] = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
+                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
+                made.num_withheld = lambda: memory.num_withheld
+                self.managers[specs] = made
             return self.managers[specs]
 
     @property
     def num_used(self) -> int:
         """Counted blocks that a table holds, over all groups."""
         return sum(group.pool.num_used for group in self.groups.values() if group.spec.is_counted)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any table holds a block. May be asked without the lock."""
+        return any(group.pool.num_used for group in list(self.groups.values()))
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the memory that is no longer free."""
+        return sum(group.taken_bytes for group in self.groups.values())
 
     @property
     def num_cached(self) -> int:
@@ -230,13 +314,21 @@ class PagedMemory:
     def num_obtainable(self) -> int:
         """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
         limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
-        if self.config.memory_fraction is None:
+        if self.config.memory_fraction is None and budget.limit(self) is None:
             return limit
         groups = self.groups.values()
-        affordable = min((self.num_affordable(group) for group in groups if group.storage.layers), default=sys.maxsize)
+        affordable = min((self.num_affordable(group) for group in groups if group.block_bytes), default=sys.maxsize)
         if affordable == sys.maxsize:
             return limit
         return min(limit, max(0, affordable) + sum(group.pool.num_available for group in groups))
+
+    @property
+    def num_withheld(self) -> int:
+        """Blocks that this could have, under `hf_paged.budget`, if no other pool were in use."""
+        total, sizes = budget.limit(self), [group.block_bytes for group in self.groups.values() if group.block_bytes]
+        if total is None or not sizes:
+            return 0
+        return max(0, total - (budget.share(self) or 0)) // min(sizes)
 
     def make_place(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, so that `num_blocks` holds with `needed` more used ones."""
@@ -252,15 +344,16 @@ class PagedMemory:
             excess -= group.pool.evict(excess)
 
     def num_affordable(self, group: GroupMemory) -> int:
-        """Blocks that `memory_fraction` allows `group` beyond those it has."""
-        if self.config.memory_fraction is None or not (block_bytes := group.block_bytes):
+        """Blocks that `memory_fraction` and `hf_paged.budget` allow `group` beyond those it has."""
+        most = budget.share(self)
+        if (self.config.memory_fraction is None and most is None) or not (block_bytes := group.block_bytes):
             return sys.maxsize
-        taken = sum(each.taken_bytes for each in self.groups.values())
-        if self._limit_bytes is None:
+        taken = self.taken_bytes
+        if self.config.memory_fraction is not None and self._limit_bytes is None:
             layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
             device = next((layer.keys.device for layer in layers), torch.device("cpu"))
             self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + taken))
-        left = (self._limit_bytes - taken) // block_bytes
+        left = (min(x for x in (most, self._limit_bytes) if x is not None) - taken) // block_bytes
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
@@ -297,8 +390,15 @@ class PagedMemory:
                 group.release()
             for graphs in self.graphs.values():
                 graphs.clear()
+            budget.note(self)
         trim()
         return True
+
+    def give_up_cached(self) -> None:
+        """Cached blocks go to the tiers below, where there are any."""
+        with held(), self.lock:
+            for group in self.groups.values() if any(each.tier for each in self.managers.values()) else ():
+                group.pool.evict(group.pool.num_cached)
 
     @property
     def _peak_bytes(self) -> int:
@@ -314,6 +414,7 @@ class PagedMemory:
         """The figures of now."""
         with self.lock:
             groups = self.groups.values()
+            tiers: list[Any] = [manager.tier for manager in self.managers.values() if manager.tier is not None]
             return MemoryStats(
                 block_size=self.config.block_size,
                 kv_dtype=self.config.kv_dtype,
@@ -326,6 +427,11 @@ class PagedMemory:
                 copied_blocks=self.num_copied,
                 cached_blocks=self.num_cached,
                 shared_blocks=sum(group.pool.num_shared for group in groups),
+                budget_bytes=budget.limit(),
+                tier_host_bytes=sum(tier.host_bytes for tier in tiers),
+                tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),  # of one folder
+                tier_kept_blocks=sum(tier.num_kept for tier in tiers),
+                tier_restored_blocks=sum(tier.num_restored for tier in tiers),
             )
 
     def block_map(self) -> dict[Hashable, list[int]]:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import marshal
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
+
+_MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
+
+
+class Link(NamedTuple):
+    """One block of tokens on a path, in the pool or not."""
+
+    tokens: tuple[Hashable, ...]
+    digest: bytes  # of these tokens, all before them and their namespace: the same in every process
+    node: Node | None
 
 
 class Node:
     """The tokens of one full block after those of its ancestors, and the block of each layer group that holds their K
     and V, as far as one is still there; or, without tokens and its own parent, the root of a namespace's prefixes."""
 
-    __slots__ = ("block_ids", "children", "epoch", "namespace", "parent", "tokens")
+    __slots__ = ("block_ids", "children", "digest", "epoch", "namespace", "parent", "tokens")
 
     def __init__(
         self, parent: Node | None, tokens: tuple[Hashable, ...], num_groups: int, namespace: Hashable = None
@@ -23,6 +36,7 @@ class Node:
         self.children: dict[tuple[Hashable, ...], Node] = {}
         self.block_ids: list[int | None] = [None] * num_groups
         self.epoch = sys.maxsize  # of the oldest sequence whose block it names
+        self.digest = b""  # of `Link`, once it was asked for
 
 
 class PrefixIndex:
@@ -37,8 +51,11 @@ class PrefixIndex:
         self._pools, self._windows = list(pools), list(windows)
         self._roots: dict[Hashable, Node] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
-        self._on_evict = [functools.partial(self._unname, group) for group in range(len(self._pools))]
-        self._step: list[tuple[int, int]] = []  # (group, block id) named since `begin_step`
+        self._on_evict = [functools.partial(self._evicted, group) for group in range(len(self._pools))]
+        # (group, block id) named since `begin_step`; `None` from `end_step` on
+        self._step: dict[tuple[int, int], None] | None = {}
+        # told the group, the id and the digest of a computed block whose place is needed, while it has its content
+        self.spill: Callable[[int, int, bytes], None] | None = None
 
     def root(self, namespace: Hashable) -> Node:
         """Where the prefixes of a namespace begin, for `add`."""
@@ -76,6 +93,47 @@ class PrefixIndex:
                 usable = len(path)
         return path[:usable]
 
+    def reach(
+        self, token_ids: Sequence[Hashable], namespace: Hashable, max_blocks: int, has: Callable[[int, bytes], bool]
+    ) -> list[Link]:
+        """As `find`, as if the pools had the blocks, too, that something below them has: `has(group, digest)`."""
+        node, digest = self._roots.get(namespace), _first_digest(namespace)
+        links: list[Link] = []
+        usable, size, present = 0, self.block_size, [0] * len(self._pools)
+        while len(links) < max_blocks:
+            tokens = tuple(token_ids[len(links) * size : (len(links) + 1) * size])
+            node = None if node is None else node.children.get(tokens)
+            digest = (node is not None and node.digest) or _next_digest(digest, tokens)
+            if not digest:
+                break
+            if node is not None:
+                node.digest = digest
+            links.append(Link(tokens, digest, node))
+            missing = []
+            for group in range(len(self._pools)):
+                if self._windows[group] == 1:  # it needs no blocks
+                    continue
+                is_there = (node is not None and node.block_ids[group] is not None) or has(group, digest)
+                present[group] = present[group] + 1 if is_there else 0
+                if len(links) - self.first_needed(group, len(links)) > present[group]:
+                    missing.append(group)
+            if not missing:
+                usable = len(links)
+            elif any(self._windows[group] is None for group in missing):
+                break
+        return links[:usable]
+
+    def digest(self, node: Node) -> bytes:
+        """That of `Link`; empty if what names the tokens has no bytes that every process finds."""
+        path = []
+        while not node.digest and node.parent is not None and node.parent is not node:
+            path.append(node)
+            node = node.parent
+        digest = node.digest or (_first_digest(node.namespace) if node.parent is node else b"")
+        for each in reversed(path):
+            digest = each.digest = _next_digest(digest, each.tokens)
+        return digest
+
     def add(self, parent: Node, tokens: tuple[Hashable, ...], block_ids: Sequence[int | None], epoch: int = 0) -> Node:
         """The node of `tokens` behind `parent`; the block of each group that has one, which a sequence of this epoch
         filled, is named by it where no other is yet."""
@@ -88,20 +146,25 @@ class PrefixIndex:
                 self._named[group][block_id] = node
                 node.block_ids[group] = block_id
                 node.epoch = min(node.epoch, epoch)
-                self._step.append((group, block_id))
+                if self._step is not None:
+                    self._step[group, block_id] = None
         return node
 
     def begin_step(self) -> None:
         """What is named from now on can be undone."""
-        self._step.clear()
+        self._step = {}
+
+    def end_step(self) -> None:
+        """What was named is computed."""
+        self._step = None
 
     def undo_step(self) -> None:
         """Forgets the names given since `begin_step`: the content of those blocks was never computed."""
-        for group, block_id in self._step:
+        for group, block_id in self._step or ():
             if block_id in self._named[group]:
                 self._pools[group].drop(block_id)
                 self._unname(group, block_id)
-        self._step.clear()
+        self._step = {}
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -118,6 +181,29 @@ class PrefixIndex:
                     self._forget(child)
                 else:
                     pending.append(child)
+
+    def _evicted(self, group: int, block_id: int) -> None:
+        """The pool gives this block to others, who have not written to it yet."""
+        try:
+            if self.spill is not None:
+                self._spill(self._named[group][block_id], group)
+        finally:
+            self._unname(group, block_id)
+
+    def _spill(self, node: Node, group: int) -> None:
+        """Tells of the blocks that go with this one: in full attention all behind it."""
+        assert self.spill is not None
+        pending = [node]
+        while pending:
+            lost = pending.pop()
+            digest = self.digest(lost)
+            groups = range(len(self._pools)) if self._windows[group] is None else (group,)
+            for each in groups if digest else ():
+                block_id = lost.block_ids[each]
+                if block_id is not None and (self._step is None or (each, block_id) not in self._step):
+                    self.spill(each, block_id, digest)
+            if self._windows[group] is None:
+                pending.extend(lost.children.values())
 
     def _unname(self, group: int, block_id: int) -> None:
         """The pool no longer keeps this block."""
@@ -178,3 +264,16 @@ class PrefixIndex:
             lost = [block_id for block_id in seen[group] if not pool.is_kept(block_id)]
             if lost:
                 raise AssertionError(f"group {group}: blocks {lost} are named but not kept")
+
+
+def _first_digest(namespace: Hashable) -> bytes:
+    """Namespaces are made of text, numbers and tuples, named or not, whose `repr` tells them."""
+    return hashlib.blake2b(repr(namespace).encode(), digest_size=16).digest()
+
+
+def _next_digest(digest: bytes, tokens: tuple[Any, ...]) -> bytes:
+    try:
+        content = marshal.dumps(tokens, _MARSHAL_VERSION)
+    except ValueError:  # of another type than numbers, bytes and tuples
+        return b""
+    return hashlib.blake2b(digest + content, digest_size=16).digest() if digest else b""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels import cpp, quantized, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
+from . import budget
 from .copies import BlockCopies
 from .groups import FULL_ATTENTION, GroupSpec
 
@@ -216,6 +217,9 @@ class Reservation:
                 self.limit(free_bytes(device))
             except ValueError:  # it is not known: blocks are made as they are used
                 self.limit(0)
+            left = budget.left()
+            if left is not None and not commits_when_touched(device):
+                self._budget = min(self._budget, left)
         most = dict.fromkeys(self._live, self.num_blocks)
         if not commits_when_touched(device):
             most = {each: min(self.num_blocks, count) for each, count in self._live.items()}

@@ -326,6 +326,8 @@ _CONFIG = PagedConfig(block_size=8, kv_dtype=None)  # of a memory of its own: th
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND = 8, 9  # tokens of the first two's prompts
 _CHUNK, _THIRD = 18, 13  # of the third's first chunk, more than a decode has; and of its prompt where there are none
+# which `hf_paged.budget` does not count: a check that fails for want of memory would say the model cannot be packed
+_scratch_memory = functools.partial(PagedMemory, _CONFIG, is_bounded=False)
 StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompts' lengths; rows with `query_len`
 # Prompts side by side; decodes beside a chunk; a chunk after what is cached.
 _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
@@ -416,7 +418,10 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
 def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with all of them in the model's own loop: why they
     differ, or `None`. Raises what `self_check` does."""
-    memory, order = PagedMemory(_CONFIG), sorted(range(len(prompts.paddings)), key=prompts.paddings.__getitem__)
+    memory, order = (
+        _scratch_memory(),
+        sorted(range(len(prompts.paddings)), key=prompts.paddings.__getitem__),
+    )
     a, b = order[-1], order[0]  # rows with the most padding and with the least
     plain: list[Tensor] = []
     prompts, others = copy.deepcopy(prompts), copy.deepcopy(prompts)
@@ -502,7 +507,7 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
             each.joins = None
             each.set_joins(verdict if joins else None)
         slots = TOGETHER._replace(unsupported_reason="rows join")
-        own = _OwnRows(model, make(model, cache.empty_twin(PagedMemory(_CONFIG)), slots))
+        own = _OwnRows(model, make(model, cache.empty_twin(_scratch_memory()), slots))
         a, b = own.add(first, 0, new), own.add(second, 0, new[::-1])
         begun = [own.run(a, b), *([] if verdict[0] else [own.run(a)])]
         return torch.cat([*begun, own.run(a, b), own.run(a, b)])
@@ -525,7 +530,7 @@ def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, p
     plain = _prompt_logits(model, prompts, new, dtypes)
     with _forwards(model):
         wrap_expansions(model.modules())
-        manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
+        manager, runner = make(model, _scratch(model), Layout())
         if runner.rope is not None:
             return PromptsVerdict("its rotary embedding depends on the longest position of a prompt")
         ends = [prompts.length - padding for padding in prompts.paddings]
@@ -563,7 +568,7 @@ def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pro
                 each.find_positions(model)
             if together.axes != [axes for part in parts for axes in part.axes]:
                 return False  # padding counts among its positions
-            runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), Layout())
+            runner = make(model, _scratch(model), Layout())
             rows = _PromptRows(*runner, together, new[1:])
             ends = [together.length - padding for padding in together.paddings]
             with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
@@ -692,6 +697,10 @@ def _sequence(manager: BlockManager, num_prompt_tokens: int, inputs: Any = None)
     return SimpleNamespace(num_computed_tokens=0, token_ids=[], draft=[], blocks=manager.new(), request=request)
 
 
+def _scratch(model: PreTrainedModel) -> PagedCache:
+    return PagedCache(model.config.get_text_config(decoder=True), memory=_scratch_memory())
+
+
 def stock_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
@@ -702,7 +711,7 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
     tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
     with _forwards(model):
         wrap_expansions(model.modules())
-        manager, runner = make(model, PagedCache(model.config.get_text_config(decoder=True), _CONFIG), layout)
+        manager, runner = make(model, _scratch(model), layout)
         sequences = [_sequence(manager, prompt) for prompt in prompts]
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
             for step in steps:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.budget import limit
 from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
@@ -112,8 +113,10 @@ def _owners(model: Any) -> list[Any]:
 def free(model: Any) -> None:
     """Gives every byte of the model's pool back. Caches that a caller holds keep theirs until they are collected."""
     with _lock:
-        for module in _owners(model):
-            _memories.pop(module)[1].graphs = {}  # graphs are of use to no cache
+        memories = [_memories.pop(module)[1] for module in _owners(model)]
+    for memory in memories:
+        memory.give_up_cached()
+        memory.graphs = {}  # graphs are of use to no cache
     trim()
 
 
@@ -133,7 +136,7 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     with _lock:
         memory = next((_memories[module][1] for module in _owners(model)), None)
     if memory is None:
-        return MemoryStats()
+        return MemoryStats(budget_bytes=limit())
     stats = memory.stats()
     if reset:
         memory.reset_peak()

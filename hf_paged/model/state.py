@@ -37,7 +37,8 @@ _MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions lo
 NOTES = frozenset({"_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued"})
 # Not part of what the forward computes: these, and what torch keeps in every module (parameters, buffers, modules and
 # forward hooks are visited by themselves).
-_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", compat.CACHED_MANAGER, *NOTES}
+# Nor is where the model was loaded from.
+_IGNORED = {*vars(nn.Module()), "_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER, *NOTES}
 # Classes of these modules hold what no forward computes: loading, saving, generation.
 _PLUMBING = (
     *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),
@@ -87,7 +88,8 @@ class ModelState:
     are scalars, nested containers of them or objects of the user's own classes; functions and scalars of modules'
     classes; functions that replace `forward` or hook into it, with what they close over; train or eval mode where code
     of the user's own looks at it. Not covered: globals of Python modules, files, attributes of libraries' objects.
-    Comparable within one process. Subclasses of `Tensor` are read by `__tensor_flatten__`; those without it, sparse
+    The fingerprint of the same model is the same in every process with these versions of the libraries, on the same
+    kind of device. Subclasses of `Tensor` are read by `__tensor_flatten__`; those without it, sparse
     tensors and those without content (meta) raise `ValueError`, and code of the user's may raise others."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -295,7 +297,20 @@ def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=8192)
 def _code_hash(code: types.CodeType) -> str:
-    return hashlib.sha256(marshal.dumps(code)).hexdigest()
+    return hashlib.sha256(marshal.dumps(_code_parts(code), _MARSHAL_VERSION)).hexdigest()
+
+
+def _code_parts(value: Any) -> Any:
+    """What a function's code does, as values that any process finds: not where its file is, in no order of hashes."""
+    if isinstance(value, types.CodeType):
+        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+        counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
+        handlers = getattr(value, "co_exceptiontable", b"")  # from Python 3.11 on
+        return value.co_code, handlers, names, counts, value.co_name, _code_parts(value.co_consts)
+    if isinstance(value, (tuple, frozenset)):
+        parts = [_code_parts(item) for item in value]
+        return type(value).__name__, sorted(parts, key=repr) if isinstance(value, frozenset) else parts
+    return value if type(value) in _SCALARS else repr(value)
 
 
 def _line(tensor: Tensor, chance: random.Random) -> memoryview:

@@ -35,7 +35,12 @@ class WeightsGuard:
             self._blocks.prefix_caching = self._can_cache
 
     def rest(self) -> None:
-        """Nothing is in flight any more."""
+        """Nothing is in flight any more. What goes to a tier from now on is of these weights, in any process."""
+        is_known = self._blocks.is_vouched_for or self._memory.fingerprint is None
+        if self.is_on and self._blocks.tier is not None and not is_known:
+            with self._memory.lock:
+                self._blocks.begin_window()  # the model may have changed since the last step
+            self._compare()
         self._watched = None
 
     def open(self) -> None:
@@ -54,7 +59,8 @@ class WeightsGuard:
     def settle(self, is_call: bool) -> None:
         """Where it is on, what this window, a step or a call before its end, has computed gets its fingerprint."""
         try:
-            is_needed = is_call or self._watched is None
+            tier = self._blocks.tier
+            is_needed = is_call or self._watched is None or (tier is not None and tier.wants_confirmation)
             if self._memory.fingerprint is None or (is_needed and not self._blocks.is_vouched_for):
                 self._compare()
             if not is_call and self._watched is None and self.is_on:
@@ -83,6 +89,11 @@ class WeightsGuard:
             before = self._memory.fingerprint
             if now is None or now != before:
                 self._forget()
+                for blocks in self._memory.managers.values():  # of other layouts, whose fingerprint this was, too
+                    if blocks is not self._blocks:
+                        blocks.drop_cached()
+            elif self._blocks.tier is not None:
+                self._blocks.tier.confirm()
             if now is None:
                 self._blocks.drop_cached()
                 self._blocks.prefix_caching = False
@@ -95,4 +106,6 @@ class WeightsGuard:
         with self._memory.lock:
             self.num_changes += self._memory.fingerprint is not None
             self._blocks.forget_before_window()
+            if self._blocks.tier is not None:
+                self._blocks.tier.discard()
             self._memory.fingerprint = None

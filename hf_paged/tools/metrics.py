@@ -26,6 +26,8 @@ GAUGES: dict[str, tuple[str, Values]] = {
     "num_requests_waiting": ("Requests that wait for room.", lambda stats: stats.num_waiting),
     "kv_cache_bytes": ("Bytes of the blocks that sequences hold, over all layers.", lambda stats: stats.used_bytes),
     "kv_cache_peak_bytes": ("The most of these bytes so far.", lambda stats: stats.peak_bytes),
+    "tier_host_bytes": ("Bytes of host memory that hold prefix blocks.", lambda stats: stats.tier_host_bytes),
+    "tier_disk_bytes": ("Bytes of the files that hold prefix blocks.", lambda stats: stats.tier_disk_bytes),
 }
 BLOCKS: dict[str, Values] = {
     "one_sequence": lambda stats: stats.used_blocks - stats.shared_blocks,
@@ -42,6 +44,8 @@ COUNTERS: dict[str, tuple[str, Values]] = {
     ),
     "preemptions": ("Requests that gave their blocks up for others.", lambda stats: stats.num_preemptions),
     "swaps": ("Of these, the ones whose blocks went to host memory.", lambda stats: stats.num_swaps),
+    "tier_kept_blocks": ("Prefix blocks that went below the pool.", lambda stats: stats.tier_kept_blocks),
+    "tier_restored_blocks": ("Prefix blocks that came back.", lambda stats: stats.tier_restored_blocks),
     "steps": ("Forwards of the batch.", lambda stats: stats.num_steps),
     "captured_steps": ("Of these, replays of a recorded step.", lambda stats: stats.num_captured_steps),
     "draft_tokens": ("Candidates for tokens that forwards verified.", lambda stats: stats.num_draft_tokens),

@@ -226,11 +226,21 @@ def plot_intervals(
 
 
 def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    return {
+    figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",
         "bytes used, at the peak": f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}",
-    } | ({} if stats.kv_dtype is None else {"keys and values stored as": stats.kv_dtype})
+    }
+    if stats.kv_dtype is not None:
+        figures["keys and values stored as"] = stats.kv_dtype
+    if stats.budget_bytes is not None:
+        figures["budget of all pools"] = format_bytes(stats.budget_bytes)
+    if stats.tier_kept_blocks or stats.tier_restored_blocks:
+        counts = f"{stats.tier_kept_blocks:,}, {stats.tier_restored_blocks:,}"
+        figures["blocks to the tiers below, and back"] = counts
+        sizes = format_bytes(stats.tier_host_bytes), format_bytes(stats.tier_disk_bytes)
+        figures["bytes in host memory, on disk"] = ", ".join(sizes)
+    return figures
 
 
 def cache_html(title: str, stats: MemoryStats, block_map: Mapping[Any, list[int]]) -> str:

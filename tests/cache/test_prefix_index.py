@@ -212,3 +212,31 @@ def test_check_integrity_sees_a_name_that_no_node_has() -> None:
     node.block_ids[0] = None
     with pytest.raises(AssertionError, match="lacks its block in group 0"):
         index.check_integrity()
+
+
+def test_what_goes_is_told_of_while_it_is_there_and_only_if_it_is_computed() -> None:
+    pool = BlockPool(4)
+    index = PrefixIndex([pool], [None], 2)
+    told: list[tuple[int, int, bytes]] = []
+    index.spill = lambda group, block_id, digest: told.append((group, block_id, digest))
+    first, second, third = pool.allocate(3)
+    index.begin_step()
+    node = index.add(index.root("a"), (1, 2), [first])
+    index.end_step()
+    index.begin_step()
+    node = index.add(node, (3, 4), [second])
+    pool.release([first])
+    pool.evict(1)
+    assert [block_id for _, block_id, _ in told] == [first], "the second is computed in this step"
+    index.undo_step()
+    told.clear()
+    node = index.add(index.add(index.root("a"), (1, 2), [second]), (3, 4), [third])
+    index.end_step()
+    digests = [link.digest for link in index.reach([1, 2, 3, 4], "a", 2, lambda group, digest: False)]
+    assert node.parent is not None and [index.digest(node.parent), index.digest(node)] == digests
+    index.undo_step()
+    assert not told, "what was dropped is not told of"
+    pool.release([second])
+    pool.evict(1)
+    assert [(block_id, digest) for _, block_id, digest in told] == list(zip([second, third], digests))
+    index.check_integrity()

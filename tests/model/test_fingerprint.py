@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_paged import PagedEngine, kernels
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
+from hf_paged.model import state
 from hf_paged.model.state import ModelState, fingerprint
+from tests.support import models
 from tests.support.kernels.device import available
 
 BACKENDS = [
@@ -351,3 +357,53 @@ def test_gpu_reads_what_the_cpu_reads() -> None:
     assert read(model) == before
     flip_bit(model.model.norm.weight, 1, 6)
     assert read(model) != before
+
+
+SOURCE = """
+def forward(x):
+    try:
+        return x in {1, 'a', 'b', 'c'}
+    except KeyError:
+        return 2.5
+"""
+
+
+def test_code_is_told_by_what_it_does_and_not_by_where_it_is() -> None:
+    def hash_of(text: str, path: str = "here.py") -> str:
+        found: dict[str, Any] = {}
+        exec(compile(text, path, "exec"), found)
+        return state._code_hash(found["forward"].__code__)
+
+    assert hash_of(SOURCE) == hash_of("\n\n" + SOURCE, "there.py")
+    others = SOURCE.replace("2.5", "2.75"), SOURCE.replace("KeyError", "ValueError"), SOURCE.replace("'c'", "'d'")
+    assert len({hash_of(text) for text in (SOURCE, *others)}) == 4
+
+
+_IN_ANOTHER = """
+import sys
+from hf_paged.model.state import _code_hash, fingerprint
+from tests.support import models
+exec(sys.argv[1])
+names = "llama", "gemma2", "qwen3_next"
+print(_code_hash(forward.__code__), *(fingerprint(models.build(name)).hex() for name in names))
+"""
+
+
+@pytest.mark.slow
+def test_processes_agree() -> None:
+    found = set()
+    for seed in ("1", "2"):  # of the order of sets
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", _IN_ANOTHER, SOURCE], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout.splitlines()[-1])
+    assert len(found) == 1
+
+
+def test_where_a_model_was_loaded_from_says_nothing(tmp_path: Path) -> None:
+    model = models.build("llama")
+    found = []
+    for name in ("one", "two"):
+        model.save_pretrained(tmp_path / name)
+        found.append(fingerprint(LlamaForCausalLM.from_pretrained(tmp_path / name)))
+    assert found[0] == found[1] is not None

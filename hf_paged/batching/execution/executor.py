@@ -228,7 +228,8 @@ class Executor:
     def rest(self) -> None:
         self.ahead.clear()
         self.runner.rest()
-        self.guard.rest()
+        with self.lock:
+            self.guard.rest()
 
     def change_weights(self) -> None:
         """Between steps: the weights are others from here on, and nothing that is cached is served any more."""

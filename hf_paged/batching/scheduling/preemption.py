@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from ..request import Request, Sequence
 
 if TYPE_CHECKING:  # it has tensors
     from ...cache.swap import BlockSwapper
+
+
+logger = logging.getLogger(__name__)
 
 
 class CostModel:
@@ -95,8 +99,8 @@ class Preemption:
         if needed > total:
             raise OutOfBlocksError(
                 f"request {request.request_id!r} needs {needed} blocks of {size} tokens, at most {total} can be had: "
-                "raise `num_blocks` or `memory_fraction`, or lower `max_new_tokens`, the prompt length or the number "
-                "of sequences"
+                "raise `num_blocks`, `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`, the prompt "
+                "length or the number of sequences"
             )
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
@@ -120,7 +124,9 @@ class Preemption:
             needs = [sum(pair) for pair in zip(needs, more)]
         has_room = manager.has_room(needs, reserve)
         try:
+            is_restorable = has_room and self._is_restorable(request)
             may_be_old = has_room and any(manager.needs_vouching(sequence.blocks) for sequence in request.sequences)
+            may_be_old |= is_restorable
             is_served = has_room and (not may_be_old or self.vouch is None or self.vouch())
         except BaseException:
             self.forget(request)
@@ -129,6 +135,8 @@ class Preemption:
             self.forget(request)
             # `vouch` has dropped the old blocks, of packed sequences
             return has_room and self.bring_in(request, chunk, reserve, is_alone)
+        if is_restorable:
+            self._restore(request)
         if request.num_encoder_tokens:
             assert self.encoder_blocks is not None
             request.encoded = self.encoder_blocks.new()
@@ -186,6 +194,31 @@ class Preemption:
         first.blocks = manager.new()
         first.num_computed_tokens = self._match(first, first.keys[: shared + 1])
         return [(first, first.num_computed_tokens), *((sequence, shared) for sequence in rows[1:])]
+
+    def _is_restorable(self, request: Request) -> bool:
+        """Whether the tier below the pool has more of what its one row begins with than the row was given."""
+        if self.blocks.tier is None or len(request.open_sequences) > 1 or self.replays_prompt(request):
+            return False
+        (sequence,) = request.open_sequences
+        links = self.blocks.restorable(sequence.keys, request.namespace)
+        return len(links) * self.blocks.block_size > sequence.num_computed_tokens
+
+    def _restore(self, request: Request) -> None:
+        """Lets its row begin with that, in blocks that are taken for it, as those of a request that was swapped out."""
+        (sequence,) = request.open_sequences
+        try:
+            found = self.blocks.restore(sequence.keys, request.namespace, sequence.num_computed_tokens)
+        except OutOfBlocksError:  # under `hf_paged.budget`: then it is computed, when there is room
+            return
+        except (MemoryError, RuntimeError, ValueError) as error:  # no memory, or other layers: it is computed
+            logger.warning("prefix blocks are not brought back, and their tokens are computed: %s", error)
+            return
+        if found:
+            stops = sequence.blocks.stops
+            self.blocks.free(sequence.blocks)
+            sequence.blocks = self.blocks.new()
+            sequence.num_computed_tokens = self._match(sequence, sequence.keys)
+            sequence.blocks.stops = stops
 
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> int:
         request = sequence.request

@@ -270,8 +270,9 @@ class Scheduler:
                 has_started = any(done and done[-1][0].request is request for done in (plan.decodes, plan.chunks))
                 if may_preempt and not has_started:
                     num_tokens = sum(each.num_tokens for each in request.open_sequences)
+                    is_alone = not self.blocks.num_withheld()
                     self._preempt(request)
-                    if not self._running:
+                    if not self._running and is_alone:
                         if request.num_tokens_alone == num_tokens:  # it would come as far as this again
                             raise self._out_of_blocks(request) from self.blocks.refusal
                         request.num_tokens_alone = num_tokens
@@ -298,10 +299,14 @@ class Scheduler:
         )
         if self.num_running or manager.num_used:
             return OutOfBlocksError(said + "Others hold blocks: free their caches, or raise `num_blocks`")
+        if manager.num_withheld():
+            return OutOfBlocksError(
+                said + "Other models hold the rest of `hf_paged.budget`: end what they run, or raise it"
+            )
         return NeverFits(
             request,
-            said + "No other holds blocks: raise `num_blocks` or `memory_fraction`, free memory, or lower "
-            "`max_new_tokens`, the prompt length or the number of sequences",
+            said + "No other holds blocks: raise `num_blocks`, `memory_fraction` or `hf_paged.budget`, free memory, or "
+            "lower `max_new_tokens`, the prompt length or the number of sequences",
         )
 
     def _shares_forward(self, request: Request) -> bool:

@@ -1,0 +1,131 @@
+"""Prefixes that a user saves to a file and loads again: the cached blocks of one prompt of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..cache.block_files import Corrupt, Layers, from_bytes, to_bytes
+from ..cache.block_pool import OutOfBlocksError
+from ..cache.idle import begin_use, end_use
+from ..cache.swap import HostLayer
+from ..cache.tiers import PrefixStore
+from .engine_core import EngineCore
+from .execution.executor import Window
+from .factory import make_store, reason_against_saving
+from .loop import StepLoop
+
+
+@contextlib.contextmanager
+def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
+    """The engine's loop, once the fingerprint of the weights of now is that of its blocks, and what names these."""
+    with core.lock:
+        core.wait_for_resume()
+        loop = core.get_loop()
+        reason = reason_against_saving(loop.blocks)
+        if reason is not None:
+            raise ValueError(f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}")
+        is_idle, window = not core.requests, Window()
+        if is_idle:
+            loop.executor.begin()
+            begin_use(core.memory)
+        try:
+            loop.executor.open(window)
+            with loop.executor.lock:
+                loop.executor.guard.vouch()
+            if core.memory.fingerprint is None:
+                raise ValueError(f"whether the weights of {type(core.model).__name__} change cannot be read")
+            with core.memory.lock:
+                yield loop, make_store(core.model, core.memory, loop.blocks, core.config)
+            loop.executor.settle(window)
+        finally:
+            loop.executor.leave(window)
+            if is_idle:
+                loop.executor.rest()
+                end_use(core.memory)
+
+
+def _needed(loop: StepLoop, num_blocks: int) -> list[range]:
+    """The blocks of each group that a sequence behind so many needs."""
+    first_needed = loop.blocks.index.first_needed
+    return [range(first_needed(group, num_blocks), num_blocks) for group in range(len(loop.blocks.groups))]
+
+
+def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], path: Any) -> int:
+    """Writes the cached full blocks of these tokens; returns how many tokens they hold."""
+    with _between_steps(core) as (loop, store):
+        manager, rope = loop.blocks, loop.scheduler.rope
+        num_blocks = len(token_ids) // manager.block_size
+        if not num_blocks:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, and whole blocks of {manager.block_size} are saved"
+            )
+        if rope is not None and rope.factors(len(token_ids)):
+            raise ValueError("the rotary factors of its tokens depend on the length of the whole prompt")
+        links = manager.index.reach(token_ids, namespace, num_blocks, lambda group, digest: False)
+        if len(links) < num_blocks:
+            raise OutOfBlocksError(
+                f"{len(links)} of the {num_blocks} blocks of the prompt stayed in the pool: raise `num_blocks` "
+                f"({core.config.num_blocks})"
+            )
+        parts: dict[int, Layers] = {}
+        for group, numbers in enumerate(_needed(loop, num_blocks)):
+            nodes = [links[number].node for number in numbers]
+            ids = [block for node in nodes if node is not None and (block := node.block_ids[group]) is not None]
+            if ids:
+                parts[group] = store.copy_out(group, ids)
+        name = f"{store.weights}/{links[-1].digest.hex()}"
+    kept = token_ids[: num_blocks * manager.block_size]
+    content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
+    target = Path(os.fspath(path))
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return len(kept)
+
+
+def load(core: EngineCore, path: Any) -> int:
+    """Brings the blocks of such a file into the pool, cached; returns how many tokens they hold."""
+    try:
+        parts, metadata = from_bytes(Path(os.fspath(path)).read_bytes())
+        token_ids, namespace = json.loads(metadata["token_ids"]), tuple(json.loads(metadata["namespace"]))
+        weights, digest = metadata["name"].split("/")
+    except Corrupt as error:
+        raise ValueError(f"{path} is no saved prefix, or not whole: {error}") from error
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is a block of a tier's folder, and no saved prefix") from error
+    with _between_steps(core) as (loop, store):
+        if weights != store.weights:
+            raise ValueError(
+                f"{path} was computed by another model than this {type(core.model).__name__} is now: other weights, "
+                "code, dtype, adapters, `block_size`, `kv_dtype` or `batch_invariant`"
+            )
+        manager = loop.blocks
+        num_blocks = len(token_ids) // manager.block_size
+        links = manager.index.reach(token_ids, namespace, num_blocks, lambda group, digest: True)
+        if links[-1].digest.hex() != digest:
+            raise ValueError(f"{path} holds other tokens than its name says")
+        contents: list[dict[int, Any]] = []
+        for group, numbers in enumerate(_needed(loop, num_blocks)):
+            missing = {n: place for place, n in enumerate(numbers) if n in manager.missing(group, links)}
+            contents.append({n: _row(parts[group], place) for n, place in missing.items()})
+        if not manager.adopt(links, namespace, contents, store):
+            raise manager.refusal or OutOfBlocksError(
+                f"needs {sum(map(len, contents))} blocks of {manager.block_size} tokens, {manager.num_free} can be "
+                f"had: raise `num_blocks` ({core.config.num_blocks})"
+            )
+    return num_blocks * manager.block_size
+
+
+def _row(layers: Layers, place: int) -> Layers:
+    """One block of each layer."""
+    cut = {i: (layer, [tensor[place : place + 1] for tensor in layer.blocks.data]) for i, layer in layers.items()}
+    return {i: HostLayer(layer.blocks.like(data), layer.device) for i, (layer, data) in cut.items()}

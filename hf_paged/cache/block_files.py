@@ -1,0 +1,225 @@
+"""Blocks as safetensors files: their form, the hash that they are checked by, and a folder of them that is capped."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from .storage import KVBlocks
+from .swap import HostLayer
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "hf_paged prefix 1"
+FOLDER, SUFFIX = "hf_paged-", ".safetensors"  # nothing else in a tier's folder is ever touched
+RETRY_SECONDS = 60.0  # after which a disk that took no file is tried again
+_ABANDONED_SECONDS = 600.0  # after which a part of a file is what a killed process left
+
+Layers = dict[int, HostLayer]
+"""By layer of the model the blocks of one group, each of the same number, in host memory."""
+
+
+class Corrupt(ValueError):
+    """A file that is not what was written."""
+
+
+def num_bytes(layers: Layers) -> int:
+    return sum(tensor.nbytes for layer in layers.values() for tensor in layer.blocks.data)
+
+
+def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
+    """A safetensors file of the blocks of some groups: a tensor `{group}.{layer}.{part}` of shape `(num_blocks, ...)`
+    for each of `KVBlocks.data`, with a hash over all of it."""
+    tensors = {
+        f"{group}.{index}.{part}": tensor.contiguous()
+        for group, layers in parts.items()
+        for index, layer in layers.items()
+        for part, tensor in enumerate(layer.blocks.data)
+    }
+    forms = {f"{g}.{index}": form_of(layer.blocks) for g, layers in parts.items() for index, layer in layers.items()}
+    metadata = {"format": FORMAT, "name": name, "layers": json.dumps(forms), **others}
+    return safetensors.torch.save(tensors, metadata | {"hash": _hash(tensors, metadata)})
+
+
+def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
+    """What `to_bytes` was given, the metadata with the name; layers are where the blocks are to go, or on the CPU.
+    Raises [`Corrupt`]."""
+    try:
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise Corrupt(f"its format is {metadata['format']!r}, not {FORMAT!r}")
+        tensors = safetensors.torch.load(content)
+        if metadata.pop("hash") != _hash(tensors, metadata):
+            raise Corrupt("its content is not what its hash says")
+        parts: dict[int, Layers] = {}
+        for place, (heads, key_dim, dtypes, codes) in json.loads(metadata["layers"]).items():
+            group, index = map(int, place.split("."))
+            data: list[Tensor] = []
+            while (tensor := tensors.get(f"{place}.{len(data)}")) is not None:
+                data.append(tensor)
+            key_dtype, value_dtype = map(_dtype, dtypes)
+            of_codes = None if codes is None else (int(codes[0]), _dtype(codes[1]))
+            blocks = KVBlocks.view(tuple(data), heads, key_dim, (key_dtype, value_dtype), of_codes)
+            parts.setdefault(group, {})[index] = HostLayer(blocks, torch.device("cpu"))
+        return parts, metadata
+    except Corrupt:
+        raise
+    except Exception as error:  # whatever bytes may do to what reads them
+        raise Corrupt(f"it cannot be read: {type(error).__name__}: {error}") from error
+
+
+def form_of(blocks: KVBlocks) -> list[Any]:
+    """What blocks are beside their tensors (`KVBlocks.form`), as JSON has it."""
+    heads, key_dim, dtypes, codes = blocks.form
+    names = [_name(dtype) for dtype in dtypes]
+    return [heads, key_dim, names, None if codes is None else [codes[0], _name(codes[1])]]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise Corrupt(f"{name} is no dtype")
+    return found
+
+
+def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    digest = hashlib.blake2b(repr(sorted(metadata.items())).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class DiskFolder:
+    """Files of at most `max_bytes` in a folder that other processes may use, too: what is there is asked of the system,
+    and the files that were used longest ago go first. What goes wrong is logged, once a kind, and is as a miss."""
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self.path, self.max_bytes = Path(path), max_bytes
+        self.num_bytes: int | None = None  # as far as this process knows; `None` before it has looked
+        self._told: set[str] = set()
+        self._lost: set[str] = set()  # what cannot be read, nor deleted
+        self._num_written = 0  # bytes, since it has looked
+        self._retry_at = 0.0  # by `time.monotonic`: no file is written before
+
+    def has(self, weights: str | None, name: str) -> bool:
+        """Without `weights`: of any."""
+        if name in self._lost:
+            return False
+        if weights is not None:
+            return self._file(weights, name).exists()
+        with contextlib.suppress(OSError):
+            return any((folder / f"{name}{SUFFIX}").exists() for folder in self.path.glob(f"{FOLDER}*"))
+        return False
+
+    def read(self, weights: str, name: str) -> dict[int, Layers] | None:
+        path = self._file(weights, name)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except (OSError, MemoryError) as error:
+            self._lost.add(name)
+            self._warn("read", f"{path} cannot be read, its tokens are computed: {error}")
+            return None
+        try:
+            parts, metadata = from_bytes(content)
+            if metadata["name"] != f"{weights}/{name}":
+                raise Corrupt(f"it is {metadata['name']} by another name")
+        except Corrupt as error:
+            self._lost.add(name)
+            self._warn("corrupt", f"{path} is dropped, and its tokens are computed: {error}")
+            with contextlib.suppress(OSError):
+                path.unlink()
+                self._lost.discard(name)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now
+        return parts
+
+    def write(self, weights: str, name: str, parts: dict[int, Layers]) -> None:
+        if time.monotonic() < self._retry_at:
+            return
+        path = self._file(weights, name)
+        part = path.with_name(f"{name}.{uuid.uuid4().hex}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = to_bytes(parts, f"{weights}/{name}")
+            if self.num_bytes is None or self._num_written + len(content) > self.max_bytes // 32:  # others write, too
+                self._look()
+            assert self.num_bytes is not None
+            if self.num_bytes + len(content) > self.max_bytes:
+                self._trim(len(content))
+            if self.num_bytes + len(content) > self.max_bytes:
+                self._warn(
+                    "small", f"`disk_bytes` ({self.max_bytes:,}) has no room for a block of {len(content):,} bytes"
+                )
+                return
+            part.write_bytes(content)
+            part.replace(path)  # whole, or not there
+            self._lost.discard(name)
+            self.num_bytes += len(content)
+            self._num_written += len(content)
+        except Exception as error:  # no such folder, no right to write, no space, no memory
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            full = "; it is full" if getattr(error, "errno", None) == errno.ENOSPC else ""
+            self._warn(
+                "write", f"no prefix blocks are written to {self.path} for {RETRY_SECONDS:.0f} seconds{full}: {error}"
+            )
+
+    def _file(self, weights: str, name: str) -> Path:
+        return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """When each was last used, and its bytes; parts that killed processes left are deleted."""
+        found = []
+        for path in self.path.glob(f"{FOLDER}*/*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if path.suffix == SUFFIX:
+                    found.append((status.st_mtime, status.st_size, path))
+                elif path.suffix == ".part" and status.st_mtime < time.time() - _ABANDONED_SECONDS:
+                    path.unlink()
+        return sorted(found)
+
+    def _look(self) -> list[tuple[float, int, Path]]:
+        files = self._files()
+        self.num_bytes, self._num_written = sum(size for _, size, _ in files), 0
+        return files
+
+    def _trim(self, needed: int) -> None:
+        """Deletes files until `needed` bytes, and a tenth of all, are free."""
+        files = self._look()
+        assert self.num_bytes is not None
+        for _, size, path in files:
+            if self.num_bytes + needed <= 0.9 * self.max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                path.unlink()
+                self.num_bytes -= size
+        for folder in self.path.glob(f"{FOLDER}*"):
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # which are empty
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning(message)

@@ -1,0 +1,274 @@
+"""Prefix blocks below the pool: in host memory, and in files of a folder that a thread writes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import forks
+from ..config import PrefixTiers
+from .block_files import FORMAT, DiskFolder, Layers, form_of, num_bytes
+from .memory import GroupMemory, PagedMemory
+from .storage import free_bytes
+from .swap import HostLayer
+
+QUEUE_BYTES = 256 << 20  # that wait to be written, at least, however little memory is free
+PENDING_BYTES = 64 << 20  # that wait for a fingerprint before one is taken for them alone
+
+
+class _Entry(NamedTuple):
+    layers: Layers
+    num_bytes: int
+
+
+_Key = tuple[str, str]  # the weights and what else blocks depend on; the tokens and the group
+
+
+class PrefixStore:
+    """The tiers below the pool of one memory, for the groups of one manager (`block_manager.Tier`). What a pool gives
+    up is copied to host memory at once, before others write to it; a thread, alive while there is something to write,
+    puts it on disk. Methods of `Tier` are called with the memory's lock held."""
+
+    def __init__(
+        self,
+        config: PrefixTiers,
+        memory: PagedMemory,
+        groups: Sequence[GroupMemory],
+        device: torch.device | None,
+        form: Any,
+    ) -> None:
+        """`device`: where layers are that no forward has made yet; `None` if that is not known. `form`: what else
+        blocks depend on, whose `repr` is the same in every process."""
+        self.config, self._device = config, device
+        self._memory: PagedMemory = weakref.proxy(memory)
+        self._groups = list(groups)
+        options = memory.config.block_size, memory.config.kv_dtype
+        self._form = FORMAT, options, [repr(group.spec) for group in groups], form
+        self._disk = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
+        self._host_bytes = 0 if device is not None and device.type == "cpu" else config.host_bytes
+        self._lock = forks.rlock()
+        self._pending: dict[str, _Entry] = {}  # of weights that are still to be looked at
+        self._held: OrderedDict[_Key, _Entry] = OrderedDict()  # in host memory, those used last behind
+        self._unwritten: OrderedDict[_Key, None] = OrderedDict()  # of these: what is to go to disk
+        self._sizes = {"pending": 0, "held": 0, "unwritten": 0}
+        self._thread: threading.Thread | None = None
+        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
+        self._known: tuple[Any, str] = (None, "")
+        forks.in_child(self)
+        _stores.add(self)
+
+    @property
+    def _weights(self) -> str | None:
+        """What blocks depend on beside tokens, as far as it is known."""
+        fingerprint = self._memory.fingerprint
+        if fingerprint is None:
+            return None
+        if self._known[0] != fingerprint:
+            found = hashlib.blake2b(repr((fingerprint, self._form)).encode(), digest_size=16)
+            self._known = fingerprint, found.hexdigest()
+        return self._known[1]
+
+    @property
+    def weights(self) -> str:
+        """... once a fingerprint was taken."""
+        weights = self._weights
+        assert weights is not None
+        return weights
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that the tier holds now."""
+        return self._sizes["held"] + self._sizes["pending"]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of all files in the folder, as far as this process knows."""
+        return 0 if self._disk is None else self._disk.num_bytes or 0
+
+    @property
+    def wants_confirmation(self) -> bool:
+        """Whether much waits for a fingerprint."""
+        return self._sizes["pending"] > PENDING_BYTES
+
+    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+        name, weights = _name(group, digest), self._weights
+        if weights is None or self._groups[group].is_incomplete:
+            return
+        with self._lock:
+            if name in self._pending or (weights, name) in self._held:
+                return
+            if self._disk is not None and self._disk.has(weights, name):
+                return
+            if self._sizes["unwritten"] + self._sizes["pending"] > QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4:
+                self.num_skipped += 1  # the disk is slower than what comes
+                return
+            try:
+                layers = self.copy_out(group, [block_id])
+            except (MemoryError, RuntimeError):  # torch raises the latter
+                self.num_skipped += 1
+                return
+            entry = _Entry(layers, num_bytes(layers))
+            self.num_kept += 1
+            if is_vouched_for:
+                self._hold((weights, name), entry)
+            else:
+                self._pending[name] = entry
+                self._sizes["pending"] += entry.num_bytes
+
+    def copy_out(self, group: int, block_ids: list[int]) -> Layers:
+        layers = self._groups[group].storage.layers
+        return {index: HostLayer.copy_of(layer, block_ids) for index, layer in layers.items()}
+
+    def confirm(self) -> None:
+        with self._lock:
+            for name, entry in self._pending.items():
+                self._hold((self.weights, name), entry)
+            self.discard()
+
+    def discard(self) -> None:
+        with self._lock:
+            self._pending.clear()
+            self._sizes["pending"] = 0
+
+    def has(self, group: int, digest: bytes) -> bool:
+        name, weights = _name(group, digest), self._weights
+        if self._device is None and not self._groups[group].storage.layers:
+            return False
+        with self._lock:
+            if name in self._pending or (weights, name) in self._held:
+                return True
+            return self._disk is not None and self._disk.has(weights, name)
+
+    def read(self, group: int, digest: bytes) -> Any:
+        name, key = _name(group, digest), (self.weights, _name(group, digest))
+        with self._lock:
+            entry = self._held.get(key)
+            if entry is not None:
+                self._held.move_to_end(key)
+                return entry.layers
+        parts = None if self._disk is None else self._disk.read(self.weights, name)
+        if parts is None:  # `has` says no from now on
+            with self._lock:
+                lost = self._pending.pop(name, None)
+                self._sizes["pending"] -= 0 if lost is None else lost.num_bytes
+            return None
+        return parts[0]
+
+    def put_back(self, group: int, contents: list[Any], block_ids: list[int]) -> None:
+        memory, layers = self._groups[group], contents[0]
+        held = memory.storage.layers
+        forms = [{index: form_of(layer.blocks) for index, layer in each.items()} for each in contents]
+        if any(form != forms[0] for form in forms) or (held and held.keys() != layers.keys()):
+            raise ValueError("the blocks are not those of these layers")
+        memory.expect(sum(layer.blocks.block_bytes for layer in layers.values()))
+        for index, layer in layers.items():
+            data = [each[index].blocks.data for each in contents]
+            blocks = layer.blocks.like([torch.cat(parts) for parts in zip(*data)])
+            device = held[index].keys.device if index in held else self._device
+            assert device is not None
+            HostLayer(blocks, device).put_back(memory.storage, index, dict(enumerate(block_ids)))
+        self.num_restored += len(block_ids)
+
+    def _hold(self, key: _Key, entry: _Entry) -> None:
+        if key in self._held:
+            return
+        self._held[key] = entry
+        self._sizes["held"] += entry.num_bytes
+        if self._disk is not None:
+            self._unwritten[key] = None
+            self._sizes["unwritten"] += entry.num_bytes
+            self._begin_writing()
+        self._trim()
+
+    def _trim(self) -> None:
+        """Host memory within its limit, but for what is still to be written."""
+        over = self._sizes["held"] - self._sizes["unwritten"] - self._host_bytes
+        for key in list(self._held) if over > 0 else ():
+            if over <= 0:
+                break
+            if key not in self._unwritten:
+                over -= self._held[key].num_bytes
+                self._sizes["held"] -= self._held.pop(key).num_bytes
+
+    def _begin_writing(self) -> None:
+        if self._thread is None:
+            # no daemon: the interpreter waits for what is left to write
+            thread = threading.Thread(target=self._write, name="hf_paged prefix blocks")
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: `_keep_all` writes
+                thread.start()
+                self._thread = thread
+
+    def _write(self) -> None:
+        while self._write_one():
+            pass
+
+    def _write_one(self) -> bool:
+        with self._lock:
+            key = next(iter(self._unwritten), None)
+            if key is None:
+                self._thread = None
+                return False
+            entry = self._held[key]
+        assert self._disk is not None
+        try:
+            self._disk.write(*key, {0: entry.layers})
+        finally:
+            with self._lock:
+                if self._unwritten.pop(key, key) is None:
+                    self._sizes["unwritten"] -= entry.num_bytes
+                self._trim()
+        return True
+
+    def wait(self) -> None:
+        """Until all that was given up is on disk, or cannot be written there."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """In a child process: what waits to be written the parent writes."""
+        self._thread = None
+        for key in self._unwritten:
+            if key in self._held:
+                del self._held[key]
+        self._unwritten.clear()
+        self.discard()
+        self._sizes = {"pending": 0, "held": sum(each.num_bytes for each in self._held.values()), "unwritten": 0}
+
+
+def _name(group: int, digest: bytes) -> str:
+    return f"{digest.hex()}-{group}"
+
+
+_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
+
+
+def stores_of(memory: PagedMemory) -> Iterable[PrefixStore]:
+    """The tiers below a memory."""
+    tiers = (manager.tier for manager in list(memory.managers.values()))
+    return [tier for tier in tiers if isinstance(tier, PrefixStore)]
+
+
+def _keep_all() -> None:
+    """What is cached when the process ends goes to disk."""
+    for store in list(_stores):
+        with contextlib.suppress(ReferenceError):  # its memory is gone
+            lock = store._memory.lock
+            if store._disk is not None and lock.acquire(timeout=1):
+                try:
+                    store._memory.give_up_cached()
+                finally:
+                    lock.release()
+        store.wait()
+        store._write()
+
+
+atexit.register(_keep_all)

@@ -1,0 +1,213 @@
+"""Files of prefix blocks: what was written comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+
+from hf_paged.cache.block_files import Corrupt, DiskFolder, from_bytes, to_bytes
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.swap import HostLayer
+from tests.cache.test_swap import LAYOUTS, SIZE, states
+
+WEIGHTS, NAME = "0" * 32, "1" * 32 + "-0"
+
+
+def layers(num_blocks: int = 1, seed: int = 0) -> dict[int, HostLayer]:
+    """One layer of each layout, with random content."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for index, layout in enumerate(LAYOUTS):
+        blocks = KVBlocks.allocate(num_blocks, SIZE, *states(layout))
+        for tensor in blocks.data:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        found[index] = HostLayer(blocks, torch.device("cpu"))
+    return found
+
+
+def assert_same(found: dict[int, HostLayer], expected: dict[int, HostLayer]) -> None:
+    assert found.keys() == expected.keys()
+    for index, layer in expected.items():
+        (keys, values), (found_keys, found_values) = layer.blocks.pair, found[index].blocks.pair
+        for (x, dtype), (y, found_dtype) in ((keys, found_keys), (values, found_values)):
+            assert torch.equal(x, y) and (x.dtype, dtype) == (y.dtype, found_dtype)
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(each for each in path.rglob("*") if each.is_file())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers(3)})
+    assert folder.has(WEIGHTS, NAME) and folder.has(None, NAME) and not folder.has("2" * 32, NAME)
+    found = folder.read(WEIGHTS, NAME)
+    assert found is not None
+    assert_same(found[0], layers(3))
+    (path,) = files(tmp_path)
+    with safetensors.safe_open(path, "pt") as file:  # others can read it
+        assert file.metadata()["name"] == f"{WEIGHTS}/{NAME}" and "0.0.0" in file.keys()
+    assert folder.num_bytes == path.stat().st_size
+
+
+def test_any_other_byte_is_noticed() -> None:
+    content, draw = to_bytes({0: layers()}, NAME), random.Random(0)
+    header = 8 + int.from_bytes(content[:8], "little")
+    places = [*range(8), *draw.sample(range(8, header), 300), *draw.sample(range(header, len(content)), 100)]
+    for place in places:
+        changed = bytearray(content)
+        changed[place] ^= 1 << draw.randrange(8)
+        try:
+            parts, metadata = from_bytes(bytes(changed))
+        except Corrupt:
+            continue
+        assert_same(parts[0], layers())  # as of a space behind the header
+        assert metadata["name"] == NAME
+    for length in [0, 7, 8, 100, header - 1, header, header + 1, len(content) - 1]:
+        with pytest.raises(Corrupt):
+            from_bytes(content[:length])
+    with pytest.raises(Corrupt):
+        from_bytes(content + b"\0")
+
+
+def test_a_file_by_another_name_is_not_served(tmp_path: Path, caplog: Any) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    (path,) = files(tmp_path)
+    path.rename(path.with_name(f"{'2' * 32}-0.safetensors"))
+    with caplog.at_level(logging.WARNING):
+        assert folder.read(WEIGHTS, "2" * 32 + "-0") is None
+    assert "by another name" in caplog.text and not files(tmp_path)
+
+
+def test_a_corrupt_file_goes_and_can_be_written_again(tmp_path: Path, caplog: Any) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with caplog.at_level(logging.WARNING):
+        assert folder.read(WEIGHTS, NAME) is None
+    assert str(path) in caplog.text and not folder.has(WEIGHTS, NAME) and not files(tmp_path)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    assert folder.read(WEIGHTS, NAME) is not None
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    size = len(to_bytes({0: layers()}, f"{WEIGHTS}/{NAME}"))
+    folder = DiskFolder(str(tmp_path), 10 * size)
+    names = [f"{number:032x}-0" for number in range(12)]
+    (tmp_path / "mine.txt").write_text("a user's own")
+    for number, name in enumerate(names):
+        folder.write(WEIGHTS, name, {0: layers()})
+        path = tmp_path / f"hf_paged-{WEIGHTS}" / f"{name}.safetensors"
+        if path.exists():
+            os.utime(path, (1000 + number, 1000 + number))
+        if number == 5:
+            assert folder.read(WEIGHTS, names[0]) is not None  # now used later than the others
+    held = [path for path in files(tmp_path) if path.suffix == ".safetensors"]
+    assert 5 <= len(held) <= 10 and sum(path.stat().st_size for path in held) <= 10 * size
+    assert folder.has(WEIGHTS, names[0]) and folder.has(WEIGHTS, names[11]) and not folder.has(WEIGHTS, names[1])
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_another_process_that_writes_counts(tmp_path: Path) -> None:
+    size = len(to_bytes({0: layers()}, f"{WEIGHTS}/{NAME}"))
+    ours, theirs = (DiskFolder(str(tmp_path), 20 * size) for _ in range(2))
+    for number in range(60):
+        (ours, theirs)[number % 2].write(WEIGHTS, f"{number:032x}-0", {0: layers()})
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 20 * size
+
+
+def test_a_block_that_is_larger_than_the_tier(tmp_path: Path, caplog: Any) -> None:
+    folder = DiskFolder(str(tmp_path), 100)
+    with caplog.at_level(logging.WARNING):
+        folder.write(WEIGHTS, NAME, {0: layers()})
+    assert not files(tmp_path) and "`disk_bytes` (100) has no room" in caplog.text
+
+
+def test_a_full_disk_is_told_once_and_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    folder, write = DiskFolder(str(tmp_path), 1 << 30), Path.write_bytes
+
+    def half(path: Path, content: bytes) -> int:
+        write(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            folder.write(WEIGHTS, f"{number:032x}-0", {0: layers()})
+    assert not files(tmp_path)
+    assert len(caplog.records) == 1 and "it is full" in caplog.text and str(tmp_path) in caplog.text
+    monkeypatch.undo()
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    assert not folder.has(WEIGHTS, NAME), "it waits"
+    folder._retry_at = 0.0
+    folder.write(WEIGHTS, NAME, {0: layers()})
+    assert folder.has(WEIGHTS, NAME)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "file").write_text("")
+    folder = DiskFolder(str(tmp_path / "file" / "folder"), 1 << 30)
+    assert not folder.has(WEIGHTS, NAME) and not folder.has(None, NAME)
+    with caplog.at_level(logging.WARNING):
+        folder.write(WEIGHTS, NAME, {0: layers()})
+        assert folder.read(WEIGHTS, NAME) is None
+    assert "no prefix blocks are written" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """Files are whole or not there, and the part that is left goes in time."""
+    draw = random.Random(0)
+    for turn in range(5):
+        child = os.fork()
+        if not child:
+            try:
+                folder = DiskFolder(str(tmp_path), 1 << 30)
+                for number in range(1 << 30):
+                    folder.write(WEIGHTS, f"{number % 50:032x}-0", {0: layers(64, seed=number % 50)})
+            finally:
+                os._exit(1)
+        time.sleep(0.05 + 0.1 * draw.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        folder = DiskFolder(str(tmp_path), 1 << 30)
+        for path in files(tmp_path):
+            if path.suffix == ".safetensors":
+                from_bytes(path.read_bytes())
+        for number in range(50):
+            name = f"{number:032x}-0"
+            found = folder.read(WEIGHTS, name)
+            if found is not None:
+                assert_same(found[0], layers(64, seed=number))
+            else:
+                assert not folder.has(WEIGHTS, name), f"turn {turn}: a file that is not whole"
+    assert any(path.suffix == ".safetensors" for path in files(tmp_path))
+    part = tmp_path / f"hf_paged-{WEIGHTS}" / f"{NAME}.0.part"
+    part.write_bytes(b"")
+    os.utime(part, (0, 0))
+    DiskFolder(str(tmp_path), 1 << 30).write(WEIGHTS, NAME, {0: layers()})
+    assert not part.exists()
+
+
+def test_hashes_tell_tokens_namespaces_and_their_order() -> None:
+    from hf_paged.cache.prefix_index import _first_digest, _next_digest
+
+    found = set()
+    for namespace in (None, (None, None), (None, "None"), ("a", None), (None, "a"), (None, "a", False)):
+        first = _first_digest(namespace)
+        one, other = _next_digest(first, (1, 2)), _next_digest(first, (2, 1))
+        found |= {first, one, other, _next_digest(one, (2, 1)), _next_digest(other, (1, 2))}
+    assert len(found) == 30
+    assert _next_digest(_first_digest(None), (object(),)) == b""

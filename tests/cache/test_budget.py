@@ -1,0 +1,243 @@
+"""One limit on the bytes of all pools: idle ones give way, none goes over it, and what fits alone does not fail."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.cache import budget as budgets
+from hf_paged.cache.memory import GroupMemory
+from hf_paged.model import registry
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+SIZE = models.BLOCK_SIZE
+BLOCK = 2 * 2 * 2 * 16 * SIZE * 4  # bytes of a block of `models.build("llama")`: layers, K and V, heads, dims
+
+
+@pytest.fixture(autouse=True)
+def no_limit_is_left() -> Iterator[None]:
+    yield
+    hf_paged.budget(None)
+
+
+def paged(**config: Any) -> dict[str, Any]:
+    return {"cache_implementation": "paged", "cache_config": {"block_size": SIZE, **config}}
+
+
+def held(*owners: Any) -> int:
+    """Bytes of models' pools and of engines'."""
+    return sum(
+        (each.memory.stats() if isinstance(each, hf_paged.PagedEngine) else hf_paged.memory_stats(each)).held_bytes
+        for each in owners
+    )
+
+
+class Watch:
+    """The most bytes that these held together whenever a pool had grown, or a layer had been made."""
+
+    def __init__(self, owners: list[Any], monkeypatch: Any) -> None:
+        self.owners, self.most = owners, 0
+        for name in ("make_room", "layer"):
+            monkeypatch.setattr(GroupMemory, name, self._looking(getattr(GroupMemory, name)))
+
+    def _looking(self, method: Any) -> Any:
+        def wrapped(*args: Any) -> Any:
+            found = method(*args)
+            self.look()
+            return found
+
+        return wrapped
+
+    def look(self) -> None:
+        self.most = max(self.most, held(*self.owners))
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.5, True, "1GiB"])
+def test_a_budget_is_a_number_of_bytes(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"the budget is .*None or a whole number of at least 1 \(bytes\)"):
+        hf_paged.budget(value)
+    assert budgets.limit() is None
+
+
+def burst(count: int, limit: int, monkeypatch: Any, seed: int = 0) -> None:
+    """Two models in turns, calls and engines, each of which fills most of the budget."""
+    all_models = [models.build("llama"), models.build("gemma2")]
+    texts = prompts(60, 90, 40, 120, 75)
+    expected = {(i, j): lone_run(m, t, GREEDY)[0] for i, m in enumerate(all_models) for j, t in enumerate(texts)}
+    engines = [hf_paged.PagedEngine(model, {"block_size": SIZE}) for model in all_models]
+    watch, draw = Watch([*all_models, *engines], monkeypatch), random.Random(seed)
+    hf_paged.budget(limit)
+    for number in range(count):
+        which = number % 2
+        model, engine = all_models[which], engines[which]
+        if draw.random() < 0.5:
+            chosen = [draw.randrange(len(texts)) for _ in range(draw.randrange(1, 8))]
+            for place, each in enumerate(chosen):
+                engine.add_request(texts[each], GREEDY, request_id=f"{place}")
+            results = run_all(engine)
+            for place, each in enumerate(chosen):
+                result = results[f"{place}"]
+                assert result.error is None, f"round {number}: {result.error!r}"
+                assert result.token_ids == expected[which, each], f"round {number}"
+            assert_drained(engine)
+        else:
+            each = draw.randrange(len(texts))
+            ids = torch.tensor([texts[each]] * draw.randrange(1, 4))
+            found = model.generate(ids, **GREEDY, **paged())
+            assert found[:, ids.shape[1] :].tolist() == [expected[which, each]] * len(ids), f"round {number}"
+            hf_paged.check_integrity(model)
+        watch.look()
+        assert watch.most <= limit, f"round {number}: {watch.most:,} bytes of {limit:,}"
+    assert watch.most > 0.9 * limit, "the limit was never near"
+
+
+def test_two_models_in_turns(monkeypatch: Any) -> None:
+    burst(12, 40 * BLOCK, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_two_models_in_two_hundred_turns(seed: int, monkeypatch: Any) -> None:
+    burst(200, 40 * BLOCK, monkeypatch, seed)
+
+
+def test_an_idle_pool_gives_way_and_the_one_used_last_goes_last() -> None:
+    first, second, third = (models.build("llama", seed=seed) for seed in range(3))
+    ids = torch.tensor(prompts(200))
+    for model in (first, second):
+        model.generate(ids, **GREEDY, **paged())
+    blocks = held(first) // BLOCK
+    assert held(first) == held(second) == blocks * BLOCK
+    hf_paged.budget(int(2.5 * blocks) * BLOCK)
+    assert held(first) == held(second) == blocks * BLOCK
+    third.generate(ids, **GREEDY, **paged())
+    assert held(first) == 0 and held(second) and held(third)
+    hf_paged.budget(blocks * BLOCK)  # less than there is
+    assert held(second) == 0 and held(third) == blocks * BLOCK
+    hf_paged.budget(BLOCK)
+    assert held(first, second, third) == 0
+    assert hf_paged.memory_stats(first).budget_bytes == BLOCK
+
+
+def test_what_does_not_fit_alone_says_so() -> None:
+    model = models.build("llama")
+    ids = torch.tensor(prompts(200))
+    hf_paged.budget(10 * BLOCK)
+    words = (
+        r"needs 2. blocks of 8 tokens, at most 10 can be had: .*`hf_paged.budget`|nothing can be .*`hf_paged.budget`"
+    )
+    for _ in range(2):  # before anything is known of its blocks, and after
+        with pytest.raises(hf_paged.OutOfBlocksError, match=words):
+            model.generate(ids, **GREEDY, **paged())
+        hf_paged.check_integrity(model)
+        assert held(model) <= 10 * BLOCK
+    hf_paged.budget(None)
+    model.generate(ids, **GREEDY, **paged())
+
+
+def test_a_pool_in_use_keeps_what_it_has(monkeypatch: Any) -> None:
+    monkeypatch.setattr(budgets, "PATIENCE", 0.2)
+    model, other = models.build("llama"), models.build("llama", seed=1)
+    (prompt,) = prompts(60)
+    hf_paged.budget(20 * BLOCK)
+    expected = lone_run(model, prompt, {**GREEDY, "max_new_tokens": 40})[0]
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 40}, request_id="0")
+        engine.step()
+        with pytest.raises(hf_paged.OutOfBlocksError, match="budget"):
+            other.generate(torch.tensor(prompts(100)), **GREEDY, **paged())
+        assert held(other, engine) <= 20 * BLOCK
+        assert run_all(engine)["0"].token_ids == expected
+        assert held(other, engine) <= 20 * BLOCK
+        other.generate(torch.tensor(prompts(100)), **GREEDY, **paged())  # it is idle now
+        assert held(other, engine) <= 20 * BLOCK
+
+
+def test_the_check_of_a_new_model_does_not_count() -> None:
+    """Else it would be taken for one that cannot be packed."""
+    model, other = models.build("llama"), models.build("llama", seed=1)
+    (prompt,) = prompts(60)
+    hf_paged.budget(10 * BLOCK)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine, hf_paged.PagedEngine(other) as second:
+        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 12}, request_id="0")
+        for _ in range(7):
+            engine.step()
+        assert held(engine) >= 9 * BLOCK
+        second.add_request([5, 6, 7], GREEDY)
+        assert second.route is not None and second.route.road == "engine"
+        run_all(engine)
+        run_all(second)
+
+
+def test_a_cache_of_ones_own_counts(monkeypatch: Any) -> None:
+    monkeypatch.setattr(budgets, "PATIENCE", 0.2)
+    model = models.build("llama")
+    hf_paged.budget(12 * BLOCK)
+    cache = hf_paged.PagedCache(model.config, {"block_size": SIZE})
+    with torch.no_grad():
+        model(torch.tensor(prompts(80)), past_key_values=cache)
+    assert cache.stats().held_bytes == 10 * BLOCK
+    with pytest.raises(hf_paged.OutOfBlocksError, match="budget"):
+        model.generate(torch.tensor(prompts(80)), **GREEDY, **paged())
+    cache.free()
+    model.generate(torch.tensor(prompts(80)), **GREEDY, **paged())
+    assert cache.stats().held_bytes == 0
+
+
+def test_prefixes_of_a_pool_that_gives_way_stay_in_its_tiers(tmp_path: Any) -> None:
+    model, other = models.build("llama"), models.build("llama", seed=1)
+    ids = torch.tensor(prompts(160))
+    tiers = paged(prefix_tiers=str(tmp_path))
+    hf_paged.budget(30 * BLOCK)
+    expected = model.generate(ids, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **GREEDY, **tiers), expected)
+        other.generate(ids, **GREEDY, **paged())
+        assert held(model) == 0
+    assert hf_paged.memory_stats(model).tier_restored_blocks >= 159 // SIZE
+
+
+def test_calls_of_threads_on_two_models_do_not_wait_for_ever() -> None:
+    all_models = [models.build("llama"), models.build("llama", seed=1)]
+    (prompt,) = prompts(100)
+    expected = [lone_run(model, prompt, GREEDY)[0] for model in all_models]
+    hf_paged.budget(40 * BLOCK)  # enough for both
+    failures: list[Any] = []
+
+    def call(which: int) -> None:
+        ids = torch.tensor([prompt])
+        for _ in range(10):
+            try:
+                found = all_models[which].generate(ids, **GREEDY, **paged())[0, 100:].tolist()
+                if found != expected[which]:
+                    failures.append(found)
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(which,), daemon=True) for which in (0, 1, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "two pools wait for each other"
+    assert not failures
+    assert held(*all_models) <= 40 * BLOCK
+
+
+def test_pools_that_are_gone_do_not_count() -> None:
+    model = models.build("llama")
+    model.generate(torch.tensor(prompts(100)), **GREEDY, **paged())
+    memory = registry._memories[model][1]
+    before = sum(pool.charged_bytes for pool in budgets._pools)
+    assert memory.charged_bytes == memory.taken_bytes > 0
+    del memory
+    hf_paged.free(model)
+    assert sum(pool.charged_bytes for pool in budgets._pools) < before

@@ -154,7 +154,7 @@ class StepLoop:
             self._fail(generation, error, untold)
 
         with self.executor.lock, let_in():
-            self.speculator.propose(self.executor.num_embeddings, fail)
+            self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
 
     def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows have
@@ -324,7 +324,9 @@ class StepLoop:
                 if not generation.decoding.is_done and all(row in finished for row in rows):
                     self._finish(request)
         else:
-            num_proposed = self._settle_draft(generation, sampled.earlier)
+            draft = generation.decoding.draft
+            if draft is not None:
+                self._settle_draft(generation, sampled.earlier)
             new: dict[int, int] = {}
             for row in sampled.rows:
                 request, index = generation.rows[row]
@@ -334,27 +336,25 @@ class StepLoop:
                 if row in finished:
                     self._end_row(generation, row)
             generation.new_tokens.append(new)
-            if (speculation := generation.speculation) is not None:
+            if draft is not None and generation.speculation is not None:
                 ((request, index),) = generation.rows
-                speculation.observe(request.sequences[index].token_ids, num_proposed, len(sampled.earlier))
+                token_ids = request.sequences[index].token_ids
+                generation.speculation.observe(token_ids, len(draft.tokens), len(sampled.earlier))
         if generation.decoding.is_done:
             for row in range(len(generation.rows)) if generation.keep_blocks else ():
                 if row not in generation.kept:
                     self._end_row(generation, row)
             self._close(generation)
 
-    def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> int:
-        """A row gets these tokens of its draft, and what is behind them is forgotten. Returns how many it had."""
-        if generation.speculation is None:
-            return 0
+    def _settle_draft(self, generation: Generation, accepted: tuple[int, ...]) -> None:
+        """A row gets these tokens of its draft, and what is behind them is forgotten."""
         ((request, index),) = generation.rows
-        sequence, draft = request.sequences[index], generation.decoding.draft
+        sequence = request.sequences[index]
         self.scheduler.settle_draft(sequence, len(accepted))  # unless it was preempted meanwhile
         sequence.token_ids += accepted
         self.num_generated_tokens += len(accepted)
         generation.new_tokens += ({0: token} for token in accepted)
         generation.decoding.draft = None
-        return 0 if draft is None else len(draft.tokens)
 
     def _loosen(self, preempted: list[Request]) -> None:
         """Once blocks are short, rows that need not wait for one another no longer do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,6 +14,7 @@ from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
     MAX_DRAFT,
     Assistance,
+    Draft,
     DraftLength,
     Generated,
     NgramIndex,
@@ -21,6 +23,7 @@ from .decoding.speculation import (
     StepCosts,
 )
 from .execution.assistant import Assistant, AssistantRow
+from .execution.graphs import draft_bucket
 from .generation import Generation
 from .request import Sequence, Status
 
@@ -34,6 +37,7 @@ class Speculator:
         self.model, self._make_assistant = model, make_assistant
         self.num_proposed = self.num_accepted = 0  # of rows that have ended
         self.costs = StepCosts()
+        self._step = 0
         self._indices: dict[Hashable, NgramIndex] = {}
         self._rows: dict[Generation, Speculation] = {}
         self._assistants: dict[int, Assistant] = {}  # those that have rows
@@ -115,29 +119,40 @@ class Speculator:
         for assistant in self._assistants.values():
             assistant.change_weights()
 
+    def _give(self, speculation: Speculation, sequence: Sequence, draft: Draft | None, num_embeddings: int) -> None:
+        if draft is not None:  # an assistant may know tokens that the model has no embedding of
+            known = next((place for place, token in enumerate(draft.tokens) if token >= num_embeddings), None)
+            if known is not None:
+                del draft.tokens[known:]
+        sequence.draft = speculation.take(draft, self._step)
+
     @property
     def is_idle(self) -> bool:
         return not self._rows
 
-    def propose(self, num_embeddings: int, fail: Fail) -> None:
-        """Before a step, candidates for all rows that run and have one token to compute. What a source raises ends its
-        rows (`fail`)."""
+    def propose(self, num_embeddings: int, num_rows: int, fail: Fail) -> None:
+        """Before a step of `num_rows` rows, candidates for those that run and have one token to compute. What a source
+        raises ends its rows (`fail`)."""
+        self._step += 1
         rows = list(self._rows.items())  # to which calls of other threads add theirs
-        ready = [(*row, sequence) for row in rows if (sequence := _waiting_row(row[0])) is not None]
+        awake = [row for row in rows if row[1].wake_at <= self._step]
+        ready = [(*row, sequence) for row in awake if (sequence := _waiting_row(row[0])) is not None]
+        if not ready:
+            return
         together: dict[Assistant, list[tuple[Generation, Speculation, Sequence, int]]] = {}
         for generation, speculation, sequence in ready:
             source = speculation.source
             more = source.assistant.seconds_a_token if isinstance(source, AssistantRow) else 0.0
             most = source.most if isinstance(source, AssistantRow) else speculation.most
             room = sequence.request.max_num_tokens - sequence.num_tokens - 1
-            count = min(speculation.num_wanted(self.costs.price(len(ready), more)), most, room)
+            count = min(speculation.num_wanted(self.costs.price(num_rows, more), self._step), most, room)
             if count <= 0:
                 continue
             if isinstance(source, AssistantRow):
                 together.setdefault(source.assistant, []).append((generation, speculation, sequence, count))
                 continue
             try:
-                _give(speculation, sequence, source.propose(sequence.token_ids, count), num_embeddings)
+                self._give(speculation, sequence, source.propose(sequence.token_ids, count), num_embeddings)
             except Exception as error:
                 fail(generation, error)
         for assistant, members in together.items():
@@ -150,7 +165,10 @@ class Speculator:
                     fail(generation, error)
                 continue
             for (_, speculation, sequence, _), draft in zip(members, drafts):
-                _give(speculation, sequence, draft, num_embeddings)
+                self._give(speculation, sequence, draft, num_embeddings)
+        adapting = [sequence.draft for _, row, sequence in ready if sequence.draft and row.length is not None]
+        fixed = sum(len(sequence.draft) for _, row, sequence in ready if row.length is None)
+        _fit(adapting, num_rows + fixed)
 
 
 def _waiting_row(generation: Generation) -> Sequence | None:
@@ -162,9 +180,17 @@ def _waiting_row(generation: Generation) -> Sequence | None:
     return sequence if sequence.num_to_compute == 1 and sequence.num_computed_tokens and not sequence.draft else None
 
 
-def _give(speculation: Speculation, sequence: Sequence, draft: Any, num_embeddings: int) -> None:
-    if draft is not None:  # an assistant may know tokens that the model has no embedding of
-        known = next((place for place, token in enumerate(draft.tokens) if token >= num_embeddings), None)
-        if known is not None:
-            del draft.tokens[known:]
-    sequence.draft = speculation.take(draft)
+def _fit(drafts: list[list[int]], num_rows: int) -> None:
+    """Cuts drafts, where a step of `num_rows` rows and these is nearer to the next smaller size of recorded steps than
+    to that which it is padded to: padding is computed as well."""
+    total = num_rows + sum(map(len, drafts))
+    below = max((size for size in map(draft_bucket, range(num_rows, total + 1)) if size <= total), default=num_rows)
+    excess = total - max(below, num_rows)
+    if excess > draft_bucket(total) - total:
+        return
+    longest = [(-len(draft), place) for place, draft in enumerate(drafts)]
+    heapq.heapify(longest)
+    for _ in range(excess):  # the last candidates are the least likely
+        length, place = longest[0]
+        drafts[place].pop()
+        heapq.heapreplace(longest, (length + 1, place))

@@ -470,16 +470,20 @@ def test_weights_that_change_under_an_assistant() -> None:
 
 def test_a_row_that_is_never_right_stops_proposing() -> None:
     length, proposed = DraftLength(16), 0
-    for _ in range(2000):
-        count = length.choose(0.1)
-        proposed += count
-        if count:
-            length.observe(count, 0)
-    assert 0 < proposed < 60
-    for _ in range(2000):  # it is right now
-        if count := length.choose(0.1):
-            length.observe(count, count)
-    assert length.choose(0.1) == 16
+    for right in (False, True):
+        left = 2000
+        while left > 0:
+            count = length.choose(0.1)
+            proposed += 0 if right else count
+            if count:
+                length.observe(count, count if right else 0)
+            left -= 1 if count else 1 + length.pause
+    assert 0 < proposed < 60 and length.choose(0.1) == 16
+    pauses = []
+    for _ in range(8):
+        length.find_nothing()
+        pauses.append(length.pause)
+    assert pauses == [0, 1, 3, 7, 15, 16, 16, 16]
 
 
 def test_a_length_is_what_its_price_pays_for() -> None:
@@ -504,7 +508,7 @@ def test_costs_are_a_line_through_steps() -> None:
 def test_texts_of_others_are_bounded() -> None:
     index = NgramIndex()
     for number in range(INDEX_SIZE + 100):
-        index.add([number, 0, 0, 0, 1], 4)
+        index.add([number, 0, 0, 0, 1], 4, 5)
     assert len(index) == INDEX_SIZE and not index.find([0, 0, 0, 0]) and index.find([INDEX_SIZE, 0, 0, 0]) == [1]
 
 

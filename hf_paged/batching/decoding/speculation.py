@@ -115,33 +115,34 @@ class StepCosts:
 
 class DraftLength:
     """How many candidates pay: the `k`-th does while the chance that all of the first `k` are accepted is above its
-    price. A row whose candidates are refused tries again after pauses that double."""
+    price. A row whose candidates are refused, or that finds none, tries again after pauses that double."""
 
-    FADING, FIRST_PAUSE, MAX_PAUSE = 0.8, 8, 1 << 10
+    FADING, FIRST_PAUSE, MAX_PAUSE, MAX_SEARCH = 0.8, 8, 1 << 10, 16
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.pause = 0  # steps without a proposal from the next on
         self._accepted, self._tried = 1.6, 2.0
-        self._pause, self._left = self.FIRST_PAUSE, 0
+        self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
 
     def choose(self, price: float) -> int:
-        """The length of the next draft, 0 for none."""
-        if self._left:
-            self._left -= 1
-            return 0
+        """The length of the next draft; 0 for none, and there is a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate)) if rate > 0 else 0
-        if length:
-            return min(length, self.most)
-        self._left, self._pause = self._pause, min(2 * self._pause, self.MAX_PAUSE)
-        self._accepted, self._tried = max(self._accepted, 0.5), 1.0  # one candidate is tried then
-        return 0
+        if not length:
+            self.pause, self._refusal = self._refusal, min(2 * self._refusal, self.MAX_PAUSE)
+            self._accepted, self._tried = max(self._accepted, 0.5), 1.0  # one candidate is tried then
+        return min(length, self.most)
+
+    def find_nothing(self) -> None:
+        """There was nothing to propose."""
+        self.pause, self._search = self._search, min(2 * self._search + 1, self.MAX_SEARCH)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         self._accepted = self.FADING * self._accepted + num_accepted
         self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
         if num_accepted:
-            self._pause = self.FIRST_PAUSE
+            self._refusal, self._search = self.FIRST_PAUSE, 0
 
 
 class NgramIndex:
@@ -151,12 +152,14 @@ class NgramIndex:
     def __init__(self) -> None:
         self._behind: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def add(self, token_ids: list[int], at: int) -> None:
-        """What stands behind the first `at` of these tokens."""
-        key = _packed(token_ids[at - LONG : at])
-        self._behind[key] = _packed(token_ids[at : at + MAX_DRAFT])
-        self._behind.move_to_end(key)
-        if len(self._behind) > INDEX_SIZE:
+    def add(self, token_ids: list[int], start: int, end: int) -> None:
+        """What stands behind the first `n` of these tokens, for each `n` of a range."""
+        packed, size = _packed(token_ids), array("q").itemsize
+        for at in range(max(start, LONG) * size, end * size, size):
+            key = packed[at - LONG * size : at]
+            self._behind[key] = packed[at : at + MAX_DRAFT * size]
+            self._behind.move_to_end(key)
+        while len(self._behind) > INDEX_SIZE:
             self._behind.popitem(last=False)
 
     def find(self, ngram: list[int]) -> list[int]:
@@ -218,12 +221,13 @@ class Ngrams:
         if self._source is not None and (num_accepted or not self._is_guess):
             self._next = self._source + num_accepted + 1
         self._token_ids, self._source = token_ids, None
-        self._tell(len(token_ids) - MAX_DRAFT)
+        if len(token_ids) - MAX_DRAFT - self._num_told >= MAX_DRAFT:
+            self._tell(len(token_ids) - MAX_DRAFT)
 
     def _tell(self, end: int) -> None:
         """Others get what stands behind each of the row's new tokens, up to `end`."""
-        for at in range(max(self._num_told, LONG), end):
-            self.index.add(self._token_ids, at)
+        first = max(0, self._num_told - LONG)
+        self.index.add(self._token_ids[first:], self._num_told - first, end - first)
         self._num_told = max(self._num_told, end)
 
     def close(self) -> None:
@@ -269,18 +273,28 @@ class Speculation:
     length: DraftLength | None
     generator: torch.Generator | None = None
     draft: Draft | None = field(default=None, init=False)
+    wake_at: int = field(default=0, init=False)  # the step from which on it proposes again
     num_proposed: int = field(default=0, init=False)
     num_accepted: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)
 
-    def num_wanted(self, price: float) -> int:
-        return self.most if self.length is None else self.length.choose(price)
+    def num_wanted(self, price: float, step: int) -> int:
+        """How many tokens to propose in this step, by its number."""
+        if self.length is None:
+            return self.most
+        count = self.length.choose(price)
+        if not count:
+            self.wake_at = step + self.length.pause + 1
+        return count
 
-    def take(self, draft: Draft | None) -> list[int]:
-        """The tokens of what was proposed for the next step."""
+    def take(self, draft: Draft | None, step: int) -> list[int]:
+        """The tokens of what was proposed for the next step, by its number."""
         self.draft = draft
         if draft is None or not draft.tokens:
             self.draft = None
+            if self.length is not None:
+                self.length.find_nothing()
+                self.wake_at = step + self.length.pause + 1
             return []
         if draft.scores is not None:
             device = draft.scores.device if self.generator is None else self.generator.device

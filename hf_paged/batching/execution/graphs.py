@@ -118,6 +118,12 @@ def chunk_bucket(num_tokens: int) -> int:
     return size * 3 // 4 if size > MIN_CHUNK_TOKENS and num_tokens <= size * 3 // 4 else size
 
 
+def draft_bucket(num_rows: int) -> int:
+    """Rows of the graph for `num_rows`, where drafts make that another number in every step: 1, 2, 4, 8, 16, 24, 32,
+    48, 64, 96, ..."""
+    return bucket(num_rows) if num_rows <= MIN_CHUNK_TOKENS else chunk_bucket(num_rows)
+
+
 def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     """The graphs of `model`, kept in the memory of `cache`; `None` where there can be none or the config wants none."""
     memory = cache.memory
@@ -237,7 +243,8 @@ class StepGraphs:
         )
         decodes, num_tokens = tokens.num_decodes, len(tokens.token_ids)
         if num_tokens == decodes:
-            return Sizes(bucket(decodes), widths, prefixes=shared)
+            rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
+            return Sizes(rows, widths, prefixes=shared)
         chunks = _power(MIN_CHUNKS, len(tokens.query_start) - 1 - decodes)
         # always more tokens than rows: a forward that ignores which logits are wanted is known by their number
         chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))

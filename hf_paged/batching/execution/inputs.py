@@ -33,6 +33,7 @@ class PackedTokens(NamedTuple):
     groups: list[GroupTokens]
     rope_factors: list[int]  # of all tokens; none where those of short sequences are all
     axes: list[list[int]] | None = None  # positions on each axis, where a sequence has its own
+    has_drafts: bool = False  # whether some rows are candidates of the row in front
 
 
 def _write_changed(ints: Any, width: int, known: list[list[int]], tables: Iterable[list[int]], first: int = 0) -> None:

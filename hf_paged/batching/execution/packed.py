@@ -295,7 +295,8 @@ class PackedRunner(Runner):
             factors = []
         has_inputs = any(sequence.request.inputs is not None for sequence, _ in items)
         axes = _axes(items, positions, ahead) if has_inputs else None
-        return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups, factors, axes)
+        has_drafts = any(sequence.draft for sequence, _ in items)
+        return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups, factors, axes, has_drafts)
 
     def _lay_out_group(self, items: Items[tuple[Sequence, int]], number: int, ahead: int) -> GroupTokens:
         size = self._block_size

@@ -99,6 +99,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_rows(self) -> int:
+        """Sequences of running requests."""
+        return self._num_rows
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold none: new and preempted ones."""
         return len(self._waiting)

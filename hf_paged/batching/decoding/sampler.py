@@ -74,16 +74,30 @@ def _takes_maximum(decoding: Decoding) -> bool:
 def _accept_best(members: list[tuple[int, Any, Tensor]]) -> dict[int, Result]:
     """Of decodings that take the best token of each position: what they accept, found for all at once."""
     places, batch, parts = zip(*members)
-    tokens = iter(argmax(torch.cat(parts)).tolist())
+    tokens, start = argmax(torch.cat(parts)).tolist(), 0
     found: dict[int, Result] = {}
     for place, decoding, part in zip(places, batch, parts):
-        chosen = [next(tokens) for _ in range(len(part))]
-        for token in chosen:
-            (result,) = _accept([decoding], [token], [])
-            found[place] = _with_earlier(found.get(place), result)
-            if not _goes_on(decoding, result):
-                break
+        found[place] = _accept_run(decoding, tokens[start : start + len(part)])
+        start += len(part)
     return found
+
+
+def _accept_run(decoding: SampleDecoding, chosen: list[int]) -> Result:
+    """Accepts tokens of consecutive positions, as long as they are those of the draft."""
+    earlier: list[int] = []
+    for token in chosen:
+        result: Result
+        if decoding.stop_checker.stop_strings:
+            (result,) = _accept([decoding], [token], [])
+        else:
+            try:
+                result = decoding.accept([token])
+            except BaseException as error:
+                result = error
+        if not _goes_on(decoding, result):
+            break
+        earlier.append(token)
+    return replace(result, earlier=tuple(earlier)) if earlier and isinstance(result, SampledTokens) else result
 
 
 def _with_earlier(before: Result | None, result: Result) -> Result:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
-from ..interrupts import let_in
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
@@ -147,13 +146,13 @@ class StepLoop:
     def propose(self, untold: deque[Generation]) -> None:
         """Before `compute`, outside of `executor.attention`: candidates for the rows that speculate. Those whose source
         fails are added to `untold`."""
-        if self.speculator.is_idle:
+        if not self.speculator.is_due():
             return
 
         def fail(generation: Generation, error: Exception) -> None:
             self._fail(generation, error, untold)
 
-        with self.executor.lock, let_in():
+        with self.executor.lock:
             self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
 
     def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:

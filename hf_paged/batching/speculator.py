@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from .. import compat
+from ..interrupts import let_in
 from ..model.forwards import compute_device
 from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
@@ -126,40 +128,44 @@ class Speculator:
                 del draft.tokens[known:]
         sequence.draft = speculation.take(draft, self._step)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._rows
+    def is_due(self) -> bool:
+        """Whether any row proposes in the step that begins now."""
+        self._step += 1
+        step = self._step
+        return any(row.wake_at <= step for row in list(self._rows.values()))
 
     def propose(self, num_embeddings: int, num_rows: int, fail: Fail) -> None:
         """Before a step of `num_rows` rows, candidates for those that run and have one token to compute. What a source
         raises ends its rows (`fail`)."""
-        self._step += 1
         rows = list(self._rows.items())  # to which calls of other threads add theirs
         awake = [row for row in rows if row[1].wake_at <= self._step]
         ready = [(*row, sequence) for row in awake if (sequence := _waiting_row(row[0])) is not None]
         if not ready:
             return
+        price_alone = self.costs.price(num_rows)
         together: dict[Assistant, list[tuple[Generation, Speculation, Sequence, int]]] = {}
         for generation, speculation, sequence in ready:
             source = speculation.source
-            more = source.assistant.seconds_a_token if isinstance(source, AssistantRow) else 0.0
-            most = source.most if isinstance(source, AssistantRow) else speculation.most
+            price, most = price_alone, speculation.most
+            if isinstance(source, AssistantRow):
+                price, most = self.costs.price(num_rows, source.assistant.seconds_a_token), source.most
             room = sequence.request.max_num_tokens - sequence.num_tokens - 1
-            count = min(speculation.num_wanted(self.costs.price(num_rows, more), self._step), most, room)
+            count = min(speculation.num_wanted(price, self._step), most, room)
             if count <= 0:
                 continue
             if isinstance(source, AssistantRow):
                 together.setdefault(source.assistant, []).append((generation, speculation, sequence, count))
                 continue
             try:
-                self._give(speculation, sequence, source.propose(sequence.token_ids, count), num_embeddings)
+                with nullcontext() if isinstance(source, Ngrams) else let_in():
+                    draft = source.propose(sequence.token_ids, count)
+                self._give(speculation, sequence, draft, num_embeddings)
             except Exception as error:
                 fail(generation, error)
         for assistant, members in together.items():
             try:
-                drafts = assistant.propose(
-                    [(speculation.source, row.token_ids, n) for _, speculation, row, n in members]
-                )
+                with let_in():
+                    drafts = assistant.propose([(each.source, row.token_ids, n) for _, each, row, n in members])
             except Exception as error:
                 for generation, *_ in members:
                     fail(generation, error)

@@ -81,6 +81,9 @@ class SampleDecoding(Decoding):
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
         # whether the next token is the best of the logits as they are, and nothing else is asked for
         self.takes_maximum = self._narrows and not (self.do_sample or self.record_logprobs or processors)
+        # whether nothing but `stop_checker` looks at its tokens
+        looks = bool(checker.others or checker.stop_strings) or streamer is not None
+        self.takes_runs = self.takes_maximum and self.num_rows == 1 and not looks
         by_itself = self.num_rows == 1 and not self._keeps_scores and not checker.others
         self.batchable = BatchableProcessors.of(processors, inputs.input_ids) if by_itself else None
         # no code of a caller's own sees the batch, and nothing of a row depends on when others end; draws come from
@@ -188,6 +191,22 @@ class SampleDecoding(Decoding):
                 if self.is_done:
                     self.streamer.end()
         return SampledTokens(tokens, None, finished, rows)
+
+    def accept_run(self, tokens: list[int]) -> SampledTokens:
+        """As `accept` of these tokens one after another, up to the first that ends the only row (`takes_runs`)."""
+        checker, reason, count = self.stop_checker, None, 0
+        while reason is None and count < len(tokens):
+            reason = checker.reason(tokens[count], self.length + count + 1, False)
+            count += 1
+        tokens = tokens[:count]
+        self._new += [[token] for token in tokens]
+        self.length += count
+        if self.batchable is not None:
+            self.batchable.unseen += tokens
+        finished = []
+        if reason is not None:
+            self.finish_reasons, self._ends, self.open_rows, finished = [reason], [self.length], [], [0]
+        return SampledTokens(tokens[-1:], None, finished, [0], tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
         """One decoding a row, carrying on from here; each keeps its padding."""

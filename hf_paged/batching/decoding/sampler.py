@@ -84,6 +84,10 @@ def _accept_best(members: list[tuple[int, Any, Tensor]]) -> dict[int, Result]:
 
 def _accept_run(decoding: SampleDecoding, chosen: list[int]) -> Result:
     """Accepts tokens of consecutive positions, as long as they are those of the draft."""
+    if decoding.takes_runs and decoding.draft is not None:
+        pairs = enumerate(zip(chosen, decoding.draft.tokens), 1)
+        last = next((place for place, (token, guess) in pairs if token != guess), len(chosen))
+        return decoding.accept_run(chosen[:last])
     earlier: list[int] = []
     for token in chosen:
         result: Result

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .scores import draw
 
-LONG, SHORT = 4, 2  # tokens that must have come before: of any text, of a row's own
+NGRAM = 3  # tokens that must have come before
 MAX_DRAFT = 16  # candidates of a row by n-grams
 INDEX_SIZE = 1 << 16  # n-grams of other texts that are kept
 
@@ -146,7 +146,7 @@ class DraftLength:
 
 
 class NgramIndex:
-    """What came behind the last tokens in texts of other rows and of earlier requests: for `LONG` tokens the next ones,
+    """What came behind the last tokens in texts of other rows and of earlier requests: for `NGRAM` tokens the next,
     the newest `INDEX_SIZE` of them. Kept as bytes, which no collection of garbage looks at."""
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class NgramIndex:
     def add(self, token_ids: list[int], start: int, end: int) -> None:
         """What stands behind the first `n` of these tokens, for each `n` of a range."""
         packed, size = _packed(token_ids), array("q").itemsize
-        for at in range(max(start, LONG) * size, end * size, size):
-            key = packed[at - LONG * size : at]
+        for at in range(max(start, NGRAM) * size, end * size, size):
+            key = packed[at - NGRAM * size : at]
             self._behind[key] = packed[at : at + MAX_DRAFT * size]
             self._behind.move_to_end(key)
         while len(self._behind) > INDEX_SIZE:
@@ -180,7 +180,7 @@ class Ngrams:
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int) -> None:
         self.index = index
-        self._ends: dict[tuple[int, ...], int] = {}  # of the row's own n-grams, where the last one ends
+        self._ends: dict[int, int] = {}  # by the hash of the row's own n-grams, where the last one ends
         self._num_known = 0  # tokens whose n-grams are in `_ends`
         self._num_told = num_prompt_tokens  # tokens that are in `index`, with what is behind them
         self._token_ids: list[int] = []
@@ -191,13 +191,10 @@ class Ngrams:
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end = len(token_ids)
         self._learn(token_ids, end - 1)  # without the last n-gram, which is looked for
-        start, found = None, list[int]()
-        for size in (LONG, SHORT):
-            start = self._ends.get(tuple(token_ids[end - size :])) if end > size else None
-            if start is not None:
-                break
-            if size == LONG and (found := self.index.find(token_ids[end - size :])[:count]):
-                break
+        last, found = token_ids[end - NGRAM :], list[int]()
+        start = self._ends.get(hash(tuple(last))) if end > NGRAM else None
+        if start is None:
+            found = self.index.find(last)[:count]
         self._is_guess = start is None and not found and self._next is not None
         if self._is_guess:
             start = self._next
@@ -206,15 +203,13 @@ class Ngrams:
             found = token_ids[start : start + count]
             if len(found) < count:  # what repeats itself goes on doing so
                 found = list(itertools.islice(itertools.cycle(found), count))
-        self._learn(token_ids, end)
         return Draft(found) if found else None
 
     def _learn(self, token_ids: list[int], end: int) -> None:
         self._token_ids = token_ids
-        for size in (LONG, SHORT):
-            first = max(self._num_known + 1, size)
-            grams = zip(*(token_ids[first - size + i : end - size + i + 1] for i in range(size)))
-            self._ends.update(zip(grams, range(first, end + 1)))
+        first = max(self._num_known + 1, NGRAM)
+        grams = zip(*(token_ids[first - NGRAM + i : end - NGRAM + i + 1] for i in range(NGRAM)))
+        self._ends.update(zip(map(hash, grams), range(first, end + 1)))
         self._num_known = max(self._num_known, end)
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
@@ -226,7 +221,7 @@ class Ngrams:
 
     def _tell(self, end: int) -> None:
         """Others get what stands behind each of the row's new tokens, up to `end`."""
-        first = max(0, self._num_told - LONG)
+        first = max(0, self._num_told - NGRAM)
         self.index.add(self._token_ids[first:], self._num_told - first, end - first)
         self._num_told = max(self._num_told, end)
 

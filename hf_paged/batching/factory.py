@@ -82,7 +82,7 @@ def make_loop(
         return Assistant(assistant, own, made, scheduler, min(max_tokens, max_chunk or max_tokens))
 
     speculator = Speculator(model, make_assistant)
-    scheduler.reclaim = speculator.reclaim
+    scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     return StepLoop(Executor(model, memory, runner, scheduler, guard), memory, blocks, scheduler, speculator)
 
 

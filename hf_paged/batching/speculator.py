@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from .. import compat
+from .. import compat, forks
+from ..cache.block_manager import UNCACHED
 from ..model.forwards import compute_device
 from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
@@ -34,9 +36,12 @@ class Speculator:
         self.model, self._make_assistant = model, make_assistant
         self.num_proposed = self.num_accepted = 0  # of rows that have ended
         self.costs = StepCosts()
-        self._indices: dict[Hashable, NgramIndex] = {}
+        self._index = NgramIndex()
+        self._namespaces: dict[Hashable, int] = {}  # numbers of those whose rows share n-grams
+        self._numbers = itertools.count()
         self._rows: dict[Generation, Speculation] = {}
         self._assistants: dict[int, Assistant] = {}  # those that have rows
+        self._lock = forks.lock()  # of this dict: rows of other threads' calls end while one is added
 
     def attach(self, generation: Generation) -> None:
         """A generation of one row speculates as its config and its caller want."""
@@ -52,7 +57,10 @@ class Speculator:
             adapts = not decoding.do_sample
             source: Any
             if assistance.is_joint and config.assistant_early_exit is None:
-                source = AssistantRow(self._assistant(assistance.model), decoding)
+                assistant = self._assistants.get(id(assistance.model)) or self._make_assistant(assistance.model)
+                source = AssistantRow(assistant, decoding)
+                with self._lock:  # it may have left with its last row meanwhile
+                    self._assistants[id(assistance.model)] = assistant
                 most = source.max_draft
             else:
                 source, most = self._generated(decoding, assistance)
@@ -61,18 +69,14 @@ class Speculator:
             generation.rows[0][0].drafts_first = not adapts
         elif assistance.ngrams:
             ((request, _),) = generation.rows
-            index = self._indices.setdefault(request.namespace, NgramIndex())
-            source = Ngrams(index, request.num_prompt_tokens)
+            number = next(self._numbers)
+            if request.namespace is not UNCACHED:
+                number = self._namespaces.setdefault(request.namespace, number)
+            source = Ngrams(self._index, request.num_prompt_tokens, number)
             generation.speculation = Speculation(source, MAX_DRAFT, DraftLength(MAX_DRAFT), generator)
         else:
             return
         self._rows[generation] = generation.speculation
-
-    def _assistant(self, model: PreTrainedModel) -> Assistant:
-        found = self._assistants.get(id(model))
-        if found is None:
-            found = self._assistants[id(model)] = self._make_assistant(model)
-        return found
 
     def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> tuple[Generated, int]:
         """Of transformers' generators, for one row, and the most that it proposes at a time."""
@@ -89,7 +93,8 @@ class Speculator:
             assistant_tokenizer=assistance.assistant_tokenizer,
         )
         most = config.prompt_lookup_num_tokens if is_lookup else decoding.max_length
-        return Generated(generator, compute_device(self.model), decoding.do_sample), most
+        draws = decoding.generator if decoding.do_sample and not is_lookup else None
+        return Generated(generator, compute_device(self.model), decoding.do_sample, draws), most
 
     def detach(self, generation: Generation) -> None:
         speculation = self._rows.pop(generation, None)
@@ -97,7 +102,8 @@ class Speculator:
             self.num_proposed += speculation.num_proposed
             self.num_accepted += speculation.num_accepted
             speculation.source.close()
-            self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
+            with self._lock:
+                self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
 
     def counts(self) -> tuple[int, int]:
         """Candidates that were computed, and those that were accepted."""
@@ -109,10 +115,15 @@ class Speculator:
 
     def reclaim(self) -> bool:
         """Gives the blocks of all assistants back; returns whether there were any."""
-        return sum(assistant.reclaim() for assistant in self._assistants.values()) > 0
+        return sum(assistant.reclaim() for assistant in list(self._assistants.values())) > 0
+
+    @property
+    def num_lent(self) -> int:
+        """Blocks that `reclaim` would give back."""
+        return sum(assistant.blocks.num_used for assistant in list(self._assistants.values()))
 
     def change_weights(self) -> None:
-        for assistant in self._assistants.values():
+        for assistant in list(self._assistants.values()):
             assistant.change_weights()
 
     @property

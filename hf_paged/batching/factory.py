@@ -87,7 +87,7 @@ def make_loop(
 
     proxy = weakref.proxy(scheduler)  # which holds the speculator: no cycle keeps the model and its memory
     speculator = Speculator(model, make_assistant)
-    scheduler.reclaim = speculator.reclaim
+    scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")

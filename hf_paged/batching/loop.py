@@ -112,9 +112,9 @@ class StepLoop:
 
     def change_weights(self, recompute: bool) -> None:
         """Between steps: the weights are others now; `recompute` forgets the K and V of unfinished requests."""
+        self.speculator.change_weights()
         with self.executor.lock:
             self.executor.change_weights()
-            self.speculator.change_weights()
             if recompute:
                 with self.memory.lock:
                     self._loosen(self.scheduler.recompute())
@@ -152,8 +152,8 @@ class StepLoop:
         def fail(generation: Generation, error: Exception) -> None:
             self._fail(generation, error, untold)
 
-        with self.executor.lock:
-            self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
+        # each source holds the lock of what it runs alone: two models may be each other's assistants
+        self.speculator.propose(self.executor.num_embeddings, self.scheduler.num_rows, fail)
 
     def compute(self, untold: deque[Generation], isolates: bool = False) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of whose open rows have

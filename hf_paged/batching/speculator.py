@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from .. import compat
-from ..interrupts import let_in
+from .. import compat, forks
+from ..cache.block_manager import UNCACHED
 from ..model.forwards import compute_device
 from .decoding.sample import SampleDecoding
 from .decoding.speculation import (
@@ -40,9 +40,11 @@ class Speculator:
         self.num_proposed = self.num_accepted = 0  # of rows that have ended
         self.costs = StepCosts()
         self._step = 0
-        self._indices: dict[Hashable, NgramIndex] = {}
+        self._index = NgramIndex()
+        self._numbers = itertools.count()
         self._rows: dict[Generation, Speculation] = {}
         self._assistants: dict[int, Assistant] = {}  # those that have rows
+        self._lock = forks.lock()  # of this dict: rows of other threads' calls end while one is added
 
     def attach(self, generation: Generation) -> None:
         """A generation of one row speculates as its config and its caller want."""
@@ -58,7 +60,10 @@ class Speculator:
             adapts = not decoding.do_sample
             source: Any
             if assistance.is_joint and config.assistant_early_exit is None:
-                source = AssistantRow(self._assistant(assistance.model), decoding)
+                assistant = self._assistants.get(id(assistance.model)) or self._make_assistant(assistance.model)
+                source = AssistantRow(assistant, decoding)
+                with self._lock:  # it may have left with its last row meanwhile
+                    self._assistants[id(assistance.model)] = assistant
                 most = source.max_draft
             else:
                 source, most = self._generated(decoding, assistance)
@@ -67,18 +72,13 @@ class Speculator:
             generation.rows[0][0].drafts_first = not adapts
         elif assistance.ngrams:
             ((request, _),) = generation.rows
-            index = self._indices.setdefault(request.namespace, NgramIndex())
-            source = Ngrams(index, request.num_prompt_tokens)
+            own = request.namespace is UNCACHED  # which shares with no other
+            number = hash(("alone", next(self._numbers)) if own else request.namespace)
+            source = Ngrams(self._index, request.num_prompt_tokens, number)
             generation.speculation = Speculation(source, MAX_DRAFT, DraftLength(MAX_DRAFT), generator)
         else:
             return
         self._rows[generation] = generation.speculation
-
-    def _assistant(self, model: PreTrainedModel) -> Assistant:
-        found = self._assistants.get(id(model))
-        if found is None:
-            found = self._assistants[id(model)] = self._make_assistant(model)
-        return found
 
     def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> tuple[Generated, int]:
         """Of transformers' generators, for one row, and the most that it proposes at a time."""
@@ -95,7 +95,8 @@ class Speculator:
             assistant_tokenizer=assistance.assistant_tokenizer,
         )
         most = config.prompt_lookup_num_tokens if is_lookup else decoding.max_length
-        return Generated(generator, compute_device(self.model), decoding.do_sample), most
+        draws = decoding.generator if decoding.do_sample and not is_lookup else None
+        return Generated(generator, compute_device(self.model), decoding.do_sample, draws), most
 
     def detach(self, generation: Generation) -> None:
         speculation = self._rows.pop(generation, None)
@@ -103,7 +104,8 @@ class Speculator:
             self.num_proposed += speculation.num_proposed
             self.num_accepted += speculation.num_accepted
             speculation.source.close()
-            self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
+            with self._lock:
+                self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
 
     def counts(self) -> tuple[int, int]:
         """Candidates that were computed, and those that were accepted."""
@@ -115,10 +117,15 @@ class Speculator:
 
     def reclaim(self) -> bool:
         """Gives the blocks of all assistants back; returns whether there were any."""
-        return sum(assistant.reclaim() for assistant in self._assistants.values()) > 0
+        return sum(assistant.reclaim() for assistant in list(self._assistants.values())) > 0
+
+    @property
+    def num_lent(self) -> int:
+        """Blocks that `reclaim` would give back."""
+        return sum(assistant.blocks.num_used for assistant in list(self._assistants.values()))
 
     def change_weights(self) -> None:
-        for assistant in self._assistants.values():
+        for assistant in list(self._assistants.values()):
             assistant.change_weights()
 
     def _give(self, speculation: Speculation, sequence: Sequence, draft: Draft | None, num_embeddings: int) -> None:
@@ -157,15 +164,12 @@ class Speculator:
                 together.setdefault(source.assistant, []).append((generation, speculation, sequence, count))
                 continue
             try:
-                with nullcontext() if isinstance(source, Ngrams) else let_in():
-                    draft = source.propose(sequence.token_ids, count)
-                self._give(speculation, sequence, draft, num_embeddings)
+                self._give(speculation, sequence, source.propose(sequence.token_ids, count), num_embeddings)
             except Exception as error:
                 fail(generation, error)
         for assistant, members in together.items():
             try:
-                with let_in():
-                    drafts = assistant.propose([(each.source, row.token_ids, n) for _, each, row, n in members])
+                drafts = assistant.propose([(each.source, row.token_ids, n) for _, each, row, n in members])
             except Exception as error:
                 for generation, *_ in members:
                     fail(generation, error)

@@ -148,9 +148,12 @@ class BlockManager:
         self._alive[blocks] = None
         return blocks
 
-    def append(self, blocks: SequenceBlocks, num_tokens: int, skips: bool = False) -> bool:
+    def append(
+        self, blocks: SequenceBlocks, num_tokens: int, skips: bool = False, num_settled: int | None = None
+    ) -> bool:
         """Makes room for `num_tokens` more tokens and counts them as held; `False` if there is none. Window blocks that
-        no later query sees are given back first; with `skips` a sequence begins without those."""
+        no later query sees are given back first, or none behind `num_settled` tokens, to which `truncate` may go back;
+        with `skips` a sequence begins without those."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
             length = 0
@@ -163,7 +166,7 @@ class BlockManager:
         end = length + num_tokens
         for group, table in zip(self.groups, tables) if skips else ():
             table.skip(group.spec.first_visible(end))
-        self.trim(blocks)
+        self.trim(blocks, num_settled)
         taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
         if taken is None and self._unname_state(blocks):
             taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
@@ -214,10 +217,11 @@ class BlockManager:
             self.groups[group].copy_blocks(copies)
         return needed > 0
 
-    def trim(self, blocks: SequenceBlocks) -> None:
+    def trim(self, blocks: SequenceBlocks, num_settled: int | None = None) -> None:
         """Gives back the window blocks that no later query sees; not between scheduling tokens and computing them."""
         for group, table in zip(self.groups, blocks.tables) if self.has_windows else ():
-            table.drop_before(group.spec.first_visible(table.num_tokens))
+            num_tokens = table.num_tokens if num_settled is None else min(table.num_tokens, num_settled)
+            table.drop_before(group.spec.first_visible(num_tokens))
 
     def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)

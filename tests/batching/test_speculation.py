@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -452,6 +453,18 @@ def test_what_an_engine_cannot_assist_says_so() -> None:
         engine.check_integrity()
 
 
+def test_memory_does_not_grow_with_assistants_that_are_gone() -> None:
+    model, (text,) = models.get("llama"), prompts(9)
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        counts = []
+        for seed in range(4):
+            engine.generate([text], GREEDY, assistant_model=models.build("llama", seed=seed))
+            gc.collect()
+            counts.append(len(engine.memory.groups))
+        assert counts[1] == counts[-1]
+        assert_drained(engine)
+
+
 def test_weights_that_change_under_an_assistant() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     assistant = models.build("llama", seed=5)
@@ -463,6 +476,102 @@ def test_weights_that_change_under_an_assistant() -> None:
         result = run_all(engine)[name]
     assert result.token_ids == lone_run(model, text, GREEDY)[0]
     assert result.num_accepted_tokens > 10
+
+
+def test_two_models_that_assist_each_other() -> None:
+    """In threads: none waits for the other's model with its own in hand."""
+    first, second = models.build("llama"), models.build("llama", seed=5)
+    texts = prompts(9, 14, 6, 20)
+    pairs = [(first, second), (second, first)]
+    expected = [[lone_run(model, text, GREEDY)[0] for text in texts] for model, _ in pairs]
+
+    def run(number: int) -> Callable[[], None]:
+        def call() -> None:
+            model, assistant = pairs[number]
+            with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+                for _ in range(8):
+                    results = engine.generate(texts, GREEDY, assistant_model=assistant)
+                    assert [result.token_ids for result in results] == expected[number]
+
+        return call
+
+    in_threads(run(0), run(1))
+
+
+def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
+    """What the draft left behind of the window is still there where it goes on."""
+    model, texts = models.get("llama"), prompts(9, 14, 6, 20)
+    for name in ("mistral", "gemma3"):
+        assistant = models.build(name, seed=5)
+        assistant.generation_config.num_assistant_tokens = 25
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+            config = {"do_sample": True, "max_new_tokens": 40, "suppress_tokens": [models.PAD]}
+            results = engine.generate(texts, config, assistant_model=assistant, seed=list(range(len(texts))))
+            assert_drained(engine)
+        expected = [lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)]
+        assert [result.token_ids for result in results] == expected, name
+
+
+def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
+    """All but the last token of the prompt are cached then."""
+    model, (text,) = models.get("llama"), prompts(17)
+    config = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [models.PAD]}
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        found = [
+            engine.generate([text], config, assistant_model=models.get_assistant("llama"), seed=3)[0].token_ids
+            for _ in range(3)
+        ]
+        assert engine.stats().num_prefix_hit_tokens
+    assert found[0] == found[1] == found[2]
+
+
+def test_early_exit_draws_by_the_seed() -> None:
+    model, texts = models.get("llama"), prompts(9, 14)
+    config = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": [models.PAD], "assistant_early_exit": 1}
+    expected = [lone_run(model, text, config, n)[0] for n, text in enumerate(texts)]
+    for seed in range(2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+            results = engine.generate(texts, config, seed=[0, 1])
+        assert [result.token_ids for result in results] == expected
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
+    """transformers takes layers out of the config for it; this model's cache does not bear that."""
+    model, texts = models.get("gpt_oss"), prompts(9, 14)
+    expected = lone_run(model, texts[1], GREEDY)[0]
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        first = engine.add_request(texts[0], {**GREEDY, "assistant_early_exit": 1})
+        second = engine.add_request(texts[1], GREEDY)
+        results = run_all(engine)
+        assert_drained(engine)
+    assert isinstance(results[first].error, IndexError) and results[second].token_ids == expected
+    assert model.config.num_hidden_layers == 2
+
+
+def test_a_request_waits_for_the_blocks_of_assistants() -> None:
+    """These go back: it is not told that it can never fit."""
+    model, (text, other) = models.get("llama"), prompts(20, 60)
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=12, prefix_caching=False)) as engine:
+        first = engine.add_request(text, GREEDY, assistant_model=models.get_assistant("llama"))
+        for _ in range(3):
+            engine.step()
+        second = engine.add_request(other, {"do_sample": False, "max_new_tokens": 36})
+        results = run_all(engine)
+        assert_drained(engine)
+    assert results[first].error is None and len(results[second].token_ids) == 36
+
+
+def test_requests_without_a_prefix_share_no_text() -> None:
+    """Those with `prompt_logprobs`, whose blocks are not cached, keep to their salt as well."""
+    model, (text,) = models.get("llama"), prompts(9)
+    with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
+        options: dict[str, Any] = {"prompt_logprobs": True}
+        first, other = (engine.generate([text], GREEDY, cache_salt=salt, **options)[0] for salt in "ab")
+    assert other.num_accepted_tokens == first.num_accepted_tokens
 
 
 # ------------------------------------------------------------------------------------------------ the parts alone
@@ -510,6 +619,7 @@ def test_texts_of_others_are_bounded() -> None:
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert len(index) == INDEX_SIZE and not index.find([0, 0, 0]) and index.find([INDEX_SIZE, 0, 0]) == [1]
+    assert not index.find([INDEX_SIZE, 0, 0], namespace=1)  # of another, within the same bound
 
 
 def test_ngrams_propose_what_came_behind() -> None:

@@ -5,16 +5,19 @@ as always, for as long as the token chosen is the candidate."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ...interrupts import let_in, step_lock
 from .scores import draw
 
 NGRAM = 3  # tokens that must have come before
@@ -146,24 +149,24 @@ class DraftLength:
 
 
 class NgramIndex:
-    """What came behind the last tokens in texts of other rows and of earlier requests: for `NGRAM` tokens the next,
-    the newest `INDEX_SIZE` of them. Kept as bytes, which no collection of garbage looks at."""
+    """What came behind the last tokens in texts of other rows and of earlier requests, within a namespace: for `NGRAM`
+    tokens the next ones, the newest `INDEX_SIZE` of all. Kept as bytes, which no collection of garbage looks at."""
 
     def __init__(self) -> None:
         self._behind: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def add(self, token_ids: list[int], start: int, end: int) -> None:
+    def add(self, token_ids: list[int], start: int, end: int, namespace: int = 0) -> None:
         """What stands behind the first `n` of these tokens, for each `n` of a range."""
-        packed, size = _packed(token_ids), array("q").itemsize
+        packed, size, own = _packed(token_ids), array("q").itemsize, _packed([namespace])
         for at in range(max(start, NGRAM) * size, end * size, size):
-            key = packed[at - NGRAM * size : at]
+            key = own + packed[at - NGRAM * size : at]
             self._behind[key] = packed[at : at + MAX_DRAFT * size]
             self._behind.move_to_end(key)
         while len(self._behind) > INDEX_SIZE:
             self._behind.popitem(last=False)
 
-    def find(self, ngram: list[int]) -> list[int]:
-        found = self._behind.get(_packed(ngram))
+    def find(self, ngram: list[int], namespace: int = 0) -> list[int]:
+        found = self._behind.get(_packed([namespace, *ngram]))
         return [] if found is None else array("q", found).tolist()
 
     def __len__(self) -> int:
@@ -178,8 +181,8 @@ class Ngrams:
     """Proposes what came behind a row's last tokens before: in its own text, else in others' (`index`). Behind a token
     that was not the candidate, where these tell nothing, it goes on behind the candidate: a copy with another word."""
 
-    def __init__(self, index: NgramIndex, num_prompt_tokens: int) -> None:
-        self.index = index
+    def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: int = 0) -> None:
+        self.index, self.namespace = index, namespace
         self._ends: dict[int, int] = {}  # by the hash of the row's own n-grams, where the last one ends
         self._num_known = 0  # tokens whose n-grams are in `_ends`
         self._num_told = num_prompt_tokens  # tokens that are in `index`, with what is behind them
@@ -194,7 +197,7 @@ class Ngrams:
         last, found = token_ids[end - NGRAM :], list[int]()
         start = self._ends.get(hash(tuple(last))) if end > NGRAM else None
         if start is None:
-            found = self.index.find(last)[:count]
+            found = self.index.find(last, self.namespace)[:count]
         self._is_guess = start is None and not found and self._next is not None
         if self._is_guess:
             start = self._next
@@ -222,7 +225,7 @@ class Ngrams:
     def _tell(self, end: int) -> None:
         """Others get what stands behind each of the row's new tokens, up to `end`."""
         first = max(0, self._num_told - NGRAM)
-        self.index.add(self._token_ids[first:], self._num_told - first, end - first)
+        self.index.add(self._token_ids[first:], self._num_told - first, end - first, self.namespace)
         self._num_told = max(self._num_told, end)
 
     def close(self) -> None:
@@ -230,15 +233,18 @@ class Ngrams:
 
 
 class Generated:
-    """Candidates of one of transformers' generators, a row at a time."""
+    """Candidates of one of transformers' generators, a row at a time. A row with a seed lets it draw by `draws`."""
 
-    def __init__(self, generator: Any, device: torch.device, keeps_scores: bool) -> None:
-        self.generator, self._device, self._keeps_scores = generator, device, keeps_scores
+    def __init__(
+        self, generator: Any, device: torch.device, keeps_scores: bool, draws: torch.Generator | None = None
+    ) -> None:
+        self.generator, self._device, self._keeps_scores, self._draws = generator, device, keeps_scores, draws
         self._last: tuple[Tensor, int] | None = None
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
-        found, scores = self.generator.get_candidates(ids)
+        with self._running():
+            found, scores = self.generator.get_candidates(ids)
         tokens = found[0, len(token_ids) :].tolist()[:count]
         self._last = ids, len(tokens)
         if not tokens:
@@ -257,6 +263,39 @@ class Generated:
 
     def close(self) -> None:
         self._last = None
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around the forwards of the generator's model. Early exit takes layers out of its config, which an error or an
+        interrupt must not leave so."""
+        model = getattr(self.generator, "assistant_model", None)
+        if model is None:
+            yield
+            return
+        config = getattr(model.base_model, "config", None)
+        num_layers = getattr(config, "num_hidden_layers", None)
+        with step_lock(model), contextlib.nullcontext() if self._draws is None else _drawing_by(self._draws):
+            try:
+                with let_in():
+                    yield
+            finally:
+                if config is not None and num_layers is not None:
+                    config.num_hidden_layers = num_layers
+
+
+@contextlib.contextmanager
+def _drawing_by(generator: torch.Generator) -> Iterator[None]:
+    """torch's own generator of this device draws what this one would."""
+    device: Any = generator.device
+    own = torch.random if device.type == "cpu" else torch.get_device_module(device)
+    where = () if device.type == "cpu" else (device,)
+    before = own.get_rng_state(*where)
+    own.set_rng_state(generator.get_state(), *where)
+    try:
+        yield
+    finally:
+        generator.set_state(own.get_rng_state(*where))
+        own.set_rng_state(before, *where)
 
 
 @dataclass(eq=False)

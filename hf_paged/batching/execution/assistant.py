@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ... import compat
+from ... import compat, forks
 from ...cache.block_manager import NO_BLOCKS, BlockManager
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
@@ -29,14 +29,16 @@ from .executor import Executor, Runner, rows_of_logits
 
 MAX_ROWS = 16  # tokens that a row has missed, up to which they are rows of one token each
 _numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-_next_number = itertools.count(1)
+_guard = forks.lock()
 
 
 def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """An empty cache of the assistant, whose layers are groups of their own in the target's memory."""
-    number = _numbers.get(model)
-    if number is None:
-        number = _numbers[model] = next(_next_number)
+    with _guard:
+        number = _numbers.get(model)
+        if number is None:  # that of a model that is gone, if there is one: its groups are there
+            taken = set(_numbers.values())
+            number = _numbers[model] = next(n for n in itertools.count(1) if n not in taken)
     config = model.config.get_text_config(decoder=True)
     return PagedCache.from_empty(DynamicCache(config=config), memory, f"assistant {number}")
 
@@ -146,7 +148,7 @@ class Assistant:
         with self.memory.lock:
             if sequence.blocks is NO_BLOCKS:
                 sequence.blocks = self.blocks.new()
-            if not self.blocks.append(sequence.blocks, count):
+            if not self.blocks.append(sequence.blocks, count, num_settled=row.num_followed - 1):
                 return False
             self.blocks.flush_copies()
         sequence.num_computed_tokens += count

@@ -82,8 +82,9 @@ class Preemption:
         """Whether its prompt is computed as a whole, also when computed again, and then token by token."""
         return not self.chunks and (self.replays or request.inputs is not None)
 
-    def check_fits(self, request: Request) -> None:
-        """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself."""
+    def check_fits(self, request: Request, num_lent: int = 0) -> None:
+        """Raises `OutOfBlocksError` if the request could not finish even if it had all blocks for itself, and those
+        that are lent."""
         size, rows = self.blocks.block_size, request.num_rows
         # rows that are recomputed share all full blocks short of a prompt's last token
         shares = rows > 1 and (self.chunks or self.replays_prompt(request))
@@ -92,7 +93,7 @@ class Preemption:
         common = self.blocks.num_spanned(0, shared, 1)
         own = self.blocks.num_spanned(shared, longest, 1)
         needs = [together + rows * alone for together, alone in zip(common, own)]
-        needed, total = sum(needs) + self._num_encoder_blocks(request), self.blocks.num_total
+        needed, total = sum(needs) + self._num_encoder_blocks(request), self.blocks.num_total + num_lent
         for group, group_needs in zip(self.blocks.groups, needs):
             if not group.can_grow and group_needs > group.pool.num_blocks:
                 needed, total = group_needs, group.pool.num_blocks
@@ -224,6 +225,8 @@ class Preemption:
         request = sequence.request
         if self.replays_prompt(request):
             return 0
+        if request.drafts_first:  # a step computes what is in front of the last token
+            keys = keys[:-1]
         least = max(request.num_content, 0 if self.chunks else FORWARD_TOKENS)
         return self.blocks.match(sequence.blocks, keys, request.namespace, least)
 

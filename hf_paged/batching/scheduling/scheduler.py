@@ -82,6 +82,7 @@ class Scheduler:
     timeline: Timeline = field(default_factory=Timeline)  # is told which requests come and go
     # gives blocks back on which only speed depends; returns whether there were any
     reclaim: Callable[[], bool] | None = None
+    num_lent: Callable[[], int] = int  # how many it would give back
 
     def __post_init__(self) -> None:
         self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
@@ -120,7 +121,7 @@ class Scheduler:
     def add(self, *requests: Request) -> None:
         """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
         for request in requests:
-            self.preemption.check_fits(request)
+            self.preemption.check_fits(request, self.num_lent())
         for request in requests:
             self._turn(request)
             request.key = (self._arrivals + request.priority * self.aging, self._arrivals)

@@ -26,6 +26,7 @@ from benchmarks.paper.rows import TOLD
 from benchmarks.peers import TITLES
 from benchmarks.report import RESULTS
 from benchmarks.side_by_side import table as side_by_side_table
+from benchmarks.speculation import pooled as speculation_rows
 from benchmarks.threads import table as thread_table
 from benchmarks.workloads import WORKLOADS
 
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WHOLE_CALLS, ATTENTION, PAPER = "generate-cpu-llama-100m", "attention-cpu", "paper-cpu"
 ARCHITECTURES = "architectures"
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
+BATCHES = "grpo-cpu-llama-24m-avx2"
+SPECULATION = ("speculation-cpu-1", "speculation-cpu-2")
 LINEARS = ("linears-cpu", "linears-cpu-avx2")
 PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
 PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
@@ -335,9 +338,22 @@ def rollouts(data: Data) -> str:
     said = flow(
         f"""**Rollouts**: TRL's `GRPOTrainer` with a random model in float32, prompts of up to {row["length"]} tokens,
         `python -m benchmarks.grpo`, {machine_of(data["machine"])}; {row["turns"]} turns, medians, 95%
-        intervals. The target for the rollouts is {TARGET} times the speed of plain ones:"""
+        intervals. The target for the rollouts is {TARGET} times the speed of plain ones, by `generate_batch` at most
+        1.2 times their time:"""
     )
     return f"{said}\n\n{rollout_table(data['rows'])}"
+
+
+def speculation(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.speculation`."""
+    evens = [note for data in runs for note in data["notes"] if "break-even" in note]
+    said = flow(
+        f"""**Several tokens a step**: `PagedEngine` with `speculation="ngram"`, or with assistants, over the same
+        engine without, float32, `python -m benchmarks.speculation`, {machine_of(runs[0]["machine"])}; alternating turns
+        of {len(runs)} runs, 95% intervals. The models are trained by the benchmark; texts are held out. A target is met
+        where the interval reaches it. {" ".join(f"{note}." for note in evens)}"""
+    )
+    return f"{said}\n\n{report.markdown(speculation_rows(runs))}"
 
 
 def side_by_side(data: Data) -> str:
@@ -415,6 +431,8 @@ def benchmarks_section() -> str:
         threads(read(THREADS)),
         *(products(read(name)) for name in LINEARS),
         rollouts(read(GRPO)),
+        rollouts(read(BATCHES)),
+        speculation([read(name) for name in SPECULATION]),
         side_by_side(read(SIDE_BY_SIDE)),
         paper(read(PAPER)),
         attention(read(ATTENTION)),

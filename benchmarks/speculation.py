@@ -206,6 +206,7 @@ def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str
     found, is_plain = run(model, shape, workload, systems, turns)
     row = row_of(workload, "n-grams", found[OFF], found["n-grams"], is_plain)
     assert workload.target is not None
+    row["limit"] = workload.target
     if not isinstance(workload, Edits):
         least = (paired.interval(row["ratios"]) or (min(row["ratios"]),))[0]
         row["target"] = f"interval of the ratio includes {paired.at_most(least, workload.target)}"
@@ -241,6 +242,7 @@ def assistants(
         row = row_of(workload, label, found[OFF], found[name], is_plain)
         row["parameters"] = sizes[-1], target.num_parameters()
         if name == TENTH:
+            row["limit"] = 1 / FASTER
             faster = paired.verdict([1 / ratio for ratio in row["ratios"]], FASTER)
             row["target"] = f"off / on {faster}"
         rows.append(row)
@@ -275,6 +277,35 @@ def assisted(folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
     target = trained.speaker(shape, folder, steps)
     helpers = {other.name: trained.speaker(other, folder, steps) for other in others}
     return assistants(target, shape, helpers, few(SPEECH, quick), turns)
+
+
+def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of several runs of one revision, a process each, with the turns of all; a target is met where the interval
+    of the ratio reaches it."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in (row for each in runs for row in each["rows"]):
+        found.setdefault((row["case"], row["speculation"]), []).append(row)
+    rows = []
+    for parts in found.values():
+        first, slower = parts[0], [ratio for part in parts for ratio in part["ratios"]]
+        span = paired.interval(slower) or (min(slower), max(slower))
+        proposed, accepted = (sum(part[name] for part in parts) for name in ("proposed", "accepted"))
+        limit = first.get("limit")
+        rows.append(
+            {
+                "case": first["case"],
+                "speculation": first["speculation"],
+                "turns, processes": f"{len(slower)}, {len(parts)}",
+                "off, s": statistics.median(part["off_s"] for part in parts),
+                "on, s": statistics.median(part["on_s"] for part in parts),
+                "on / off": f"{statistics.median(slower):.3f} ({span[0]:.3f} to {span[1]:.3f})",
+                "acceptance": f"{accepted / proposed:.1%}" if proposed else "none proposed",
+                "accepted a row and step": statistics.mean(part["per_step"] for part in parts),
+                "tokens": "equal" if all(part["equal"] and part["plain"] for part in parts) else "NOT equal",
+                "target": "" if limit is None else paired.at_most(span[0], round(limit, 3)),
+            }
+        )
+    return rows
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -48,7 +48,7 @@ from .scheduling.timeline import Timeline
 MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
 _OF_LOOPS = (
     *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),
-    *("num_draft_tokens", "num_accepted_tokens"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
 )
 _COUNTS = (*_OF_LOOPS, "num_swaps", "num_captured_steps", "num_finished", "num_prompt_tokens", "num_prefix_hit_tokens")
 

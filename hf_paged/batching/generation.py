@@ -217,6 +217,7 @@ class RequestState(Generation):
             num_preemptions=self.request.num_preemptions,
             prompt_logprobs=None if recorded is None else recorded.values,
             prompt_top_logprobs=recorded.top if recorded is not None and recorded.num_top else None,
+            num_drafts=0 if self.speculation is None else self.speculation.num_drafts,
             num_draft_tokens=0 if self.speculation is None else self.speculation.num_proposed,
             num_accepted_tokens=0 if self.speculation is None else self.speculation.num_accepted,
         )

@@ -56,12 +56,16 @@ class StepLoop:
         self._idle_steps = self._fruitless_steps = 0
 
     @property
-    def num_draft_tokens(self) -> int:
+    def num_drafts(self) -> int:
         return self.speculator.counts()[0]
 
     @property
-    def num_accepted_tokens(self) -> int:
+    def num_draft_tokens(self) -> int:
         return self.speculator.counts()[1]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return self.speculator.counts()[2]
 
     def add(self, generation: Generation) -> None:
         """Queues its requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""

@@ -61,8 +61,8 @@ class RequestResult:
             model, behind those before it; `None` for the first, and for those that were not computed before the end.
         prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): In the place of each token of the prompt the
             `top_logprobs` most probable ones, best first, with their log-probabilities; none where there is no number.
-        num_draft_tokens, num_accepted_tokens (`int`): Candidates for its tokens that were computed, and those of them
-            that became its tokens.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): How often forwards verified candidates for its
+            tokens, how many, and those of them that became its tokens.
     """
 
     request_id: str
@@ -74,6 +74,7 @@ class RequestResult:
     num_preemptions: int = 0
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -162,8 +163,9 @@ class EngineStats:
         num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the engine was made.
         num_captured_steps (`int`): Forwards that were replays of a graph; one with requests of several adapters counts
             for each.
-        num_draft_tokens, num_accepted_tokens (`int`): Candidates that were computed behind the last tokens of rows, and
-            those of them that became tokens (`PagedConfig.speculation`, `assistant_model`), since the engine was made.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): How often candidates were verified behind the last
+            token of a row, how many, and those of them that became tokens (`PagedConfig.speculation`,
+            `assistant_model`), since the engine was made.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
         first_token_seconds, output_token_seconds ([`Histogram`]): Of the requests that ended since the engine was made:
@@ -195,6 +197,7 @@ class EngineStats:
     tokens_per_second: float
     first_token_seconds: Histogram = FIRST_TOKEN_SECONDS
     output_token_seconds: Histogram = OUTPUT_TOKEN_SECONDS
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     route: Route | None = None

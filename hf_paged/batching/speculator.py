@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Speculator:
 
     def __init__(self, model: PreTrainedModel, make_assistant: Callable[[PreTrainedModel], Assistant]) -> None:
         self.model, self._make_assistant = model, make_assistant
-        self.num_proposed = self.num_accepted = 0  # of rows that have ended
+        self._ended = (0, 0, 0)  # `counts` of rows that have ended
         self.costs = StepCosts()
         self._step = 0
         self._index = NgramIndex()
@@ -101,19 +102,14 @@ class Speculator:
     def detach(self, generation: Generation) -> None:
         speculation = self._rows.pop(generation, None)
         if speculation is not None:
-            self.num_proposed += speculation.num_proposed
-            self.num_accepted += speculation.num_accepted
+            self._ended = _added(self._ended, speculation)
             speculation.source.close()
             with self._lock:
                 self._assistants = {key: found for key, found in self._assistants.items() if found.rows}
 
-    def counts(self) -> tuple[int, int]:
-        """Candidates that were computed, and those that were accepted."""
-        rows = list(self._rows.values())
-        return (
-            self.num_proposed + sum(row.num_proposed for row in rows),
-            self.num_accepted + sum(row.num_accepted for row in rows),
-        )
+    def counts(self) -> tuple[int, int, int]:
+        """Drafts that were verified, candidates in them, and those of these that were accepted."""
+        return functools.reduce(_added, list(self._rows.values()), self._ended)
 
     def reclaim(self) -> bool:
         """Gives the blocks of all assistants back; returns whether there were any."""
@@ -179,6 +175,11 @@ class Speculator:
         adapting = [sequence.draft for _, row, sequence in ready if sequence.draft and row.length is not None]
         fixed = sum(len(sequence.draft) for _, row, sequence in ready if row.length is None)
         _fit(adapting, num_rows + fixed)
+
+
+def _added(counts: tuple[int, int, int], row: Speculation) -> tuple[int, int, int]:
+    drafts, proposed, accepted = counts
+    return drafts + row.num_drafts, proposed + row.num_proposed, accepted + row.num_accepted
 
 
 def _waiting_row(generation: Generation) -> Sequence | None:

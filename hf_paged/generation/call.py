@@ -492,7 +492,8 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence,
             count = min(left, sequence.num_tokens - 1 - sequence.num_computed_tokens)
             if not count:
                 break
-            if not loop.blocks.append(sequence.blocks, count):
+            has_room = loop.blocks.append(sequence.blocks, count)
+            if not has_room and not (loop.speculator.reclaim() and loop.blocks.append(sequence.blocks, count)):
                 needed = sum(table.num_needed(count) for table in sequence.blocks.tables)
                 raise OutOfBlocksError(
                     f"needs {needed} blocks for the cache that is returned, {loop.blocks.num_free} are free: raise "

@@ -48,6 +48,7 @@ COUNTERS: dict[str, tuple[str, Values]] = {
     "tier_restored_blocks": ("Prefix blocks that came back.", lambda stats: stats.tier_restored_blocks),
     "steps": ("Forwards of the batch.", lambda stats: stats.num_steps),
     "captured_steps": ("Of these, replays of a recorded step.", lambda stats: stats.num_captured_steps),
+    "drafts": ("Verifications of candidates, a row and step each.", lambda stats: stats.num_drafts),
     "draft_tokens": ("Candidates for tokens that forwards verified.", lambda stats: stats.num_draft_tokens),
     "accepted_tokens": ("Of these, the ones that became tokens.", lambda stats: stats.num_accepted_tokens),
     "step_seconds": ("Time spent in steps.", lambda stats: stats.seconds),

@@ -239,6 +239,7 @@ def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
         run_all(engine)
         (again,) = engine.generate([whole], GREEDY)
         assert again.num_prefix_hit_tokens >= 32
+        assert 0 < engine.stats().num_drafts <= engine.stats().num_draft_tokens
     assert again.token_ids == lone_run(model, whole, GREEDY)[0]
 
 
@@ -370,7 +371,8 @@ def test_sampled_requests_are_those_of_transformers_for_one_row() -> None:
     """Token for token, with a seed: the assistant draws, accepts and corrects as `_assisted_decoding` does."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
     for assistant in (models.get_assistant("llama"), models.build("llama", seed=5)):
-        for options in ({"temperature": 0.7}, {"top_p": 0.9, "top_k": 40}):
+        ends = {"eos_token_id": list(range(60, 90)), "min_new_tokens": 9}
+        for options in ({"temperature": 0.7}, {"top_p": 0.9, "top_k": 40}, ends):
             # to transformers' assistant, which makes its masks by tokens, padding in the text is hidden
             config = {"do_sample": True, "max_new_tokens": 25, "suppress_tokens": [models.PAD], **options}
             expected = [lone_run(model, x, config, n, assistant_model=assistant)[0] for n, x in enumerate(texts)]

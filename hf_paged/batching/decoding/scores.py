@@ -43,6 +43,8 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
     known.SuppressTokensAtBeginLogitsProcessor: lambda p, length: length == p.begin_index,
 }
 
+_LEAST_LENGTHS = (known.MinLengthLogitsProcessor, known.MinNewTokensLengthLogitsProcessor)
+
 # The last ones read each row's own tokens; some hold a value for each row of the call.
 _ROW_WISE = {
     *_SEQUENCE_FREE,
@@ -66,8 +68,8 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 
 def leaves_rows_alone(processor: Any) -> bool:
-    """Whether it may run over tokens that a row does not have yet: it holds no state, and forces no length."""
-    return type(processor) in _ROW_WISE and type(processor) not in _LENGTH_BOUND
+    """Whether it may run over tokens that a row does not have yet: it holds no state, and forces no token."""
+    return type(processor) in _ROW_WISE and (type(processor) not in _LENGTH_BOUND or type(processor) in _LEAST_LENGTHS)
 
 
 def for_rows(processors: LogitsProcessorList, rows: Sequence[int], num_rows: int) -> LogitsProcessorList:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from ... import compat, forks
 from ...cache.block_manager import NO_BLOCKS, BlockManager
@@ -108,7 +109,9 @@ class Assistant:
         try:
             with self.executor.lock, self.executor.attention():
                 self.executor.notice_model()
-                return self._propose(wanted)
+                drafts = self._propose(wanted)
+            self._pause = max(1, self._pause - 1)
+            return drafts
         except BaseException:  # what was being computed is not known
             self._free_all()
             raise
@@ -236,7 +239,9 @@ class AssistantRow:
         ids = decoding.input_ids
         made = compat.assisted_candidates(ids, assistant.model, config, decoding.logits_processor)
         self.strategy: Any = made[0]
-        self.processors = LogitsProcessorList(each for each in made[1] if leaves_rows_alone(each))
+        # those of least lengths transformers makes for each proposal, from the target's options
+        least = [each for each in decoding.logits_processor if type(each) is MinLengthLogitsProcessor]
+        self.processors = LogitsProcessorList([*least, *(each for each in made[1] if leaves_rows_alone(each))])
         self.do_sample = self.keeps_scores = bool(config.do_sample)
         self.generator, self.device = decoding.generator, ids.device
         eos = compat.special_token(config, "eos")
@@ -291,4 +296,7 @@ class AssistantRow:
         self.num_proposed = 0
 
     def close(self) -> None:
+        own = self.assistant.model.generation_config
+        if own.num_assistant_tokens_schedule == "heuristic":  # kept for the next call, as transformers does
+            own.num_assistant_tokens = self.strategy.num_assistant_tokens
         self.assistant.remove(self)

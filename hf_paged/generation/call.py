@@ -243,8 +243,8 @@ class BatchCall:
     def _reason_against_drafts(self) -> str | None:
         """Why rows of a call that the engine serves cannot be assisted."""
         config, num_rows = self.inputs.generation_config, len(self.paddings)
-        if config.do_sample and num_rows == 1:
-            return "one row that draws as transformers' own loop does"
+        if num_rows == 1 and (config.do_sample or self.streamer is not None):
+            return "one row that draws, or streams several tokens at a time, as transformers' own loop does"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return "scores are kept"
         if self.layout.unsupported_reason is not None or self.has_inputs:

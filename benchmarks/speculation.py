@@ -43,7 +43,7 @@ ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
 TENTH = "language-2.5m"
 OFF = "off"
 UNLIKE = replace(SHAPES["llama-tiny"], name="llama-tiny-8k", layers=4, vocab=8192)
-"""With random weights and so many words next to no pair of them comes twice."""
+"""With random weights and that many words next to no pair of them comes twice."""
 COLUMNS = {
     "case": "case",
     "speculation": "speculation",

@@ -4,7 +4,7 @@ Prefixes that come back from the disk, against computing them again.
     python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--quick] [--json PATH]
 
 First row: a new process gets its first token behind a prompt whose blocks another process has left in the folder, and
-behind one of the same length that nobody has computed, in turns. Second row: workload W3 a second time, in a pool of a
+behind a new one of the same length, in turns. Second row: workload W3 a second time, in a pool of a
 quarter of the blocks that it needs: what the pool gave up comes from the disk, or is computed.
 """
 

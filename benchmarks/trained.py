@@ -18,7 +18,7 @@ from benchmarks.models import FIRST_WORD, PAD, Shape
 
 BEGIN, EDIT = 1, 2  # the first token of a prompt, and the last one of an editor's
 TEXT_LENGTH = 96  # words of a text that is edited
-OLD_WORDS = 32  # one word of so many is replaced
+OLD_WORDS = 32  # one word in that many is replaced
 EDITOR_STEPS, SPEAKER_STEPS = 250, 120
 NUM_SENTENCES, SENTENCE_LENGTH, LANGUAGE_LENGTH = 64, (6, 14), 64
 

@@ -51,7 +51,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
 
 
 def _needed(loop: StepLoop, num_blocks: int) -> list[range]:
-    """The blocks of each group that a sequence behind so many needs."""
+    """The blocks of each group that a sequence behind that many blocks needs."""
     first_needed = loop.blocks.index.first_needed
     return [range(first_needed(group, num_blocks), num_blocks) for group in range(len(loop.blocks.groups))]
 

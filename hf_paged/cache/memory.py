@@ -107,7 +107,7 @@ class GroupMemory(BlockGroup):
         return self._is_making or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """A block takes so many bytes over all layers. Raises `OutOfBlocksError` if the pool's are too many then."""
+        """A block takes these bytes over all layers. Raises `OutOfBlocksError` if the pool's are too many then."""
         self._expected_bytes = max(block_bytes, self._expected_bytes)
         if not budget.charge(self.memory):
             self._is_short = True

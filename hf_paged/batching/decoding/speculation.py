@@ -78,7 +78,7 @@ class Source(Protocol):
         """Up to `count` candidates behind these tokens."""
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        """Of the last draft so many tokens were accepted; the row has these tokens now."""
+        """`num_accepted` tokens of the last draft were accepted; `token_ids` are those that the row has now."""
 
     def close(self) -> None:
         """The row has ended."""

@@ -101,8 +101,8 @@ class Assistant:
 
     @torch.no_grad()
     def propose(self, wanted: Items[tuple[AssistantRow, list[int], int]]) -> list[Draft | None]:
-        """For each row, with its tokens and the most to propose, its candidates; none for one whose tokens the assistant
-        has not read yet: it reads up to `max_catch_up` of them in each round."""
+        """For each row, with its tokens and the most it may propose, candidates; none where the assistant
+        has not read all of them yet: it reads up to `max_catch_up` in each round."""
         if self._left:
             self._left -= 1
             return [None] * len(wanted)

@@ -132,7 +132,7 @@ class BlockManager:
             return False
         if len(self.groups) == 1:
             return True
-        taken = self._take(needs)  # no count tells what one group can have while the others take theirs
+        taken = self.take(needs)  # no count tells what one group can have while the others take theirs
         if taken is None:
             return False
         for group, block_ids in zip(self.groups, taken):
@@ -167,9 +167,9 @@ class BlockManager:
         for group, table in zip(self.groups, tables) if skips else ():
             table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
-        taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
+        taken = self.take([table.num_needed(end - table.num_tokens) for table in tables])
         if taken is None and self._unname_state(blocks):
-            taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
+            taken = self.take([table.num_needed(end - table.num_tokens) for table in tables])
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -223,7 +223,8 @@ class BlockManager:
             num_tokens = table.num_tokens if num_settled is None else min(table.num_tokens, num_settled)
             table.drop_before(group.spec.first_visible(num_tokens))
 
-    def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
+    def take(self, needs: Sequence[int]) -> list[list[int]] | None:
+        """`needs[i]` new blocks of each group, with refcount 1; `None`, with none taken, if they cannot be had."""
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
         self.refusal = None
         if total and total > self.num_free:
@@ -352,7 +353,7 @@ class BlockManager:
         ]
         for group, block_ids in zip(self.groups, held):  # what makes room must not take these
             group.pool.acquire(block_ids)
-        taken = self._take([len(numbers) for numbers in contents])
+        taken = self.take([len(numbers) for numbers in contents])
         try:
             if taken is None:
                 return False

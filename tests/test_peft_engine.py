@@ -235,7 +235,7 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
-@pytest.mark.parametrize("forward", [2, 5, 12])
+@pytest.mark.parametrize("forward", [11, 13])  # nine check, with this layer, that there may be one
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
     """A step with three adapters is one forward; where it fails, the step of all is undone."""
     model, texts = lora_model(), prompts(20, 11)

@@ -179,7 +179,8 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
 
 def adapter_names(model: nn.Module) -> list[str] | None:
     """Those that PEFT gives the rows of the `generate` call that runs now."""
-    return next((list(hook.keywords[_NAMES]) for _, _, hook in _names_hooks(model)), None)
+    found = [list(hook.keywords[_NAMES]) for _, _, hook in _names_hooks(model)]
+    return found[-1] if found else None  # PEFT leaves those of a call that failed, in front of the next call's
 
 
 @contextlib.contextmanager

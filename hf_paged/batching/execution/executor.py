@@ -223,10 +223,10 @@ class Executor:
             self.runner.begin(read_state(self.model))
         ahead, count = self.ahead.take(items)
         if ahead is None:
-            return self._run_by_adapter(items)
-        return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
+            return self.run_by_adapter(items)
+        return torch.cat([ahead, self.run_by_adapter(items[count:])]) if count < len(items) else ahead
 
-    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
+    def run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
         """Rows that can be in one forward, whatever their adapters, then those of each other adapter."""
         names = dict.fromkeys(sequence.request.adapter for sequence, _ in items)
         if len(names) == 1:

@@ -4,17 +4,19 @@ whatever the number of adapters that its rows have."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lora import Part
 from . import DTYPES
 from .attention_kernel import dot
 from .launch import launch
+
+if TYPE_CHECKING:  # it imports this module
+    from ..lora import Part
 
 MAX_RANK = 128  # of a tile, which lies in registers
 FIELDS = tl.constexpr(6)  # of a part: start, end, addresses of A, B and bias (0: none), rank

@@ -241,6 +241,7 @@ class Executor:
         if self.runner.mixes_adapters and self.adapters is not None:
             with let_in():  # some may be read from files
                 found = self.adapters.together(names)
+            self.slowed_by |= self.adapters.refusals
             places = [x for x in alone if items[x][0].request.adapter in found and items[x][0].request.inputs is None]
             chosen = [found[items[place][0].request.adapter] for place in places]
             if len(set(map(id, chosen))) > 1:

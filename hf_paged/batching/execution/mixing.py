@@ -60,6 +60,10 @@ class Mix:
         """What a recorded step reads, and needs to keep."""
         return [deltas.table for deltas in self._deltas.values()]
 
+    @property
+    def adds_to_head(self) -> bool:
+        return self._head in self._deltas
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """A forward hook of the modules."""
         if mixed.get() is not self:  # a forward of another thread's

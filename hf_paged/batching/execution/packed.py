@@ -182,6 +182,9 @@ class PackedRunner(Runner):
             self._is_known = False  # code of the caller's, which chooses tokens, has changed the model
         if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
             return None
+        mix = mixed.get()
+        if mix is not None and mix.adds_to_head and len(tokens.last) < len(tokens.token_ids):
+            return None  # which rows the head gets is known on the device alone
         logits = self._graphs.run(tokens, variant, self._forward, token_ids)
         self.num_captured_steps += logits is not None
         return logits

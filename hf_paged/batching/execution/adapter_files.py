@@ -213,6 +213,12 @@ class AdapterStore:
         """It has no place any more."""
         self._placed.pop(file, None)
 
+    def forget_others(self, modules: set[nn.Module]) -> None:
+        """The model has these modules now: weights of others are loaded again."""
+        self._placed = {file: x for file, x in self._placed.items() if modules.issuperset(x.parts)}
+        self._host = OrderedDict((file, parts) for file, parts in self._host.items() if modules.issuperset(parts))
+        self._loading.clear()
+
     def _keep(self, file: AdapterFile, parts: dict[nn.Module, LoraWeights]) -> None:
         self._host[file] = parts
         limit = free_bytes(torch.device("cpu")) // HOST_SHARE

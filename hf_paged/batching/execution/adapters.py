@@ -40,6 +40,10 @@ class Adapter:
         """Whether it still is what it was made of."""
         return self.read is None or self._places() == self._made_of
 
+    def is_like(self, other: Adapter) -> bool:
+        """Whether both add the same tensors to the same modules."""
+        return self.is_current() and self.parts.keys() == other.parts.keys() and self._made_of == other._made_of
+
     def _places(self) -> list[Any] | None:
         try:
             found = self.read() if self.read is not None else []

@@ -131,7 +131,8 @@ class Adapters:
         self._model, self._cache, self._make, self.pages = model, cache, make, pages
         self.store = AdapterStore(model)
         pages.on_evict = self._forget
-        self._own: dict[str, Adapter | str] = {}  # by name; of those that are not mixed, why
+        self._own: dict[str, Adapter] = {}  # by name
+        self._seen: set[str] = set()  # of these, those that were looked for since the model may have changed
         self._numbers = itertools.count()
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
         self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
@@ -139,8 +140,9 @@ class Adapters:
 
     def forget_model(self) -> None:
         """It may be another from here on."""
-        self._own, self._verdicts = {}, {}
+        self._seen, self._verdicts = set(), {}
         self._mixes.clear()
+        self.store.forget_others(set(self._model.modules()))
 
     def _forget(self, file: AdapterFile) -> None:
         """It has lost its place: nothing keeps its weights."""
@@ -192,8 +194,14 @@ class Adapters:
         if own == BASE:
             return None
         known = self._own.get(own)
-        if not isinstance(known, Adapter) or not known.is_current():
-            known = self._own[own] = find_adapter(self._model, own, (own, next(self._numbers)))
+        if known is not None and own in self._seen and known.is_current():
+            return known
+        found = find_adapter(self._model, own, (own, next(self._numbers)))
+        if isinstance(found, str):
+            return found
+        if known is None or not known.is_like(found):  # else recorded steps that know it are as good as before
+            known = self._own[own] = found
+        self._seen.add(own)
         return known
 
     def mix(self, ranges: list[tuple[Adapter | None, int, int]]) -> Mix:

@@ -1,7 +1,7 @@
 """
 LoRA adapters: rows with different ones in one forward, against one adapter a forward, and against all rows with one.
 
-    python -m benchmarks.lora [--model llama-100m] [--rows 32] [--adapters 8] [--turns 15] [--quick] [--json PATH]
+    python -m benchmarks.lora [--model llama-100m] [--rows 32] [--adapters 8] [--turns 9] [--quick] [--json PATH]
 
 Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in float32 on the CPU:
 as the engine runs them; with one forward for each adapter of a step, as it ran before; from folders, of which the pool
@@ -30,7 +30,7 @@ from benchmarks.models import FIRST_WORD, SHAPES, build
 from benchmarks.systems import quiet
 
 QUICK = "llama-tiny"
-TURNS, WARM_UPS = 15, 2
+TURNS, WARM_UPS = 9, 2
 FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over one adapter a forward, and over that of a single adapter."""
 RANK = 16
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
     parser.add_argument("--json", help="also write the results here, and a picture beside them")
     args = parser.parse_args(argv)
-    name, turns, warm_ups, new_tokens, longest = args.model, args.turns, WARM_UPS, 64, 128
+    name, turns, warm_ups, new_tokens, longest = args.model, args.turns, WARM_UPS, 64, 32
     if args.quick:
         name, turns, warm_ups, new_tokens, longest = QUICK, 1, 1, 8, 32
     machine = facts()

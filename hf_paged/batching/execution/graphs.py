@@ -51,6 +51,7 @@ Check = Callable[[Callable[[], None]], None]
 
 # steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
 MIN_USES = 3
+MIN_MIXED_USES = 8  # of one with several adapters, which has more operations, and an order that may soon be another
 MAX_GRAPHS = 64  # that are kept: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
 # Tokens of chunks in a recorded step. With more, a GPU computes for longer than the host takes to launch (vLLM records
@@ -228,7 +229,8 @@ class StepGraphs:
             return bool(wanted.sizes.prefixes) - bool(key.sizes.prefixes), key.sizes.tokens, key.sizes.widths
 
         serving = min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
-        if self._uses[wanted] >= MIN_USES or (serving is None and self._uses[wanted.use] >= MIN_USES):
+        least = MIN_USES if mixed.get() is None else MIN_MIXED_USES
+        if self._uses[wanted] >= least or (serving is None and self._uses[wanted.use] >= least):
             return self._capture(wanted, tokens, prefixes)
         self._uses.update((wanted, wanted.use))
         return serving

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -236,8 +237,61 @@ def test_pools_that_are_gone_do_not_count() -> None:
     model = models.build("llama")
     model.generate(torch.tensor(prompts(100)), **GREEDY, **paged())
     memory = registry._memories[model][1]
-    before = sum(pool.charged_bytes for pool in budgets._pools)
+    before = sum(pool.charged_bytes for pool in budgets._others(None))
     assert memory.charged_bytes == memory.taken_bytes > 0
     del memory
     hf_paged.free(model)
-    assert sum(pool.charged_bytes for pool in budgets._pools) < before
+    assert sum(pool.charged_bytes for pool in budgets._others(None)) < before
+
+
+@pytest.mark.parametrize(("name", "length", "count"), [("gemma2", 500, 100), ("gemma3", 400, 150)])
+def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(name: str, length: int, count: int) -> None:
+    """Blocks of chunks that have left the window, and those that are cached, hold no bytes that full layers lack."""
+    model, options = models.build(name), {**GREEDY, "max_new_tokens": count}
+    (prompt,), others, limit = prompts(length), prompts(*[40] * 8, seed=1), 40 * BLOCK
+    expected = lone_run(model, prompt, options)[0]
+    hf_paged.budget(limit)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        for number, text in enumerate(others):
+            engine.add_request(text, GREEDY, request_id=f"{number}")
+        results = run_all(engine)
+        assert all(result.error is None for result in results.values())
+        engine.add_request(prompt, options, request_id="long")
+        result = run_all(engine)["long"]
+        assert result.error is None and result.token_ids == expected
+        assert held(engine) <= limit
+        assert_drained(engine)
+
+
+def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
+    model, assistant, limit = models.build("llama"), models.build("llama", seed=3), 26 * BLOCK
+    options = {**GREEDY, "max_new_tokens": 40}
+    texts = prompts(50, 45, 100)
+    expected = [lone_run(model, text, options)[0] for text in texts]
+    hf_paged.budget(limit)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        for chosen in ([0, 1], [2], [1]):
+            for each in chosen:
+                engine.add_request(texts[each], options, request_id=f"{each}", assistant_model=assistant)
+            results = run_all(engine)
+            for each in chosen:
+                assert results[f"{each}"].error is None and results[f"{each}"].token_ids == expected[each]
+            assert held(engine) <= limit
+        assert engine.stats().num_drafts
+        assert_drained(engine)
+
+
+def test_a_budget_that_comes_and_goes_while_requests_run() -> None:
+    model, (prompt,) = models.build("gemma2"), prompts(60)
+    options = {**GREEDY, "max_new_tokens": 100}
+    expected = lone_run(model, prompt, options)[0]
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        engine.add_request(prompt, options, request_id="0")
+        results = {}
+        for limit in itertools.cycle([None, 40 * BLOCK, 21 * BLOCK, 1 << 40]):
+            hf_paged.budget(limit)
+            results |= {output.request_id: output.result for output in engine.step() if output.finished}
+            if not engine.has_unfinished:
+                break
+        assert results["0"].error is None and results["0"].token_ids == expected
+        assert_drained(engine)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 
 import hf_paged
 from hf_paged.cache import budget as budgets
-from hf_paged.cache.memory import GroupMemory
+from hf_paged.cache.groups import FULL_ATTENTION
+from hf_paged.cache.memory import GroupMemory, PagedMemory
 from hf_paged.model import registry
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
@@ -281,17 +283,38 @@ def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
         assert_drained(engine)
 
 
-def test_a_budget_that_comes_and_goes_while_requests_run() -> None:
-    model, (prompt,) = models.build("gemma2"), prompts(60)
-    options = {**GREEDY, "max_new_tokens": 100}
-    expected = lone_run(model, prompt, options)[0]
-    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
-        engine.add_request(prompt, options, request_id="0")
-        results = {}
-        for limit in itertools.cycle([None, 40 * BLOCK, 21 * BLOCK, 1 << 40]):
-            hf_paged.budget(limit)
-            results |= {output.request_id: output.result for output in engine.step() if output.finished}
-            if not engine.has_unfinished:
-                break
-        assert results["0"].error is None and results["0"].token_ids == expected
-        assert_drained(engine)
+def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
+    memory, errors, end = PagedMemory(hf_paged.PagedConfig()), [], time.monotonic() + 0.5
+    group = memory.group(FULL_ATTENTION)
+    group.expect(BLOCK)
+
+    def look() -> None:
+        memory.num_affordable(group)
+        budgets.left()
+        budgets.charge(memory, 1)
+
+    def change() -> None:
+        hf_paged.budget(1 << 30)
+        hf_paged.budget(None)
+
+    def run(action: Callable[[], Any]) -> None:
+        try:
+            while time.monotonic() < end:
+                action()
+        except Exception as error:
+            errors.append(error)
+
+    def make() -> list[PagedMemory]:
+        return [PagedMemory(hf_paged.PagedConfig()) for _ in range(20)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(action,)) for action in (look, look, change, make)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -81,11 +81,14 @@ class BlockManager:
         self.num_withheld: Callable[[], int] = lambda: (
             0
         )  # blocks that `num_free` lacks while other models' pools are used
+        # gives up what groups without a used block hold, where a limit is in bytes; returns whether there was any
+        self.release_unused: Callable[[], bool] = lambda: False
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
         specs = enumerate(group.spec for group in groups)
         self._states = next((i for i, spec in specs if isinstance(spec, StateSpec) and not spec.is_empty), None)
+        self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)  # which no `truncate` takes back
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
@@ -108,9 +111,9 @@ class BlockManager:
         return self.prefix_caching and self._states is not None
 
     @property
-    def is_sized(self) -> bool:
-        """Whether `num_free` knows what blocks take: until then it may be too large."""
-        return all(group.is_sized for group in self.groups)
+    def num_unsized(self) -> int:
+        """Groups of which `num_free` does not know yet what blocks take, so that it may be too large."""
+        return sum(not group.is_sized for group in self.groups)
 
     @property
     def num_total(self) -> int:

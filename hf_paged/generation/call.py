@@ -261,8 +261,8 @@ class BatchCall:
             return "one row that draws, or streams several tokens at a time, as transformers' own loop does"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return "scores are kept"
-        if self.layout.unsupported_reason is not None or self.has_inputs:
-            return self.layout.unsupported_reason or "prompts are more than token ids"
+        if self.layout.reason_against_drafts is not None or self.has_inputs:
+            return self.layout.reason_against_drafts or "prompts are more than token ids"
         if find_length_rope(self.call.model, self.call.model.modules()) is not None:
             return "rotary factors depend on a row's length"
         if num_rows > 1 and not SampleDecoding(self.inputs, self.streamer).can_split:
@@ -420,7 +420,7 @@ class BatchCall:
         """Rows that propose tokens advance by themselves. By n-grams they do where that changes no draw."""
         decoding, is_alone = generation.decoding, len(generation.rows) == 1
         assistance = self.assistance
-        if assistance is None and self._config.speculation == "ngram" and self.layout.unsupported_reason is None:
+        if assistance is None and self._config.speculation == "ngram" and self.layout.reason_against_drafts is None:
             can_speculate = isinstance(decoding, SampleDecoding) and not self.has_inputs
             if can_speculate and (is_alone or (generation.can_split and not decoding.do_sample)):
                 assistance = Assistance(ngrams=True)
@@ -462,8 +462,7 @@ class BatchCall:
             tokens = self._tokens(inputs.input_ids, row)
             max_num_tokens = decoding.max_length + self.num_unseen - self.paddings[row]
             adapter = self._adapter(row)
-            own = adapter, self._config.cache_salt, self._config.batch_invariant
-            namespace = own if keeps_prefixes else UNCACHED
+            namespace = (adapter, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as a request of an engine
             request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
             request.adapter = adapter
             if prompts is not None:

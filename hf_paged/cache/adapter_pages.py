@@ -3,6 +3,7 @@ Plain Python: no tensors."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ class AdapterPages:
         self._pages: dict[Hashable, _Pages] = {}
         self._owners: dict[int, Hashable] = {}  # of the blocks
         self.on_evict: Callable[[Any], None] = lambda adapter: None  # is told of an adapter that lost its place
+        itself = weakref.ref(self)  # no cycle: a pool goes with its last user, not with the next collection
+        self._on_evict = lambda block_id: None if (pages := itself()) is None else pages._evicted(block_id)
         self.num_hits = self.num_evictions = 0  # admitted requests whose adapter had a place; adapters that lost theirs
 
     def __contains__(self, adapter: Hashable) -> bool:
@@ -115,7 +118,7 @@ class AdapterPages:
         self._hold(pages, ids)
         for block_id in ids:
             self._owners[block_id] = adapter
-            self._blocks.groups[self._table].pool.keep(block_id, self._evicted)
+            self._blocks.groups[self._table].pool.keep(block_id, self._on_evict)
         return True
 
     def _hold(self, pages: _Pages, ids: list[int]) -> None:

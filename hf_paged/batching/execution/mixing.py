@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
@@ -130,7 +131,8 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pages: AdapterPages) -> None:
         self._model, self._cache, self._make, self.pages = model, cache, make, pages
         self.store = AdapterStore(model)
-        pages.on_evict = self._forget
+        forget = weakref.WeakMethod(self._forget)  # no cycle: they go with their executor
+        pages.on_evict = lambda file: None if (told := forget()) is None else told(file)
         self._own: dict[str, Adapter] = {}  # by name
         self._seen: set[str] = set()  # of these, those that were looked for since the model may have changed
         self._numbers = itertools.count()

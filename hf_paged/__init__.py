@@ -18,7 +18,7 @@ from .cache.block_pool import OutOfBlocksError
 from .cache.budget import budget
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
-from .config import PagedConfig, PrefixTiers
+from .config import PagedConfig, PrefixTiers, VirtualStorage
 from .generation.install import install, install_of_environment, uninstall
 from .model.registry import Route, check_integrity, free, last_route, memory_stats
 
@@ -37,6 +37,7 @@ __all__ = [
     "RequestResult",
     "Route",
     "SequenceResult",
+    "VirtualStorage",
     "budget",
     "check_integrity",
     "free",

@@ -12,7 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.memory import PagedMemory
 from ..cache.storage import trim
+from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
+from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
@@ -65,7 +67,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
         check_tokenizer(tokenizer)
-        self.config = PagedConfig.coerce(config)
+        self.config = fit_blocks(PagedConfig.coerce(config), self.model.config, compute_device(self.model))
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline

@@ -14,7 +14,7 @@ from transformers import cache_utils
 
 from ..step import NotPackable
 from .groups import GroupSpec
-from .handles import PagedTensor, RowTensor, gather
+from .handles import PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
 from .storage import Look, looks
 
@@ -89,10 +89,10 @@ class PagedLayer(cache_utils.DynamicLayer):
             return made
         if needs_grad:
             # the past is stored without its graph; the new states keep theirs
-            past = [gather(step, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
+            past = [read_rows(step, blocks, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
             return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
         if self.gathers and query_len == 1:
-            dense_keys, dense_values = (gather(step, x, dtype) for x, dtype in blocks.pair)
+            dense_keys, dense_values = (read_rows(step, blocks, x, dtype) for x, dtype in blocks.pair)
             return dense_keys, dense_values
         remember = group.rows.remember
         return (

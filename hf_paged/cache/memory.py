@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import forks
-from ..config import PagedConfig
+from ..config import PagedConfig, VirtualStorage
 from ..interrupts import held
 from . import budget
 from .block_manager import BlockManager
@@ -20,6 +20,7 @@ from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
+from .virtual import MappedStorage
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
@@ -74,12 +75,17 @@ class GroupMemory(BlockGroup):
         self.memory: PagedMemory = weakref.proxy(memory)
         self.block_size = spec.block_size(memory.config.block_size)
         self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
-        self.storage: Any = (
-            StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec, memory.config.kv_dtype)
-        )
+        self.storage: Any = self._make_storage(memory.config)
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
         self._is_making = False  # a layer is about to be made, which holds nothing of the cached blocks
+
+    def _make_storage(self, config: PagedConfig) -> Storage | StateStorage:
+        if self.holds_states:
+            return StateStorage(self.pool)
+        if isinstance(config.storage, VirtualStorage):
+            return MappedStorage(self.block_size, self.spec, config.storage, self.pool)
+        return Storage(self.block_size, self.spec, config.kv_dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -16,6 +16,7 @@ from ..cache.budget import limit
 from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
+from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
 from ..step import ReadCounters
 from .forwards import compute_device
@@ -79,10 +80,11 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, dtypes or device are others than before. It is in use
-    from here on (`idle.end_use`)."""
-    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype)
+    """The memory of `model`, made again when block size, budget, storage, dtypes or device are others than before. It
+    is in use from here on (`idle.end_use`). Raises `ValueError` for a storage that the device has not."""
     device = compute_device(model)
+    config = fit_blocks(config, model.config, device)
+    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.storage)
     key = (budget, model.dtype, autocast_dtype(device), device)
     with _lock:
         known, memory = _memories.get(model, (None, None))

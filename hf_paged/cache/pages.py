@@ -140,7 +140,13 @@ class MemoryFile:
 
     def reserve(self, size: int) -> Addresses:
         address = _mmap(None, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE)
-        return Addresses(address, size, _view, functools.partial(_munmap, address, size))
+        return Addresses(address, size, self._tensor, functools.partial(_munmap, address, size))
+
+    @staticmethod
+    def _tensor(addresses: Addresses) -> Tensor:
+        buffer: Any = (ctypes.c_char * addresses.size).from_address(addresses.address)
+        buffer.addresses = addresses  # the tensor holds the buffer
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def extend(self, size: int) -> int:
         first = self._size
@@ -165,13 +171,6 @@ class MemoryFile:
         twin = MemoryFile(self.granularity)
         twin.extend(self._size)
         return twin
-
-
-def _view(addresses: Addresses) -> Tensor:
-    """The tensor holds the buffer, which holds the addresses."""
-    buffer: Any = (ctypes.c_char * addresses.size).from_address(addresses.address)
-    buffer.addresses = addresses
-    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 # -- CUDA -----------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class Places:
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
         region, size, have = self.region, self.region.planes.block_bytes, self.mapped[slot]
-        for plane in range(region.planes.count):
+        for plane in range(region.planes.count) if count else ():
             region.pages.unmap(self._at(slot, plane) + position * size, count * size)
         have[position : position + count] = [None] * len(have[position : position + count])
 
@@ -190,30 +190,33 @@ class Places:
     def settle(self) -> None:
         """Views that outlived their step keep what they show: it is copied to pages of their own, and rows get other
         addresses. To be called before anything is mapped over, or written."""
-        loans, self.loans = self.loans, []
-        for loan in loans:
-            if (lent := loan.addresses()) is not None:
-                self._keep(loan, lent)
-                self.region.places = None
-
-    def _keep(self, loan: Loan, lent: Addresses) -> None:
         planes, pages = self.region.planes, self.region.pages
-        size = -(-loan.num_tokens // planes.block_size) * planes.block_bytes
-        heads = range(loan.part * self.heads, (loan.part + 1) * self.heads)
-        spots = [self._at(slot, plane) for slot in loan.slots for plane in heads]
-        offset, copies = pages.extend(len(spots) * size), pages.reserve(len(spots) * size)
-        pages.map(copies.address, offset, copies.size)
-        target, source = copies.tensor(torch.uint8).view(len(spots), size), self._addresses.tensor(torch.uint8)
-        for number, spot in enumerate(spots):
-            target[number] = source[spot - self.address :][:size]
-        for number, spot in enumerate(spots):
+        spots: dict[int, int] = {}  # bytes by address
+        for loan in self.loans:
+            if loan.addresses() is not None:
+                size = -(-loan.num_tokens // planes.block_size) * planes.block_bytes
+                for plane in range(loan.part * self.heads, (loan.part + 1) * self.heads):
+                    for slot in loan.slots:
+                        spot = self._at(slot, plane)
+                        spots[spot] = max(size, spots.get(spot, 0))
+        if not spots:
+            self.loans = []
+            return
+        total = sum(spots.values())
+        offset, copies, at = pages.extend(total), pages.reserve(total), 0
+        pages.map(copies.address, offset, total)
+        target, source = copies.tensor(torch.uint8), self._addresses.tensor(torch.uint8)
+        for spot, size in spots.items():
+            target[at : at + size] = source[spot - self.address :][:size]
             if not pages.maps_over:
                 pages.unmap(spot, size)
-            pages.map(spot, offset + number * size, size)
-        weakref.finalize(lent, _drop, pages, spots, size, offset).atexit = False
+            pages.map(spot, offset + at, size)
+            at += size
+        weakref.finalize(self._addresses, _drop, pages, spots, offset).atexit = False  # with the last of the views
+        self.region.places, self.loans = None, []
 
 
-def _drop(pages: Pages, spots: list[int], size: int, offset: int) -> None:
-    for spot in () if pages.maps_over else spots:
+def _drop(pages: Pages, spots: dict[int, int], offset: int) -> None:
+    for spot, size in () if pages.maps_over else spots.items():
         pages.unmap(spot, size)
-    pages.release(offset, len(spots) * size)
+    pages.release(offset, sum(spots.values()))

@@ -106,7 +106,7 @@ class Loan:
     addresses: weakref.ref[Addresses]  # dead with the last tensor of it
     part: int
     slots: range
-    num_tokens: int  # from the first of a slot
+    positions: range  # blocks in each slot
 
 
 class Places:
@@ -184,39 +184,37 @@ class Places:
     def lend(self, part: int, slots: range, first: int, end: int) -> Tensor:
         """Tokens `[first, end)` of neighbouring slots, for code that is not ours."""
         lent = self._addresses.lend()
-        self.loans.append(Loan(weakref.ref(lent), part, slots, end))
+        size = self.region.planes.block_size
+        self.loans.append(Loan(weakref.ref(lent), part, slots, range(first // size, -(-end // size))))
         return self._views(lent)[part][slots.start : slots.stop, :, first:end]
 
     def settle(self) -> None:
         """Views that outlived their step keep what they show: it is copied to pages of their own, and rows get other
         addresses. To be called before anything is mapped over, or written."""
-        planes, pages = self.region.planes, self.region.pages
-        spots: dict[int, int] = {}  # bytes by address
+        size, pages = self.region.planes.block_bytes, self.region.pages
+        spots: dict[int, None] = {}  # addresses of blocks, as far as any are mapped
         for loan in self.loans:
-            if loan.addresses() is not None:
-                size = -(-loan.num_tokens // planes.block_size) * planes.block_bytes
+            for slot in loan.slots if loan.addresses() is not None else ():
+                have = [at for at in loan.positions if self.mapped[slot][at : at + 1] not in ([], [None])]
                 for plane in range(loan.part * self.heads, (loan.part + 1) * self.heads):
-                    for slot in loan.slots:
-                        spot = self._at(slot, plane)
-                        spots[spot] = max(size, spots.get(spot, 0))
-        if not spots:
-            self.loans = []
-            return
-        total = sum(spots.values())
-        offset, copies, at = pages.extend(total), pages.reserve(total), 0
-        pages.map(copies.address, offset, total)
-        target, source = copies.tensor(torch.uint8), self._addresses.tensor(torch.uint8)
-        for spot, size in spots.items():
-            target[at : at + size] = source[spot - self.address :][:size]
-            if not pages.maps_over:
-                pages.unmap(spot, size)
-            pages.map(spot, offset + at, size)
-            at += size
-        weakref.finalize(self._addresses, _drop, pages, spots, offset).atexit = False  # with the last of the views
-        self.region.places, self.loans = None, []
+                    spots.update(dict.fromkeys(self._at(slot, plane) + at * size for at in have))
+        if spots:
+            total = len(spots) * size
+            offset, copies = pages.extend(total), pages.reserve(total)
+            pages.map(copies.address, offset, total)
+            target, source = copies.tensor(torch.uint8).view(-1, size), self._addresses.tensor(torch.uint8)
+            for number, spot in enumerate(spots):
+                target[number] = source[spot - self.address :][:size]
+                if not pages.maps_over:
+                    pages.unmap(spot, size)
+                pages.map(spot, offset + number * size, size)
+            # with the last of the views
+            weakref.finalize(self._addresses, _drop, pages, list(spots), size, offset).atexit = False
+            self.region.places = None
+        self.loans = []
 
 
-def _drop(pages: Pages, spots: dict[int, int], offset: int) -> None:
-    for spot, size in () if pages.maps_over else spots.items():
+def _drop(pages: Pages, spots: list[int], size: int, offset: int) -> None:
+    for spot in () if pages.maps_over else spots:
         pages.unmap(spot, size)
-    pages.release(offset, sum(spots.values()))
+    pages.release(offset, len(spots) * size)

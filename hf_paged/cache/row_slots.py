@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .. import forks
 from ..step import StepMetadata
@@ -35,7 +34,8 @@ class Row:
         return 0 <= place < len(self.block_ids) and self.block_ids[place] == block_id
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Placement:
     slots: list[int]  # of each row of a step
     firsts: list[int]  # of each row the position in its slot, in tokens, of what the step counts as its first
 

@@ -148,7 +148,9 @@ class Model:
 
 def walk(model: Model, count: int) -> None:
     for number in range(count):
-        kinds = [model.append] * 6 + [model.read] * 4 + [model.lend, model.shuffle, model.fork, model.truncate, model.drop]
+        kinds = (
+            [model.append] * 6 + [model.read] * 4 + [model.lend, model.shuffle, model.fork, model.truncate, model.drop]
+        )
         kinds += [model.end] * (1 + len(model.rows) // 3) + [model.begin]
         model.random.choice(kinds)()
         if number % 25 == 0:

@@ -81,11 +81,14 @@ class BlockManager:
         self.num_withheld: Callable[[], int] = lambda: (
             0
         )  # blocks that `num_free` lacks while other models' pools are used
+        # gives up what groups without a used block hold, where a limit is in bytes; returns whether there was any
+        self.release_unused: Callable[[], bool] = lambda: False
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
         specs = enumerate(group.spec for group in groups)
         self._states = next((i for i, spec in specs if isinstance(spec, StateSpec) and not spec.is_empty), None)
+        self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)  # which no `truncate` takes back
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
@@ -108,9 +111,9 @@ class BlockManager:
         return self.prefix_caching and self._states is not None
 
     @property
-    def is_sized(self) -> bool:
-        """Whether `num_free` knows what blocks take: until then it may be too large."""
-        return all(group.is_sized for group in self.groups)
+    def num_unsized(self) -> int:
+        """Groups of which `num_free` does not know yet what blocks take, so that it may be too large."""
+        return sum(not group.is_sized for group in self.groups)
 
     @property
     def num_total(self) -> int:
@@ -167,9 +170,10 @@ class BlockManager:
         for group, table in zip(self.groups, tables) if skips else ():
             table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
-        taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
+        last = [table.last_block for table in tables]
+        taken = self._take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None and self._unname_state(blocks):
-            taken = self._take([table.num_needed(end - table.num_tokens) for table in tables])
+            taken = self._take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -223,15 +227,15 @@ class BlockManager:
             num_tokens = table.num_tokens if num_settled is None else min(table.num_tokens, num_settled)
             table.drop_before(group.spec.first_visible(num_tokens))
 
-    def _take(self, needs: Sequence[int]) -> list[list[int]] | None:
+    def _take(self, needs: Sequence[int], after: Sequence[int | None] | None = None) -> list[list[int]] | None:
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
         self.refusal = None
         if total and total > self.num_free:
             return None
         taken: list[list[int]] = []
         try:
-            for group, needed in zip(self.groups, needs):
-                taken.append(group.take(needed) if needed else [])
+            for group, needed, last in zip(self.groups, needs, after or [None] * len(needs)):
+                taken.append(group.take(needed, last) if needed else [])
         except OutOfBlocksError as error:
             self.refusal = OutOfBlocksError(str(error))  # without frames, which may hold what was half made
             for group, block_ids in zip(self.groups, taken):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from .virtual import MappedStorage
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
+MANY_RUNS = 16  # of blocks that a pool of pages has beyond those in use, for rows to begin in
 KEPT_STATES = 16  # snapshots of states that are not given up for a new one, where no budget says how many can be
 
 
@@ -84,6 +85,7 @@ class GroupMemory(BlockGroup):
         if self.holds_states:
             return StateStorage(self.pool)
         if isinstance(config.storage, VirtualStorage):
+            self.pool.run_length = 1 + config.storage.blocks_ahead
             return MappedStorage(self.block_size, self.spec, config.storage, self.pool)
         return Storage(self.block_size, self.spec, config.kv_dtype)
 
@@ -95,7 +97,8 @@ class GroupMemory(BlockGroup):
     @property
     def held_bytes(self) -> int:
         """Of the blocks that were ever in use."""
-        return self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
+        held = self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
+        return min(held, self.storage.physical_bytes) if self.pool.run_length > 1 else held
 
     @property
     def taken_bytes(self) -> int:
@@ -145,9 +148,16 @@ class GroupMemory(BlockGroup):
             missing -= pool.num_cached
             if missing <= 0:
                 return
+        affordable = memory.num_affordable(self)
         step = 0 if self.holds_states or not self.is_sized else min(GROWTH_STEP, pool.num_blocks)
+        if affordable < sys.maxsize and len(memory.groups) > 1:  # another group may need what this one could have
+            step = 0
+        if pool.run_length > 1 and self.storage.is_elastic and not has_budget:
+            step = MANY_RUNS * pool.run_length  # numbers alone: what is never written to takes no memory
         spare = self.storage.num_rows - pool.num_blocks
-        added, affordable = max(missing, step if missing > spare else min(step, spare)), memory.num_affordable(self)
+        added = max(missing, step if missing > spare else min(step, spare))
+        if num_blocks > pool.num_available + max(0, affordable) and memory.release_unused(self):
+            affordable = memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
         if num_blocks > pool.num_available + added:
@@ -244,8 +254,8 @@ def _over_budget(needed: int, block_size: int, free: int, total: int, option: st
 
 def _budget_text() -> str:
     return (
-        f"`hf_paged.budget` allows {budget.limit():,} bytes for all models, and those in use leave no more. Raise it, "
-        "end what other models run, or lower the batch size, the prompt length or `max_new_tokens`"
+        f"`hf_paged.budget` allows {budget.limit() or 0:,} bytes for all models, and those in use leave no more. Raise "
+        "it, end what other models run, or lower the batch size, the prompt length or `max_new_tokens`"
     )
 
 
@@ -291,8 +301,8 @@ class PagedMemory:
             if specs not in self.managers:
                 memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
                 groups = [self.group(spec) for spec in specs]
-                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
-                made.num_withheld = lambda: memory.num_withheld
+                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable(groups))
+                made.num_withheld, made.release_unused = lambda: memory.num_withheld, lambda: memory.release_unused()
                 self.managers[specs] = made
             return self.managers[specs]
 
@@ -316,17 +326,17 @@ class PagedMemory:
         """Blocks that no table holds and whose content is kept, over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
-    @property
-    def num_obtainable(self) -> int:
-        """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
+    def num_obtainable(self, groups: Sequence[GroupMemory]) -> int:
+        """Blocks that these groups may still take, cached ones included; `sys.maxsize` without a budget. Where a limit
+        is in bytes and the groups' blocks differ in theirs, as many as there could be of the smallest."""
         limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
-        if self.config.memory_fraction is None and budget.limit(self) is None:
+        sizes = [group.block_bytes for group in groups if group.block_bytes]
+        total = self._most_bytes() if sizes else None
+        if total is None:
             return limit
-        groups = self.groups.values()
-        affordable = min((self.num_affordable(group) for group in groups if group.block_bytes), default=sys.maxsize)
-        if affordable == sys.maxsize:
-            return limit
-        return min(limit, max(0, affordable) + sum(group.pool.num_available for group in groups))
+        used = sum(group.pool.num_used * group.block_bytes for group in self.groups.values())
+        held = sum(group.pool.num_available for group in groups)  # a budget may have become less than that
+        return min(limit, max(held, (total - used) // min(sizes)))
 
     @property
     def num_withheld(self) -> int:
@@ -349,20 +359,45 @@ class PagedMemory:
                 return
             excess -= group.pool.evict(excess)
 
-    def num_affordable(self, group: GroupMemory) -> int:
-        """Blocks that `memory_fraction` and `hf_paged.budget` allow `group` beyond those it has."""
-        most = budget.share(self)
-        if (self.config.memory_fraction is None and most is None) or not (block_bytes := group.block_bytes):
-            return sys.maxsize
-        taken = self.taken_bytes
-        if self.config.memory_fraction is not None and self._limit_bytes is None:
+    def _most_bytes(self) -> int | None:
+        """What `memory_fraction` and `hf_paged.budget` let this hold; `None` without both."""
+        most, fraction = budget.share(self), self.config.memory_fraction
+        if fraction is not None and self._limit_bytes is None:
             layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
             device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + taken))
-        left = (min(x for x in (most, self._limit_bytes) if x is not None) - taken) // block_bytes
+            self._limit_bytes = int(fraction * (free_bytes(device) + self.taken_bytes))
+        return min((limit for limit in (most, self._limit_bytes) if limit is not None), default=None)
+
+    def num_affordable(self, group: GroupMemory) -> int:
+        """Blocks that `memory_fraction` and `hf_paged.budget` allow `group` beyond those it has."""
+        block_bytes = group.block_bytes
+        total = self._most_bytes() if block_bytes else None
+        if total is None:
+            return sys.maxsize
+        left = (total - self.taken_bytes) // block_bytes
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
+
+    def release_unused(self, but: GroupMemory | None = None) -> bool:
+        """Gives up the memory of the groups in which no table holds a block; returns whether there were any. Under a
+        limit in bytes it is then another's to take, such as that of `but`."""
+        if self.config.memory_fraction is None and budget.limit(self) is None:
+            return False
+        unused = [group for group in self.groups.values() if group is not but and not group.pool.num_used]
+        unused = [group for group in unused if group.taken_bytes]
+        if not unused:
+            return False
+        self._released_peak_bytes = self._peak_bytes
+        for group in unused:
+            group.release()
+        self._forget_graphs()
+        budget.note(self)
+        return True
+
+    def _forget_graphs(self) -> None:
+        for graphs in self.graphs.values():
+            graphs.clear()
 
     @property
     def _held_bytes(self) -> int:
@@ -394,8 +429,7 @@ class PagedMemory:
             self._released_peak_bytes, self._limit_bytes = self._peak_bytes, None
             for group in self.groups.values():
                 group.release()
-            for graphs in self.graphs.values():
-                graphs.clear()
+            self._forget_graphs()
             budget.note(self)
         trim()
         return True

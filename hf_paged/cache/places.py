@@ -140,7 +140,7 @@ class Places:
         return self.address + ((part * self.num_slots + slot) * self.heads + head) * self.row_bytes
 
     def follow(self, slot: int, row: Row, ahead: int, keeps: bool) -> None:
-        """Maps what the books say of a slot. Raises `MemoryError`."""
+        """Maps what is to be in a slot, and `ahead` blocks behind it. Raises `MemoryError`."""
         have, want = self.mapped[slot], row.block_ids
         if self.owners[slot] != row.owner and not keeps:
             self._unmap(slot, 0, len(have))
@@ -159,10 +159,25 @@ class Places:
                 runs.append([position, block_id, 1])
         for position, block_id, count in runs:
             if ahead and position + count == row.first + len(want):
-                room = self.max_len // self.region.planes.block_size - position
-                count = min(count + ahead, room, self.region.num_mapped - block_id)
+                count += min(ahead, self._room(position + count, block_id + count))
             self._map(slot, position, block_id, count)
         self.versions[slot], self.owners[slot] = row.version, row.owner
+
+    def _room(self, position: int, block_id: int) -> int:
+        """How many blocks from this one on there are, and can be mapped from that position on."""
+        positions = self.max_len // self.region.planes.block_size
+        return max(0, min(positions - position, self.region.num_mapped - block_id))
+
+    def map_ahead(self, slot: int, row: Row, ahead: int) -> None:
+        """Maps `ahead` blocks behind those of a row, as far as they are not. Raises `MemoryError`."""
+        if self.versions[slot] != row.version or not row.block_ids:
+            return
+        position, block_id = row.first + len(row.block_ids), row.block_ids[-1] + 1
+        have = self.mapped[slot][position : position + ahead]
+        same = next((i for i, found in enumerate(have) if found != block_id + i), len(have))
+        count = min(ahead - same, self._room(position + same, block_id + same))
+        if count > 0:
+            self._map(slot, position + same, block_id + same, count)
 
     def _map(self, slot: int, position: int, block_id: int, count: int) -> None:
         region, size, have = self.region, self.region.planes.block_bytes, self.mapped[slot]

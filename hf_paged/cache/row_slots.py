@@ -1,4 +1,4 @@
-"""Which row is in which slot of a layer's addresses, the same in all layers. Plain Python."""
+"""Which row is in which slot of a layer's addresses, the same in all layers. No tensors are read or written."""
 
 from __future__ import annotations
 

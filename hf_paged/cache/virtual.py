@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..config import MAX_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
+from . import background
 from .block_pool import BlockPool
 from .copies import copy_portable
 from .groups import GroupSpec
@@ -96,8 +97,19 @@ class LayerRows:
                 places.settle()
             if not fits or region.places is None:
                 region.places, stale = Places(region, slots.num_slots, slots.max_len), placement.slots
+            config, ahead = self.config, 0 if self.config.background else self.config.blocks_ahead
             for slot in stale:
-                region.places.follow(slot, slots.rows[slot], self.config.blocks_ahead, self.config.keep_mappings)
+                region.places.follow(slot, slots.rows[slot], ahead, config.keep_mappings)
+            if config.background:
+                background.submit(self, stale)
+
+    def map_ahead(self, some: Sequence[int]) -> None:
+        """What the next steps of rows in these slots will need, while this one computes."""
+        for region in self.regions:
+            for slot in some:
+                with self.slots.lock:
+                    if region.places is not None and slot < region.places.num_slots and not self.slots.is_full:
+                        region.places.map_ahead(slot, self.slots.rows[slot], self.config.blocks_ahead)
 
     def views(self) -> tuple[Tensor, Tensor]:
         """Keys and values `(slots, heads, max_len, dim)`; what is not placed there must not be read."""

@@ -247,8 +247,8 @@ class BatchCall:
             return "one row that draws, or streams several tokens at a time, as transformers' own loop does"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return "scores are kept"
-        if self.layout.unsupported_reason is not None or self.has_inputs:
-            return self.layout.unsupported_reason or "prompts are more than token ids"
+        if self.layout.reason_against_drafts is not None or self.has_inputs:
+            return self.layout.reason_against_drafts or "prompts are more than token ids"
         if find_length_rope(self.call.model, self.call.model.modules()) is not None:
             return "rotary factors depend on a row's length"
         if num_rows > 1 and not SampleDecoding(self.inputs, self.streamer).can_split:
@@ -406,7 +406,7 @@ class BatchCall:
         """Rows that propose tokens advance by themselves. By n-grams they do where that changes no draw."""
         decoding, is_alone = generation.decoding, len(generation.rows) == 1
         assistance = self.assistance
-        if assistance is None and self._config.speculation == "ngram" and self.layout.unsupported_reason is None:
+        if assistance is None and self._config.speculation == "ngram" and self.layout.reason_against_drafts is None:
             can_speculate = isinstance(decoding, SampleDecoding) and not self.has_inputs
             if can_speculate and (is_alone or (generation.can_split and not decoding.do_sample)):
                 assistance = Assistance(ngrams=True)
@@ -440,8 +440,7 @@ class BatchCall:
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats, prompts = self.inputs, self.call.repeats, self.prompts if self.has_inputs else None
-        own = None, self._config.cache_salt, self._config.batch_invariant
-        namespace = own if keeps_prefixes else UNCACHED
+        namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as a request of an engine
         keys = None
         if keeps_prefixes and self.has_inputs and self.can_reuse and self.prompts is not None:
             keys = self.prompts.keys(self.call.model.config)

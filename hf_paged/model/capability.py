@@ -73,6 +73,11 @@ class Layout(NamedTuple):
     replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
 
     @property
+    def reason_against_drafts(self) -> str | None:
+        """Why a row cannot compute several tokens at a time, and go back."""
+        return None if self.side_by_side and self.continues else self.unsupported_reason
+
+    @property
     def reason(self) -> str:
         """What a [`Route`] says of it."""
         if self.unsupported_reason is None:
@@ -322,9 +327,8 @@ def _chance(module: nn.Module) -> str | None:
 # a router may then choose another expert for a token or two: so there it is enough that half of the tokens are close.
 TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-_CONFIG = PagedConfig(
-    block_size=8, kv_dtype=None, storage="blocks"
-)  # of a memory of its own: the model's may be bounded and full
+# of a memory of its own: the model's may be bounded and full
+_CONFIG = PagedConfig(block_size=8, kv_dtype=None, storage="blocks")
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND = 8, 9  # tokens of the first two's prompts
 _CHUNK, _THIRD = 18, 13  # of the third's first chunk, more than a decode has; and of its prompt where there are none

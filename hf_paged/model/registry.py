@@ -80,20 +80,22 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, storage, dtypes or device are others than before. It
-    is in use from here on (`idle.end_use`). Raises `ValueError` for a storage that the device has not."""
+    """The memory of `model`, made again when block size, budget, storage, dtypes, device or the order of sums are
+    others than before. It is in use from here on (`idle.end_use`). Raises `ValueError` for a storage that the device
+    has not."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
-    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.storage)
-    key = (budget, model.dtype, autocast_dtype(device), device)
+    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
+    key = (budget, config.storage, model.dtype, autocast_dtype(device), device)
     with _lock:
-        known, memory = _memories.get(model, (None, None))
-        if memory is None or known != key:
-            memory = PagedMemory(config)
-            _memories[model] = key, memory
+        known, before = _memories.get(model, (None, None))
+        memory = PagedMemory(config) if before is None or known != key else before
+        _memories[model] = key, memory
         memory.config = config
         begin_use(memory)
-        return memory
+    if before is not None and before is not memory:
+        before.give_up_cached()
+    return memory
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:

@@ -26,7 +26,7 @@ from transformers import (
 
 import hf_paged
 from hf_paged import PagedCache, PagedEngine, VirtualStorage
-from hf_paged.cache import pages, virtual
+from hf_paged.cache import background, pages, virtual
 from hf_paged.model import registry
 from tests.support.models import VOCAB_SIZE, init_weights
 from tests.test_forks import holds_in_child
@@ -102,6 +102,51 @@ def test_code_of_a_models_own_reads_rows_in_place(built: dict[str, PreTrainedMod
     cache = PagedCache(model.config, {"storage": "virtual"})
     model.generate(ids, past_key_values=cache, max_new_tokens=70, do_sample=False)
     assert cache.counters.in_place > 0 and cache.counters.gathered == 0
+
+
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "nothing kept": {"keep_mappings": False},
+    "ahead": {"blocks_ahead": 3},
+    "in the background": {"blocks_ahead": 2, "background": True},
+    "larger groups": {"page_bytes": 1 << 14},
+}
+
+
+@pytest.mark.parametrize("options", MECHANISMS.values(), ids=MECHANISMS)
+def test_each_mechanism_gives_the_same_tokens(
+    built: dict[str, PreTrainedModel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
+    for name in ("llama", "gpt_neo"):
+        model = copy.deepcopy(built[name])
+        for rows in (3, 5):
+            ids = prompts(rows, 90, seed=rows)
+            expected = model.generate(ids, max_new_tokens=150, do_sample=False)
+            found = model.generate(ids, max_new_tokens=150, do_sample=False, **virtual_call(**options))
+            assert torch.equal(found, expected)
+    end = time.monotonic() + 5
+    while (thread := background._thread) is not None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert thread is None, "the thread ends once it has nothing to do"
+
+
+def num_mappings(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
+    """Calls of `mmap` in the decode steps of a second call that are alike."""
+    calls: list[int] = []
+    own = pages.MemoryFile.map
+    ids = prompts(4, 64)
+    model.generate(ids, max_new_tokens=2, do_sample=False, **virtual_call(**options))
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.MemoryFile, "map", lambda self, *args: (calls.append(1), own(self, *args))[1])
+        model.generate(ids, max_new_tokens=300, do_sample=False, **virtual_call(**options))
+    return len(calls)
+
+
+def test_mapping_ahead_takes_fewer_calls(built: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
+    counts = [num_mappings(copy.deepcopy(built["llama"]), monkeypatch, blocks_ahead=n) for n in (0, 7)]
+    assert 0 < counts[1] < 0.5 * counts[0], counts
 
 
 def test_a_row_that_is_padded_to_a_page_is_read_in_place(built: dict[str, PreTrainedModel]) -> None:

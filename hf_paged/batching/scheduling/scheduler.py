@@ -162,6 +162,7 @@ class Scheduler:
         left = self._continue_running()
         if not plan.preempted:
             self._admit(left)
+        is_released = False
         while not plan.items and self.first_waiting is not None:
             # every running request waits for a token that depends on one that does not run
             self._admit(self.max_num_batched_tokens, any_rows=True)
@@ -171,6 +172,9 @@ class Scheduler:
             if victim is None:
                 if plan.preempted:  # the next step starts with the blocks that this one took back
                     break
+                if not is_released and self.blocks.release_unused():
+                    is_released = True
+                    continue
                 raise self._out_of_blocks(self.first_waiting) from self.blocks.refusal
             self._preempt(victim)
         return plan
@@ -227,19 +231,29 @@ class Scheduler:
         count = len(sequence.draft)
         if count:
             self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
+            before = self.blocks.fork(blocks) if self.blocks.has_states else NO_BLOCKS
             if self.blocks.append(blocks, 1 + count):
-                sequence.num_computed_tokens = num_tokens
+                sequence.num_computed_tokens, sequence.before_draft = num_tokens, before
                 self._plan.decodes.append((sequence, 1 + count))
                 return count
+            self.blocks.free(before)
         sequence.draft = []
         return 0
 
     def settle_draft(self, sequence: Sequence, num_accepted: int = 0) -> None:
-        """Forgets the K and V of a draft but for its first `num_accepted` tokens, which are the sequence's own now."""
-        if sequence.draft:
+        """Forgets the K and V of a draft but for its first `num_accepted` tokens, which are the sequence's own now. A
+        state cannot forget: unless all were accepted, all that the step computed is computed again."""
+        if not sequence.draft:
+            return
+        before, sequence.before_draft = sequence.before_draft, NO_BLOCKS
+        if before is NO_BLOCKS or num_accepted == len(sequence.draft):
             sequence.num_computed_tokens += num_accepted
             self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
-            sequence.draft = []
+        else:
+            before, sequence.blocks = sequence.blocks, before
+            sequence.num_computed_tokens = sequence.blocks.tables[0].num_tokens
+        self.blocks.free(before)
+        sequence.draft = []
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this
@@ -253,6 +267,9 @@ class Scheduler:
             query_len = min(limit, query_len)
         elif limit < query_len and not self._shares_forward(request):
             return 0
+        if request.num_tokens_alone >= 0 and self._chunks and self.blocks.has_windows:
+            # a chunk's blocks that leave the window are those of its layers alone, where a limit is in bytes
+            query_len = min(query_len, self.blocks.block_size)
         if sequence.blocks.stops:
             done = sequence.num_computed_tokens
             query_len = min([query_len, *(stop - done for stop in sequence.blocks.stops if stop > done)])
@@ -282,6 +299,8 @@ class Scheduler:
                         if request.num_tokens_alone == num_tokens:  # it would come as far as this again
                             raise self._out_of_blocks(request) from self.blocks.refusal
                         request.num_tokens_alone = num_tokens
+                        if self.blocks.release_unused() and self.blocks.has_windows:
+                            request.namespace = UNCACHED  # window blocks that it named would keep their bytes
                 return 0
         sequence.num_computed_tokens += query_len
         if request.num_shared_tokens:  # where the rows part, this one is looked at before it goes on
@@ -429,8 +448,9 @@ class Scheduler:
         for sequence, query_len in plan.items:
             if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
                 sequence.num_computed_tokens -= query_len - len(sequence.draft)
-                sequence.draft = []
                 self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
+                self.blocks.free(sequence.before_draft)
+                sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The sequence needs nothing any more; its request ends with the last of them."""

@@ -235,12 +235,15 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
-@pytest.mark.parametrize("forward", [2, 5, 12])
+@pytest.mark.parametrize("forward", [11, 13])  # nine check, with this layer, that there may be one
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
-    """A step with three adapters is three forwards; one that fails undoes the step of all."""
+    """A step with three adapters is one forward; where it fails, the step of all is undone."""
     model, texts = lora_model(), prompts(20, 11)
     before = peft_state(model)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        engine.generate(
+            [texts[0]] * 3, {**GREEDY, "max_new_tokens": 2}, adapter=list(ADAPTERS)
+        )  # that is checked first
         results: dict[str, Any] = {}
         for attempt in range(2):
             for i, prompt in enumerate(texts):

@@ -106,8 +106,8 @@ def check_names(request_id: Any, adapter: Any) -> None:
         hash(request_id)
     except TypeError:
         raise ValueError(f"`request_id` is {shown(request_id)}: it must be hashable, a string for instance") from None
-    if adapter is not None and not isinstance(adapter, str):
-        raise ValueError(f"`adapter` is {shown(adapter)}: it must be None or the name of an adapter, a string")
+    if adapter is not None and not isinstance(adapter, (str, os.PathLike)):
+        raise ValueError(f"`adapter` is {shown(adapter)}: it must be None or an adapter's name or folder")
 
 
 def check_logprobs(options: RequestOptions) -> int:

@@ -20,6 +20,7 @@ from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
 from .arguments import Prompt, RequestOptions, check_generates, check_tokenizer, prompt_ids, split_inputs
 from .engine_core import EngineCore
+from .execution.adapter_files import adapter_namespace, resolve_adapter
 from .execution.adapters import base_model
 from .execution.executor import Window
 from .results import EngineStats, RequestOutput, RequestResult
@@ -142,7 +143,10 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             priority (`int`, within 2**31): Lower runs earlier; waiting makes up for any difference in the end.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this request's rows.
             streamer (*optional*): As in `generate`; gets the prompt at once. It is ended however the request ends.
-            adapter (`str`, *optional*): The PEFT adapter to run with, `"__base__"` for none; else the active one.
+            adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of one of the model's,
+                `"__base__"` for none, or a folder with a LoRA adapter, whose weights are loaded when they are needed
+                and take the place of blocks of the pool; else the active one. Rows with different LoRA adapters share
+                forwards.
             seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after `torch.manual_seed(seed)`.
             return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model and under the
                 distribution that they were chosen from ([`SequenceResult`]).
@@ -408,7 +412,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             (result,) = self.generate([ids], one, adapter=adapter, cache_salt=cache_salt)
             if result.error is not None:
                 raise result.error
-            return save(self._core, ids, (adapter, cache_salt or self.config.cache_salt), target)
+            own = adapter_namespace(resolve_adapter(self.model, adapter))
+            return save(self._core, ids, (own, cache_salt or self.config.cache_salt), target)
 
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
         """

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -50,6 +51,7 @@ MAX_UNREAD = 1 << 14  # outputs without a result, some megabytes
 _OF_LOOPS = (
     *("num_generated_tokens", "num_preemptions", "num_steps", "seconds"),
     *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
+    *("num_adapter_hits", "num_adapter_loads", "num_adapter_evictions"),
 )
 _COUNTS = (*_OF_LOOPS, "num_swaps", "num_captured_steps", "num_finished", "num_prompt_tokens", "num_prefix_hit_tokens")
 
@@ -109,6 +111,8 @@ class EngineCore:
             with self.lock:
                 name, salt = options.request_id, options.cache_salt
                 check_names(name, options.adapter)
+                if options.adapter is not None:
+                    options = dataclasses.replace(options, adapter=os.fspath(options.adapter))
                 check_assistant(options.assistant_model)
                 self._check_fits_unfinished()
                 if name in self.requests:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
+from ..cache.adapter_pages import AdapterPages
 from ..cache.block_manager import BlockManager
 from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
@@ -26,9 +27,11 @@ from ..model.forwards import compute_device
 from ..model.weights import WeightsGuard
 from .decoding.speculation import Assistance
 from .execution.assistant import Assistant, assistant_cache
-from .execution.executor import Executor, Runner
+from .execution.executor import Executor
+from .execution.mixing import Adapters
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
+from .execution.runner import Runner
 from .loop import StepLoop
 from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
@@ -89,6 +92,8 @@ def make_loop(
     speculator = Speculator(model, make_assistant)
     scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
+    scheduler.adapters = AdapterPages(blocks)
+    executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")
     return StepLoop(executor, memory, blocks, scheduler, speculator)

@@ -26,7 +26,8 @@ from .decoding.grammar import GrammarProcessor
 from .decoding.prepare import LoopCall, request_decoding
 from .decoding.scores import PromptLogprobs
 from .decoding.speculation import Assistance, Speculation
-from .execution.adapters import check_adapter, use_adapter
+from .execution.adapter_files import AdapterFile, adapter_namespace, resolve_adapter
+from .execution.adapters import use_adapter
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings
@@ -119,12 +120,16 @@ class RequestState(Generation):
         options: RequestOptions,
         outbox: deque[RequestOutput] | list[RequestOutput],
     ) -> None:
-        if options.adapter is not None:
-            check_adapter(model, options.adapter)
+        adapter = resolve_adapter(model, options.adapter)
         check_cache_salt(options.cache_salt)
         priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
         prompt, inputs = split_inputs(prompt, options.inputs)
         options = replace(options, inputs=inputs)
+        if isinstance(adapter, AdapterFile) and (inputs is not None or model.config.is_encoder_decoder):
+            raise ValueError(
+                f"`adapter` {adapter.path!r} is loaded on demand, which serves prompts of token ids alone: load it "
+                "with PEFT's `model.load_adapter(folder, name)`, and pass the name"
+            )
         self.prompt_ids = [] if prompt is None and inputs is not None else prompt_ids(prompt, tokenizer)
         prepare = functools.partial(request_decoding, model, self.prompt_ids, generation_config, options, tokenizer)
         decoding, call = prepare()
@@ -133,12 +138,14 @@ class RequestState(Generation):
                 processor.set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
         self._start = decoding.length  # tokens of the prompt, the decoder's where the model has an encoder
-        tokens, namespace = decoding.input_ids[0].tolist(), (options.adapter, options.cache_salt)
+        tokens, namespace = decoding.input_ids[0].tolist(), (adapter_namespace(adapter), options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
         num_unseen = 0 if prompts is None else prompts.length - len(tokens)  # embeddings
         sequences = [Sequence([0] * num_unseen + tokens)]
         size = decoding.max_length + num_unseen, decoding.num_rows
-        self.request = Request(options.request_id, sequences, *size, priority, namespace, options.adapter)
+        self.request = Request(options.request_id, sequences, *size, priority, namespace, adapter)
+        if isinstance(adapter, AdapterFile):
+            self.request.adapter_bytes = adapter.num_bytes
         if options.prompt_logprobs:
             self.request.prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
             self.request.namespace = UNCACHED  # all of it is computed

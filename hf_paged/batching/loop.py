@@ -16,8 +16,9 @@ from ..cache.memory import PagedMemory
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
-from .execution.executor import Executor, Window, rows_of_logits
+from .execution.executor import Executor, Window
 from .execution.prompts import Prompts, PromptsError
+from .execution.runner import rows_of_logits
 from .generation import Generation
 from .request import Request, Sequence
 from .scheduling.scheduler import NeverFits, Scheduler, StepPlan
@@ -54,6 +55,18 @@ class StepLoop:
         self._rows: dict[Request, list[tuple[Generation, int]]] = {}  # of unfinished requests: what each sequence is
         self._split: list[Generation] = []  # that may have their logits already
         self._idle_steps = self._fruitless_steps = 0
+
+    @property
+    def num_adapter_hits(self) -> int:
+        return 0 if self.scheduler.adapters is None else self.scheduler.adapters.num_hits
+
+    @property
+    def num_adapter_loads(self) -> int:
+        return 0 if self.executor.adapters is None else self.executor.adapters.store.num_loads
+
+    @property
+    def num_adapter_evictions(self) -> int:
+        return 0 if self.scheduler.adapters is None else self.scheduler.adapters.num_evictions
 
     @property
     def num_drafts(self) -> int:
@@ -218,6 +231,7 @@ class StepLoop:
             try:
                 self.executor.notice_model()  # a hit may have been looked into
                 self._loosen(batch.preempted)
+                self.executor.prefetch(self.scheduler.next_adapters())
                 logits = self._run(batch, untold, isolates) if batch.items else None
             except BaseException:
                 self.undo_step()

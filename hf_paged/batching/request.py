@@ -79,7 +79,8 @@ class Request:
     num_rows: int = 1  # sequences that it will have after forking
     priority: int = 0  # lower runs earlier
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
-    adapter: str | None = None  # the PEFT adapter that its forwards run with
+    adapter: Hashable = None  # what its forwards run with: an adapter of the model's, by name, or an `AdapterFile`
+    adapter_bytes: int = 0  # of weights that need a place in the pool while it runs
     # the call's `Prompts`, which are the runner's, and which row of them it is, where a prompt is more than its token
     # ids: it is computed as a whole, by the model's own forward
     inputs: tuple[Any, int] | None = None

@@ -161,11 +161,14 @@ class EngineStats:
         num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
         num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the engine was made.
-        num_captured_steps (`int`): Forwards that were replays of a graph; one with requests of several adapters counts
-            for each.
+        num_captured_steps (`int`): Forwards that were replays of a graph; a step with adapters that need forwards of
+            their own has several.
         num_drafts, num_draft_tokens, num_accepted_tokens (`int`): How often candidates were verified behind the last
             token of a row, how many, and those of them that became tokens (`PagedConfig.speculation`,
             `assistant_model`), since the engine was made.
+        num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): Of adapters in folders, since the engine was
+            made: requests that were admitted while theirs had a place in the pool already, loads from files, and how
+            often one lost its place.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
         first_token_seconds, output_token_seconds ([`Histogram`]): Of the requests that ended since the engine was made:
@@ -200,6 +203,9 @@ class EngineStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_adapter_hits: int = 0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
     route: Route | None = None
     kv_dtype: str | None = None
     budget_bytes: int | None = None

@@ -135,7 +135,7 @@ class BlockManager:
             return False
         if len(self.groups) == 1:
             return True
-        taken = self._take(needs)  # no count tells what one group can have while the others take theirs
+        taken = self.take(needs)  # no count tells what one group can have while the others take theirs
         if taken is None:
             return False
         for group, block_ids in zip(self.groups, taken):
@@ -171,9 +171,9 @@ class BlockManager:
             table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
         last = [table.last_block for table in tables]
-        taken = self._take([table.num_needed(end - table.num_tokens) for table in tables], last)
+        taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None and self._unname_state(blocks):
-            taken = self._take([table.num_needed(end - table.num_tokens) for table in tables], last)
+            taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -227,7 +227,9 @@ class BlockManager:
             num_tokens = table.num_tokens if num_settled is None else min(table.num_tokens, num_settled)
             table.drop_before(group.spec.first_visible(num_tokens))
 
-    def _take(self, needs: Sequence[int], after: Sequence[int | None] | None = None) -> list[list[int]] | None:
+    def take(self, needs: Sequence[int], after: Sequence[int | None] | None = None) -> list[list[int]] | None:
+        """`needs[i]` new blocks of each group, with refcount 1; `None`, with none taken, if they cannot be had. `after`:
+        block ids that they are best next to."""
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
         self.refusal = None
         if total and total > self.num_free:
@@ -356,7 +358,7 @@ class BlockManager:
         ]
         for group, block_ids in zip(self.groups, held):  # what makes room must not take these
             group.pool.acquire(block_ids)
-        taken = self._take([len(numbers) for numbers in contents])
+        taken = self.take([len(numbers) for numbers in contents])
         try:
             if taken is None:
                 return False

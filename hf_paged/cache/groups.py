@@ -89,6 +89,11 @@ class BlockGroup:
         self.pool, self.spec = pool, spec
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers; 0 while that is not known."""
+        return 0
+
+    @property
     def is_sized(self) -> bool:
         """Whether what a block takes is known, where a limit in bytes asks for it."""
         return True

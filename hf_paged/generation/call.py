@@ -26,6 +26,7 @@ from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import capturing
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.speculation import Assistance
+from ..batching.execution.adapters import adapter_names, without_adapter_names
 from ..batching.execution.prompts import CACHE_NAMES, Prompts, is_unset, prompts_of, unshared
 from ..batching.factory import (
     UNLIMITED,
@@ -178,13 +179,19 @@ prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default
 def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
     """The call of a `GenerationMixin` method, by name, as the engine takes it; `None`, noting why, if it does not.
     Raises `ValueError` where `batch_invariant` is asked for, which only the engine has."""
-    batch = _batch_of(call, method, arguments)
+    with contextlib.ExitStack() as stack:
+        names = adapter_names(call.model)
+        if names is not None:  # PEFT's layers would be told of them, as if the rows of the call were those of a forward
+            stack.enter_context(without_adapter_names(call.model))
+        batch = _batch_of(call, method, arguments, names)
+        if batch is not None:
+            call.stack.push(stack.pop_all())
     if batch is None and PagedConfig.coerce(arguments["generation_config"].cache_config).batch_invariant:
         raise not_invariant(call.model, call.reason)
     return batch
 
 
-def _batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
+def _batch_of(call: Call, method: str, arguments: dict[str, Any], adapters: list[str] | None) -> BatchCall | None:
     given = arguments.get("model_kwargs", {})
     cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
     uses_engine = method in (compat.SAMPLE, compat.BEAM_SEARCH, compat.ASSISTED_DECODING) and call.reads_in_place
@@ -197,6 +204,7 @@ def _batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall |
     names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
     inputs = LoopInputs(*(arguments[name] for name in names))
     batch = BatchCall(call, own, method == compat.BEAM_SEARCH, inputs, given, arguments.get("streamer"))
+    batch.adapters = adapters
     if method == compat.ASSISTED_DECODING:
         model, tokenizer = arguments.get("assistant_model"), arguments.get("tokenizer")
         batch.assistance = Assistance(model, tokenizer, arguments.get("assistant_tokenizer"))
@@ -225,6 +233,7 @@ class BatchCall:
     can_reuse: bool = True  # whether prompts may begin with cached prefixes
     prompts: Prompts | None = None  # with what they are more than these, once that is looked for
     assistance: Assistance | None = None  # of a call that transformers' `_assisted_decoding` was to serve
+    adapters: list[str] | None = None  # of the rows, or of the prompts, where each has its own
 
     def _find_prompts(self) -> Prompts | None:
         """Each prompt once; `None` where rows were repeated by a method of the model's own."""
@@ -237,6 +246,11 @@ class BatchCall:
     def reasons_against(self) -> Iterator[str]:
         """Why the engine cannot serve the call: the first counts. Without any, `paddings` and `layout` are known."""
         yield from self._reasons_against_batch()
+        if self.adapters is not None:
+            if self.layout.unsupported_reason is not None or self.has_inputs:
+                yield "rows with adapters of their own are packed, or PEFT's"
+            if len(self.adapters) not in (len(self.paddings), len(self.paddings) // self.call.repeats):
+                yield "there is not one of `adapter_names` for each prompt"
         if self.assistance is not None and (reason := self._reason_against_drafts()) is not None:
             yield reason
 
@@ -440,7 +454,6 @@ class BatchCall:
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats, prompts = self.inputs, self.call.repeats, self.prompts if self.has_inputs else None
-        namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as a request of an engine
         keys = None
         if keeps_prefixes and self.has_inputs and self.can_reuse and self.prompts is not None:
             keys = self.prompts.keys(self.call.model.config)
@@ -448,11 +461,21 @@ class BatchCall:
         for row in range(0, len(self.paddings), repeats):
             tokens = self._tokens(inputs.input_ids, row)
             max_num_tokens = decoding.max_length + self.num_unseen - self.paddings[row]
+            adapter = self._adapter(row)
+            namespace = (adapter, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as a request of an engine
             request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
+            request.adapter = adapter
             if prompts is not None:
                 prompts.give(request, row // repeats, keys)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
+
+    def _adapter(self, row: int) -> str | None:
+        """PEFT repeats the names where a call's own arguments ask for beams."""
+        names = self.adapters
+        if names is None:
+            return None
+        return names[row if len(names) == len(self.paddings) else row // self.call.repeats]
 
     def _result(self, generation: Generation, loop: StepLoop) -> Any:
         decoding, parts = generation.decoding, generation.parts
@@ -472,7 +495,7 @@ class BatchCall:
             sequences.append(sequence)
         while late := [each for each in sequences if each.num_computed_tokens < each.num_tokens - 1]:
             with loop.executor.lock, loop.executor.attention():
-                loop.executor.run_with(None, _schedule(loop, late))
+                loop.executor.run_by_adapter(_schedule(loop, late))
         cache = empty_cache(self.call.model, loop.memory)
         with loop.memory.lock:
             cache.take(

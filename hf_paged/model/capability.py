@@ -130,6 +130,15 @@ def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: M
     return found if isinstance(found, str) else None
 
 
+def reason_against_mixing(
+    model: PreTrainedModel, cache: PagedCache, make: MakeRunner, modules: tuple[str, ...]
+) -> str | None:
+    """Why rows with different adapters of these modules cannot be in one forward of a model whose layout is packed;
+    `make` gives runners of three rows with different ones."""
+    found = _find(mixing_check, "packed", model, cache, make, kind=modules)
+    return found if isinstance(found, str) else None
+
+
 def check_prompts(
     model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> PromptsVerdict:
@@ -389,6 +398,18 @@ def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner
     if not torch.equal(together, alone) or not torch.equal(at_once, first[2:]):
         return "some of what its forward computes is not done row by row"
     return None
+
+
+def mixing_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
+    """Why rows in a step have other logits than alone, if they do. Raises what `self_check` does."""
+    with _forwards(model):
+        rows = _test_tokens(model)
+    prompts = (_FIRST, _SECOND, _LENGTH)
+    alone = (((0, _FIRST),), ((0, 1),), ((0, 1),)), (((1, _SECOND),), ((1, 1),)), (((2, _LENGTH),),)
+    together = _step_logits(model, make, Layout(), rows, (prompts, _PACKED_STEPS))
+    first, second, third = (_step_logits(model, make, Layout(), rows, (prompts, steps)) for steps in alone)
+    expected = torch.stack([first[0], second[0], first[1], second[1], first[2], third[0]])
+    return _difference({model.dtype}, cache, expected, together, "logits", "with several adapters in a forward")
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
@@ -719,6 +740,8 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
         wrap_expansions(model.modules())
         manager, runner = make(model, _scratch(model), layout)
         sequences = [_sequence(manager, prompt) for prompt in prompts]
+        for number, sequence in enumerate(sequences):
+            sequence.request.row = number
         with held(), use_paged_attention(switchable_configs(model.modules())), let_in():
             for step in steps:
                 for row, query_len in step:

@@ -343,20 +343,26 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
 
 
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs) -> None:
+    """Alone, and beside others: for every order of them and number of rows one of its own."""
     pytest.importorskip("peft")
     from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
 
     model = lora_model()
     prompt, options = prompts(12)[0], {**GREEDY, "max_new_tokens": 16}
+    jobs = [(prompt, {"generation_config": options, "adapter": adapter}) for adapter in (*ADAPTERS, "first")]
     with PagedEngine(model, CONFIG) as engine:
         graphs.addresses = addresses_of(model, lambda: engine.memory)
-        for _ in range(2):
-            jobs = [(prompt, {"generation_config": options, "adapter": adapter}) for adapter in (*ADAPTERS, "first")]
-            for adapter, result in zip((*ADAPTERS, "first"), results(engine, jobs)):
-                assert_same_as_lone(lone_with(model, adapter, prompt, options), result, options, adapter)
+        for _ in range(4):
+            for batch in (*([job] for job in jobs[:3]), jobs):
+                for (_, job), result in zip(batch, results(engine, batch)):
+                    expected = lone_with(model, job["adapter"], prompt, options)
+                    assert_same_as_lone(expected, result, options, job["adapter"])
             count = len(graphs.graphs)
-        assert {key.variant[0] for key in keys(engine)} == set(ADAPTERS)  # type: ignore[index]
-        assert engine.stats().num_captured_steps == graphs.num_replays > engine.stats().num_steps
+        found: Any = [key.variant[0] for key in keys(engine)]  # type: ignore[index]
+        assert set(ADAPTERS) == {variant for variant in found if isinstance(variant, str)}
+        ranges = next(variant for variant in found if not isinstance(variant, str))
+        assert [bounds for _, *bounds in ranges] == [[0, 2], [2, 3], [3, 4]], "rows of one adapter beside each other"
+        assert engine.stats().num_captured_steps == graphs.num_replays > engine.stats().num_steps // 2
         results(engine, jobs)
         assert len(graphs.graphs) == count, "kept while the engine is idle"
 

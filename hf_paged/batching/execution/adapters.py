@@ -1,21 +1,55 @@
-"""Which PEFT adapter a forward runs with."""
+"""Which adapters a forward runs with: PEFT's one for all its rows, or what each row's own adds to linear layers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from transformers.pytorch_utils import Conv1D
+
+from ...kernels.lora import LoraWeights
 
 BASE = "__base__"  # PEFT's own name for "no adapter"
 _STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
+_NAMES = "adapter_names"  # the keyword that PEFT gives its layers for rows with adapters of their own
 
 
 class AdapterError(ValueError):
-    def __init__(self, adapter: str, message: str) -> None:
+    def __init__(self, adapter: Hashable, message: str) -> None:
         super().__init__(message)
         self.adapter = adapter
+
+
+@dataclass(eq=False)
+class Adapter:
+    """What an adapter adds to which linear layers, where rows with it may stand beside others."""
+
+    key: tuple[Hashable, int]  # its name and a number: what recorded steps know it by, never that of other weights
+    parts: dict[nn.Module, LoraWeights]
+    read: Callable[[], list[Any]] | None = None  # of one that is the model's: what it was made of, as it is now
+
+    def __post_init__(self) -> None:
+        self._made_of = None if self.read is None else self._places()
+
+    def is_current(self) -> bool:
+        """Whether it still is what it was made of."""
+        return self.read is None or self._places() == self._made_of
+
+    def is_like(self, other: Adapter) -> bool:
+        """Whether both add the same tensors to the same modules."""
+        return self.is_current() and self.parts.keys() == other.parts.keys() and self._made_of == other._made_of
+
+    def _places(self) -> list[Any] | None:
+        try:
+            found = self.read() if self.read is not None else []
+        except (AttributeError, KeyError):
+            return None
+        return [(id(x), x.data_ptr()) if isinstance(x, Tensor) else x for x in found]
 
 
 def base_model(model: Any) -> Any:
@@ -31,13 +65,24 @@ def base_model(model: Any) -> Any:
     return model.get_base_model()
 
 
+def peft_layers(model: nn.Module) -> list[Any]:
+    # by what PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`) have; PEFT need not be installed
+    return [module for module in model.modules() if all(hasattr(module, key) for key in _STATE)]
+
+
+def _has(layer: Any, name: str) -> bool:
+    return any(name in getattr(layer, key, {}) for key in layer.adapter_layer_names)
+
+
+def has_adapter(model: nn.Module, name: str) -> bool:
+    return name == BASE or any(_has(layer, name) for layer in peft_layers(model))
+
+
 def check_adapter(model: nn.Module, name: str) -> list[Any]:
     """PEFT's layers in `model`. Raises [`AdapterError`] if forwards cannot run with the adapter `name`."""
-    # by what PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`) have; PEFT need not be installed
-    layers: list[Any] = [module for module in model.modules() if all(hasattr(module, key) for key in _STATE)]
-    held = [(layer, key) for layer in layers for key in layer.adapter_layer_names]
-    if name != BASE and not any(name in getattr(layer, key, {}) for layer, key in held):
-        names = {known for layer, key in held for known in getattr(layer, key, {}).keys()}
+    layers = peft_layers(model)
+    if name != BASE and not any(_has(layer, name) for layer in layers):
+        names = {known for layer in layers for key in layer.adapter_layer_names for known in getattr(layer, key, {})}
         raise AdapterError(name, f"adapter {name!r} does not exist: the model has {', '.join(sorted(names)) or 'none'}")
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
         raise AdapterError(
@@ -47,10 +92,10 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Forwards of `model` run with the adapter `name` (`"__base__"`: with none; `None`: as the model is), or raise
-    [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone."""
-    if name is None:
+def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
+    """Forwards of `model` run with the adapter `name` of its own (`"__base__"`: with none; `None`: as the model is), or
+    raise [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone."""
+    if not isinstance(name, str):
         yield
         return
     layers = check_adapter(model, name)
@@ -66,3 +111,90 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
             for key in _STATE:
                 vars(layer).pop(key, None)
             vars(layer).update(state)
+
+
+def active_adapter(model: nn.Module) -> str | None:
+    """The name of the one adapter that the model runs with as it is, `"__base__"` for none; `None` for several."""
+    layers = peft_layers(model)
+    if all(layer._disable_adapters for layer in layers):
+        return BASE
+    held = (layer._active_adapter for layer in layers)
+    active = {name for names in held for name in ([names] if isinstance(names, str) else names)}
+    return active.pop() if len(active) == 1 and not any(layer._disable_adapters for layer in layers) else None
+
+
+def unmixable_layer(module: nn.Module) -> str | None:
+    """Why what an adapter adds to this module of the base model cannot be added to its product; `None` if it can."""
+    if type(module) not in (nn.Linear, Conv1D):
+        return f"is no plain linear layer ({type(module).__name__})"
+    weight: Any = module.weight
+    if type(weight) not in (Tensor, Parameter) or not weight.is_floating_point() or weight.is_meta:
+        return f"has quantized weights, or such as lie elsewhere ({type(weight).__name__}, {weight.dtype})"
+    return None
+
+
+def find_adapter(model: nn.Module, name: str, key: tuple[str, int]) -> Adapter | str:
+    """An adapter of the model's own as what it adds, or why its rows need forwards of their own."""
+    parts: dict[nn.Module, LoraWeights] = {}
+    sources: list[tuple[Any, nn.Module]] = []
+    for layer in check_adapter(model, name):
+        if not _has(layer, name):
+            continue
+        if name not in getattr(layer, "lora_A", {}) or name in getattr(layer, "lora_variant", {name}):
+            return f"adapter {name!r} is not of plain LoRA alone, in {type(layer).__name__}"
+        base = layer.base_layer
+        # layers of other libraries' (bitsandbytes, torchao) are of other modules
+        if type(layer).__module__ != "peft.tuners.lora.layer" or unmixable_layer(base) is not None:
+            return f"the base of adapter {name!r} is quantized, or no plain linear layer, in {type(base).__name__}"
+        dropout = layer.lora_dropout[name]
+        if dropout.training and getattr(dropout, "p", 0) > 0:
+            return f"adapter {name!r} has dropout, and the model is in training mode"
+        if base in parts:
+            return f"adapter {name!r} has two layers on one module"
+        sources.append((layer, base))
+        parts[base] = LoraWeights(*_tensors(layer, name), layer.scaling[name])
+    if any(type(x) not in (Tensor, Parameter) for part in parts.values() for x in part.tensors):
+        return f"the weights of adapter {name!r} are no plain tensors"
+
+    def read() -> list[Any]:
+        found: list[Any] = []
+        for layer, base in sources:
+            found += [layer.base_layer is base, layer.scaling[name], layer.lora_dropout[name].training]
+            found += [base.weight, *_tensors(layer, name)]
+        return found
+
+    return Adapter(key, parts, read)
+
+
+def _tensors(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    return a.weight, b.weight, b.bias
+
+
+# -- `adapter_names` of PEFT's `generate` ----------------------------------------------------------------------------
+
+
+def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
+    for module in model.modules():
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, functools.partial) and _NAMES in hook.keywords:
+                yield module, number, hook
+
+
+def adapter_names(model: nn.Module) -> list[str] | None:
+    """Those that PEFT gives the rows of the `generate` call that runs now."""
+    found = [list(hook.keywords[_NAMES]) for _, _, hook in _names_hooks(model)]
+    return found[-1] if found else None  # PEFT leaves those of a call that failed, in front of the next call's
+
+
+@contextlib.contextmanager
+def without_adapter_names(model: nn.Module) -> Iterator[None]:
+    """PEFT's layers are not told of the rows' adapters: they know rows of rectangles alone."""
+    found = list(_names_hooks(model))
+    for module, number, _ in found:
+        del module._forward_pre_hooks[number]
+    try:
+        yield
+    finally:
+        for module, number, hook in found:
+            module._forward_pre_hooks[number] = hook

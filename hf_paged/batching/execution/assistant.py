@@ -27,7 +27,8 @@ from ..decoding.scores import argmax, draw, leaves_rows_alone
 from ..decoding.speculation import Draft
 from ..request import Request, Sequence
 from ..scheduling.scheduler import Scheduler
-from .executor import Executor, Runner, rows_of_logits
+from .executor import Executor
+from .runner import Runner, rows_of_logits
 
 MAX_ROWS = 16  # tokens that a row has missed, up to which they are rows of one token each
 _numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +16,12 @@ from ...attention.backends import obstacles
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
 from ...attention.switch import switchable_configs, use_paged_attention
-from ...cache.block_manager import BlockManager
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
-from ...model.state import ModelState, read_state
+from ...model.state import read_state
 from ...model.weights import WeightsGuard
-from ...step import ReadCounters, to_device
+from ...step import to_device
 from ...tape.products import own_products
 from ..decoding.base import Fetch
 from ..decoding.prepare import num_embeddings
@@ -31,7 +29,10 @@ from ..decoding.sample import SampleDecoding
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
+from .adapter_files import AdapterFile
 from .adapters import use_adapter
+from .mixing import Adapters, NotMixableError, mixed, mixing, run_mixed
+from .runner import Runner, in_order, rows_of_logits
 
 logger = logging.getLogger(__name__)
 
@@ -46,63 +47,6 @@ class Window:
     is_call: bool = False
     is_open: bool = False
     is_settled: bool = False
-
-
-class Runner(Protocol):
-    """Computes scheduled tokens."""
-
-    can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
-    takes_drafts: bool = False  # whether it computes what a sequence's `draft` holds behind its last token
-    can_run_ahead: bool = False  # whether the device computes a replay while the host does something else
-    has_states: bool = False  # whether a step that failed cannot be taken again
-    num_captured_steps: int = 0  # that were replays
-    encoder_blocks: BlockManager | None = None  # what holds the keys and values of encoders
-    counters: ReadCounters  # of how its forwards read keys and values
-    products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # around forwards that run as modules
-
-    def begin(self, state: ModelState | None) -> None:
-        """Work begins on a model in this state; `None`: its state is unknown."""
-        return None
-
-    def run(self, items: list[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
-        """Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence, for which its
-        tables have room; the model runs with `adapter` now. Of one with a draft its last token, and the draft behind
-        it. Returns logits `(n, vocab_size)` in the model's dtype: after the last token of each sequence that is then
-        computed as far as it goes, in order, and after each token of its draft."""
-
-    def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
-        """Logits `(n, vocab_size)` after one more token of each sequence, `(n,)` int64 on the device; `None` if that
-        cannot be done before the host has it."""
-        return None
-
-    def ordered(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step: its work on the device comes after that of the step before, also on other streams."""
-        return contextlib.nullcontext()
-
-    def rest(self) -> None:
-        """Nothing is in flight any more."""
-        return None
-
-
-def rows_of_logits(items: Items[tuple[Sequence, int]]) -> list[range]:
-    """Of each item the rows of logits that a step of all returns: one for its last token and one for each of its draft,
-    none where it is not computed as far as it goes."""
-    found, start = [], 0
-    for sequence, _ in items:
-        is_answered = sequence.num_computed_tokens == len(sequence.token_ids)
-        end = start + 1 + len(sequence.draft) if is_answered else start
-        found.append(range(start, end))
-        start = end
-    return found
-
-
-def in_order(parts: Items[tuple[list[Any], Tensor]]) -> Tensor:
-    """`(n, vocab)`: the rows of all parts, each of which names their places, by place."""
-    places, logits = parts[0]
-    if len(parts) == 1 and places == sorted(places):
-        return logits
-    rows = {place: row for places, logits in parts for place, row in zip(places, logits)}
-    return torch.stack([rows[place] for place in sorted(rows)]) if rows else logits
 
 
 class Launched(NamedTuple):
@@ -189,6 +133,7 @@ class Executor:
         self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
         self.checks_weights = False  # whether prefixes are used (`begin`)
         self.replays = False  # whether graphs are
+        self.adapters: Adapters | None = None  # what runs rows with several in one forward
         self.ahead = RunAhead(memory, scheduler)
         self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
         self._num_changes = -1  # of the model, when the runner was last told of it
@@ -240,6 +185,8 @@ class Executor:
         """No graph is used before the model's state has been read again, and its modules may have other configs."""
         self._num_changes, self._configs, self._is_state_due = -1, None, False
         self.ahead.clear()
+        if self.adapters is not None:
+            self.adapters.forget_model()
         self.runner.begin(None)
 
     def notice_model(self) -> None:
@@ -276,25 +223,54 @@ class Executor:
             self.runner.begin(read_state(self.model))
         ahead, count = self.ahead.take(items)
         if ahead is None:
-            return self._run_by_adapter(items)
-        return torch.cat([ahead, self._run_by_adapter(items[count:])]) if count < len(items) else ahead
+            return self.run_by_adapter(items)
+        return torch.cat([ahead, self.run_by_adapter(items[count:])]) if count < len(items) else ahead
 
-    def _run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        names = {sequence.request.adapter for sequence, _ in items}
+    def run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
+        """Rows that can be in one forward, whatever their adapters, then those of each other adapter."""
+        names = dict.fromkeys(sequence.request.adapter for sequence, _ in items)
         if len(names) == 1:
-            return self.run_with(names.pop(), items)
+            return self.run_with(next(iter(names)), items)
         rows = rows_of_logits(items)
         parts: list[tuple[list[int], Tensor]] = []
-        for name in sorted(names, key=str):
-            places = [place for place, (sequence, _) in enumerate(items) if sequence.request.adapter == name]
-            logits = self.run_with(name, [items[place] for place in places])
+
+        def note(places: list[int], logits: Tensor) -> None:
             parts.append(([row for place in places for row in rows[place]], logits))
+
+        alone = list(range(len(items)))
+        if self.runner.mixes_adapters and self.adapters is not None:
+            with let_in():  # some may be read from files
+                found = self.adapters.together(names)
+            self.slowed_by |= self.adapters.refusals
+            places = [x for x in alone if items[x][0].request.adapter in found and items[x][0].request.inputs is None]
+            chosen = [found[items[place][0].request.adapter] for place in places]
+            if len(set(map(id, chosen))) > 1:
+                try:
+                    with self._cast(), let_in():
+                        own = [items[place] for place in places]
+                        note(places, run_mixed(self.model, self.runner, own, chosen, self.adapters.mix))
+                    alone = [place for place in alone if place not in set(places)]
+                except NotMixableError as error:
+                    self.adapters.refuse(chosen, str(error))
+        for name in sorted({items[place][0].request.adapter for place in alone}, key=str):
+            places = [place for place in alone if items[place][0].request.adapter == name]
+            note(places, self.run_with(name, [items[place] for place in places]))
         return in_order(parts)
 
-    def run_with(self, adapter: str | None, items: list[tuple[Sequence, int]]) -> Tensor:
-        """As `run`, with this adapter, and nothing launched ahead."""
-        with self._cast(), use_adapter(self.model, adapter), let_in():
-            return self.runner.run(items, adapter)
+    def run_with(self, adapter: Hashable, items: list[tuple[Sequence, int]]) -> Tensor:
+        """As `run`, all with this adapter, and nothing launched ahead."""
+        with self._cast(), let_in(), self._using(adapter):
+            return self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.key)
+
+    def _using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
+        if isinstance(adapter, AdapterFile) and self.adapters is not None:
+            return mixing(self.model, self.adapters.alone(adapter))
+        return use_adapter(self.model, adapter)
+
+    def prefetch(self, adapters: list[Hashable]) -> None:
+        """Requests with these are admitted next."""
+        if self.adapters is not None:
+            self.adapters.store.prefetch([x for x in adapters if isinstance(x, AdapterFile)])
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
         return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_run_ahead else None
@@ -304,8 +280,8 @@ class Executor:
         if others:
             return None
         known = token_ids.clamp(0, self.num_embeddings - 1)  # ids out of range are reported once the host has them
-        with self.lock, self._cast(), use_adapter(self.model, adapter):
-            return self.runner.run_ahead(sequences, known, adapter)
+        with self.lock, self._cast(), self._using(adapter):
+            return self.runner.run_ahead(sequences, known, adapter if (mix := mixed.get()) is None else mix.key)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:

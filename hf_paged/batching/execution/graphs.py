@@ -35,6 +35,7 @@ from ...step import NotCapturable, StepMetadata
 from ...tape.tape import Tape
 from .cuda_graphs import CudaGraphs
 from .inputs import PackedTokens, Sizes, StaticInputs
+from .mixing import mixed
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ Check = Callable[[Callable[[], None]], None]
 
 # steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
 MIN_USES = 3
+MIN_MIXED_USES = 8  # of one with several adapters, which has more operations, and an order that may soon be another
 MAX_GRAPHS = 64  # that are kept: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
 # Tokens of chunks in a recorded step. With more, a GPU computes for longer than the host takes to launch (vLLM records
@@ -62,7 +64,7 @@ class Key(NamedTuple):
     """What a graph was recorded for."""
 
     sizes: Sizes
-    variant: Hashable  # adapter, autocast, mode, whether rows are computed as if each were alone
+    variant: Hashable  # adapters, autocast, mode, whether rows are computed as if each were alone
 
     def serves(self, other: Key) -> bool:
         """Whether steps for which `other` would be recorded may run as this: padded, with at most twice their tokens of
@@ -97,6 +99,7 @@ class RecordedStep:
     inputs: StaticInputs
     logits: Tensor
     graph: Graph
+    held: Any = None  # what it reads beside the model, blocks and inputs
 
 
 def bucket(num_rows: int) -> int:
@@ -186,7 +189,7 @@ class StepGraphs:
         self._outputs.clear()
 
     def run(
-        self, tokens: PackedTokens, adapter: str | None, forward: Forward, token_ids: Tensor | None = None
+        self, tokens: PackedTokens, variant: Hashable, forward: Forward, token_ids: Tensor | None = None
     ) -> Tensor | None:
         """A step as a replay: logits `(len(tokens.last), vocab_size)`, the caller's, or `None` if there is no graph for
         it. With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, all of which are decodes,
@@ -201,7 +204,7 @@ class StepGraphs:
             self._forward = forward
             try:
                 prefixes = self._shared_prefixes(tokens)
-                key = self._find(tokens, prefixes, adapter, may_record=token_ids is None)
+                key = self._find(tokens, prefixes, variant, may_record=token_ids is None)
                 return None if key is None else self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = None
@@ -214,11 +217,11 @@ class StepGraphs:
             return is_small and len(tokens.last) == tokens.num_decodes
         return not self._backend.decodes_alone and num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
-    def _find(self, tokens: PackedTokens, prefixes: Prefixes, adapter: str | None, may_record: bool) -> Key | None:
+    def _find(self, tokens: PackedTokens, prefixes: Prefixes, variant: Hashable, may_record: bool) -> Key | None:
         """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
         is_training = getattr(self._model(), "training", False)
-        variant = adapter, autocast_dtype(self._device), is_training, batch_invariant.get()
-        wanted = Key(self._sizes(tokens, prefixes), variant)
+        own = variant, autocast_dtype(self._device), is_training, batch_invariant.get()
+        wanted = Key(self._sizes(tokens, prefixes), own)
         if wanted in self._graphs or not may_record:
             return wanted if wanted in self._graphs else None
 
@@ -226,7 +229,8 @@ class StepGraphs:
             return bool(wanted.sizes.prefixes) - bool(key.sizes.prefixes), key.sizes.tokens, key.sizes.widths
 
         serving = min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
-        if self._uses[wanted] >= MIN_USES or (serving is None and self._uses[wanted.use] >= MIN_USES):
+        least = MIN_USES if mixed.get() is None else MIN_MIXED_USES
+        if self._uses[wanted] >= least or (serving is None and self._uses[wanted.use] >= least):
             return self._capture(wanted, tokens, prefixes)
         self._uses.update((wanted, wanted.use))
         return serving
@@ -297,7 +301,8 @@ class StepGraphs:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
             self._uses[oldest] = self._uses[oldest.use] = 0  # where there is no room for all, few are recorded again
-        self._graphs[key] = RecordedStep(inputs, outputs[0], graph)
+        mix = mixed.get()
+        self._graphs[key] = RecordedStep(inputs, outputs[0], graph, None if mix is None else mix.tables)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return key
 
@@ -469,7 +474,9 @@ class Tapes:
     def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Tape:
         run()  # makes what is made on first use, and the memory of its result
         own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
-        all_of = (part for x in (*model.parameters(), *model.buffers(), *own) for part in plain_tensors(x))
+        mix = mixed.get()
+        added = [] if mix is None else mix.tensors
+        all_of = (part for x in (*model.parameters(), *model.buffers(), *own, *added) for part in plain_tensors(x))
         kept = {part.untyped_storage().data_ptr() for part in all_of}
 
         def is_kept(tensor: Tensor) -> bool:

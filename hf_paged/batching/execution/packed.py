@@ -27,10 +27,11 @@ from ...step import StepMetadata, to_device
 from ...tape.invariant import by_kernels, in_fixed_order
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
-from .executor import Runner, in_order, rows_of_logits
 from .graphs import step_graphs
 from .inputs import GroupTokens, PackedTokens, TableRows
+from .mixing import mixed
 from .prompts import Prompts, PromptsError
+from .runner import Runner, in_order, rows_of_logits
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ Wholes = list[tuple[Prompts, dict[int, int]]]
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, with its attention switched by the caller; steps of nothing
     but decodes as replays of a graph where there are any. `cache`, empty, tells which layers share tables."""
+
+    mixes_adapters = True
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
         self.model, self.cache, self.counters = model, cache, cache.counters
@@ -79,16 +82,16 @@ class PackedRunner(Runner):
         self._state = None  # which holds the weights
 
     @torch.no_grad()
-    def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+    def run(self, items: Items[tuple[Sequence, int]], variant: Hashable = None) -> Tensor:
         with self._in_order():
-            return self._run(items, adapter)
+            return self._run(items, variant)
 
     def _in_order(self) -> contextlib.AbstractContextManager[None]:
         return in_fixed_order() if self.is_invariant else contextlib.nullcontext()
 
-    def _run(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
+    def _run(self, items: Items[tuple[Sequence, int]], variant: Hashable) -> Tensor:
         if all(sequence.request.inputs is None for sequence, _ in items):
-            return self._run_packed(items, adapter)
+            return self._run_packed(items, variant)
         wholes: dict[tuple[Prompts, int], dict[int, int]] = {}  # place by row, of each forward of a model's own
         packed: dict[int, list[int]] = {}  # places by how many axes their positions have
         for place, (sequence, query_len) in enumerate(items):
@@ -105,7 +108,7 @@ class PackedRunner(Runner):
         if len(packed) == 2 and 0 in packed:  # positions that count tokens do so on any number of axes
             packed = {max(packed): sorted(packed[0] + packed[max(packed)])}
         for places in packed.values():
-            logits = self._run_packed([items[place] for place in places], adapter)
+            logits = self._run_packed([items[place] for place in places], variant)
             parts.append(([row for place in places for row in answers[place]], logits))
         return in_order(parts)
 
@@ -155,11 +158,11 @@ class PackedRunner(Runner):
         answered = {row: place for row, place in rows.items() if _is_answered(items[place][0])}
         return list(answered.values()), logits[list(answered)]
 
-    def _run_packed(self, items: Items[tuple[Sequence, int]], adapter: str | None) -> Tensor:
+    def _run_packed(self, items: Items[tuple[Sequence, int]], variant: Hashable) -> Tensor:
         tokens = self._lay_out(items)
         # in decodes no token has another of its prompt behind it
         wanted = _recorded(items) if len(tokens.last) < len(tokens.token_ids) else []
-        replayed = None if wanted else self._replay(tokens, adapter)
+        replayed = None if wanted else self._replay(tokens, variant)
         if replayed is not None:
             return replayed
         logits = self._run_eagerly(tokens, [place for _, _, places in wanted for place in places])
@@ -170,16 +173,19 @@ class PackedRunner(Runner):
         return logits[: len(tokens.last)]
 
     @torch.no_grad()
-    def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, adapter: str | None = None) -> Tensor | None:
+    def run_ahead(self, sequences: Items[Sequence], token_ids: Tensor, variant: Hashable = None) -> Tensor | None:
         with self._in_order():
-            return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), adapter, token_ids)
+            return self._replay(self._lay_out([(sequence, 1) for sequence in sequences], ahead=1), variant, token_ids)
 
-    def _replay(self, tokens: PackedTokens, adapter: str | None, token_ids: Tensor | None = None) -> Tensor | None:
+    def _replay(self, tokens: PackedTokens, variant: Hashable, token_ids: Tensor | None = None) -> Tensor | None:
         if self._is_known and self._state is not None and not self._state.is_in_place():
             self._is_known = False  # code of the caller's, which chooses tokens, has changed the model
         if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
             return None
-        logits = self._graphs.run(tokens, adapter, self._forward, token_ids)
+        mix = mixed.get()
+        if mix is not None and mix.adds_to_head and len(tokens.last) < len(tokens.token_ids):
+            return None  # which rows the head gets is known on the device alone
+        logits = self._graphs.run(tokens, variant, self._forward, token_ids)
         self.num_captured_steps += logits is not None
         return logits
 
@@ -208,7 +214,7 @@ class PackedRunner(Runner):
             )
             for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]
-        kept, arguments = None, {}
+        kept, wanted, arguments = None, None, {}
         if others or len(tokens.last) < len(tokens.token_ids):
             # a head with weights of another library's may refuse no rows
             wanted = tokens.last + others or [len(tokens.token_ids) - 1]
@@ -217,7 +223,7 @@ class PackedRunner(Runner):
             own = inputs[2 + len(tokens.groups) :]
             arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
         with self._rotating(tokens.rope_factors), self.products:
-            return self._forward(inputs[0:1], inputs[1:2], steps, kept, **arguments)
+            return self._forward(inputs[0:1], inputs[1:2], steps, kept, wanted, **arguments)
 
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
         """For few tokens on a device those products of experts that `generate` takes for its decodes: in other dtypes
@@ -231,10 +237,16 @@ class PackedRunner(Runner):
         return contextlib.nullcontext() if self.rope is None else self.rope.rotating(factors)
 
     def _forward(
-        self, token_ids: Tensor, positions: Tensor, steps: list[StepMetadata], kept: Tensor | None, **arguments: Any
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        steps: list[StepMetadata],
+        kept: Tensor | None,
+        wanted: list[int] | None = None,
+        **arguments: Any,
     ) -> Tensor:
         """The model's own: `(1, n)` and `(1, n)` int64 to logits `(kept, vocab_size)`, of the tokens `kept` `(kept,)`
-        int64, or of all."""
+        int64, or of all; `wanted`: the same numbers on the host."""
         if kept is not None and self._picks_logits:
             arguments["logits_to_keep"] = kept
         if self._takes_positions:
@@ -242,6 +254,10 @@ class PackedRunner(Runner):
         if self._shows_rows:
             steps = [showing_rows(step) for step in steps]
             arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
+        if (mix := mixed.get()) is not None:
+            mix.num_tokens = token_ids.shape[1]
+            # in a recorded step they are known on the device alone
+            mix.kept = None if kept is None or not self._picks_logits else wanted or []
         self.cache.begin(steps, positions)
         try:
             with by_kernels() if self.is_invariant else self._experts(token_ids.shape[1]):

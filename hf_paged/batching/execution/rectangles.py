@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import operator
+from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -33,8 +34,8 @@ from ...model.own_loop import (
     with_cross,
 )
 from ..request import Sequence
-from .executor import Runner, in_order
 from .prompts import Prompts, PromptsError, no_blocks
+from .runner import Runner, in_order
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class RectangleRunner(Runner):
         self._holders = set()
 
     @torch.no_grad()
-    def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
+    def run(self, items: Items[tuple[Sequence, int]], variant: Hashable = None) -> Tensor:
         self._copy_kept_states()
         parts: list[tuple[list[Any], Tensor]] = []
         for places, begins in self._divide(items):

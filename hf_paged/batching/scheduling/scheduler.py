@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from ...cache.adapter_pages import AdapterPages
 from ...cache.block_manager import NO_BLOCKS, UNCACHED
 from ...cache.block_pool import OutOfBlocksError
 from ..request import Request, Sequence, Status
@@ -18,6 +19,7 @@ from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
+NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
 AGING = 256.0  # arrivals that one step of priority is worth
 _by_key = attrgetter("key")
 
@@ -83,6 +85,7 @@ class Scheduler:
     # gives blocks back on which only speed depends; returns whether there were any
     reclaim: Callable[[], bool] | None = None
     num_lent: Callable[[], int] = int  # how many it would give back
+    adapters: AdapterPages | None = None  # where adapters that are not the model's have their place
 
     def __post_init__(self) -> None:
         self.blocks, self._chunks = self.preemption.blocks, self.preemption.chunks
@@ -372,8 +375,8 @@ class Scheduler:
             # alone, a chunk may shrink as far as that; a whole sequence skips what is outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
             needs = request, chunk, reserve, is_alone
-            if not self.preemption.bring_in(*needs) and not (
-                self.reclaim is not None and self.reclaim() and self.preemption.bring_in(*needs)
+            if not self._bring_in(*needs) and not (
+                self.reclaim is not None and self.reclaim() and self._bring_in(*needs)
             ):
                 self._refused = request
                 return
@@ -389,6 +392,27 @@ class Scheduler:
                 self._send_back(request, keeps=True)
                 return
             self._plan.admitted.append(request)
+
+    def _bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
+        """`Preemption.bring_in`, with a place for the weights of its adapter until it runs no more."""
+        if self.adapters is None or not request.adapter_bytes:
+            return self.preemption.bring_in(request, chunk, reserve, is_alone)
+        is_in = False
+        try:
+            if self.adapters.pin(request.adapter, request.adapter_bytes, request):
+                is_in = self.preemption.bring_in(request, chunk, reserve, is_alone)
+        finally:
+            if not is_in:
+                self.adapters.unpin(request.adapter, request)
+        if is_in:
+            self.adapters.use(request.adapter)
+        return is_in
+
+    def next_adapters(self) -> list[Hashable]:
+        """Those whose weights requests need that are admitted next, without those that have a place."""
+        known, first = self.adapters, self._waiting[:NUM_NEXT]
+        found = dict.fromkeys(request.adapter for request in first if request.adapter_bytes)
+        return [] if known is None else [adapter for adapter in found if adapter not in known]
 
     def _turn(self, request: Request) -> bool:
         """Whether keys of the request's have other factors than it had. Prefixes with others are kept apart."""
@@ -487,6 +511,8 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._running.remove(request)
             self._num_rows -= request.num_open_rows
+            if self.adapters is not None and request.adapter_bytes:
+                self.adapters.unpin(request.adapter, request)
         else:
             self._waiting.remove(request)
 

@@ -18,7 +18,7 @@ from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE_MODULES = ("decode_cases", "prefill_cases", "quantized_cases", "memory_cases", "fused_cases")
+CASE_MODULES = ("decode_cases", "prefill_cases", "quantized_cases", "memory_cases", "fused_cases", "lora_cases")
 """Modules beside this one with `CASES: list[AotCase]`."""
 
 NVIDIA = ("sm_80", "sm_90", "sm_100")

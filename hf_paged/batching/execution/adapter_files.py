@@ -1,0 +1,231 @@
+"""LoRA adapters in folders that PEFT has saved: what is known of one at once, loading, and which are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from ...cache.storage import free_bytes
+from ...kernels.lora import LoraWeights
+from .adapters import BASE, Adapter, AdapterError, check_adapter, has_adapter, unmixable_layer
+
+logger = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
+NUM_AHEAD = 2  # adapters that are loaded before a request runs with them
+HOST_SHARE = 8  # adapters that a device has no place for keep up to this part of the host's free memory
+
+
+class AdapterFile(NamedTuple):
+    """A folder, as it was when a request named it: what stands for the adapter in requests, prefixes and recorded
+    steps. Another version is another adapter."""
+
+    path: str
+    version: tuple[int, ...]  # times of change and sizes of its files
+    num_bytes: int  # of its weights, as they are computed with
+
+
+def is_adapter_folder(name: str) -> bool:
+    return os.path.isfile(os.path.join(name, CONFIG))
+
+
+def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
+    """What a request that names an adapter runs with: one of the model's own, else that in a folder of PEFT's. Raises
+    [`AdapterError`], or as `read_adapter_file`."""
+    if name is None or has_adapter(model, name) or not is_adapter_folder(name):
+        if name is not None:
+            check_adapter(model, name)
+        return name
+    check_adapter(model, BASE)
+    return read_adapter_file(name)
+
+
+def adapter_namespace(adapter: Hashable) -> Hashable:
+    """What prefixes are told apart by, the same in every process."""
+    return (adapter.path, adapter.version) if isinstance(adapter, AdapterFile) else adapter
+
+
+def read_adapter_file(name: str) -> AdapterFile:
+    """Looks at a folder and its weights' shapes. Raises `ValueError` for one that is not served, and why; `ImportError`
+    without PEFT."""
+    path = os.path.realpath(name)
+    try:
+        _find_config(path)
+        version = _version(path)
+        num_numbers, kinds = 0, set[str]()
+        with safe_open(os.path.join(path, WEIGHTS), "pt") as file:
+            for key in file.keys():
+                num_numbers += math.prod(file.get_slice(key).get_shape())
+                kinds.add(next((part for part in _PARTS if key.endswith(part)), key))
+    except AdapterError:
+        raise
+    except Exception as error:
+        raise AdapterError(name, f"the adapter in {name!r} cannot be read: {error}") from error
+    if other := sorted(kinds.difference(_PARTS)):
+        raise _not_served(name, f"it has {other[0]!r}, which is not of a linear layer")
+    return AdapterFile(path, version, 4 * num_numbers)
+
+
+def _find_config(path: str) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        message = '`adapter` names a folder, which PEFT reads: pip install "hf_paged[integrations]"'
+        raise ImportError(message) from error
+    config = peft.PeftConfig.from_pretrained(path)
+    if not isinstance(config, peft.LoraConfig):
+        raise _not_served(path, f"it is no LoRA adapter ({type(config).__name__})")
+    variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
+    for option in (*variants, "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication"):
+        if getattr(config, option, None):
+            raise _not_served(path, f"it has `{option}`")
+    return config
+
+
+def _not_served(name: str, reason: str) -> AdapterError:
+    return AdapterError(
+        name,
+        f"the adapter in {name!r} is not loaded on demand: {reason}. Load it with PEFT's `model.load_adapter(folder, "
+        "name)`, and pass the name: it then runs in forwards of its own",
+    )
+
+
+def _version(path: str) -> tuple[int, ...]:
+    stats = [os.stat(os.path.join(path, name)) for name in (CONFIG, WEIGHTS)]
+    return tuple(number for found in stats for number in (found.st_mtime_ns, found.st_size))
+
+
+def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+    """What it adds to which modules of `model`, on the CPU, in float32 where it was saved in half precision, as PEFT
+    loads it. Raises [`AdapterError`] if it is not of this model, or no longer what the request named."""
+    from peft.utils import load_peft_weights
+    from peft.utils.other import get_pattern_key
+
+    try:
+        if _version(file.path) != file.version:
+            raise ValueError("its files were changed since the request was added: add it again")
+        config, tensors = _find_config(file.path), load_peft_weights(file.path, device="cpu")
+        parts: dict[nn.Module, LoraWeights] = {}
+        names = [key.removesuffix(_PARTS[0]) for key in tensors if key.endswith(_PARTS[0])]
+        for name in names:
+            a, b, bias = (tensors.get(name + part) for part in _PARTS)
+            own = name.removeprefix("base_model.model.")
+            module = model.get_submodule(own)
+            module = getattr(module, "base_layer", module)
+            if (reason := unmixable_layer(module)) is not None:
+                raise ValueError(f"{own} {reason}")
+            rank, width, depth = len(a), *linear_shape(module)
+            if a.shape != (rank, depth) or b.shape != (width, rank) or (bias is not None and bias.shape != (width,)):
+                raise ValueError(f"{own} takes {depth} numbers and gives {width}, its weights are of another model")
+            alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), own), config.lora_alpha)
+            scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+            a, b, bias = (None if x is None else x.float() if x.dtype.itemsize < 4 else x for x in (a, b, bias))
+            parts[module] = LoraWeights(a, b, bias, scaling)
+        if 3 * len(parts) < len(tensors) or not parts:
+            raise ValueError("some of its weights belong to no layer")
+        return parts
+    except Exception as error:
+        raise AdapterError(file, f"the adapter in {file.path!r} cannot be loaded: {error}") from error
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """Numbers that a linear layer gives, and takes."""
+    shape = tuple(module.weight.shape)
+    return shape if isinstance(module, nn.Linear) else (shape[1], shape[0])
+
+
+@dataclasses.dataclass
+class _Loading:
+    """In a thread that ends with it."""
+
+    thread: threading.Thread
+    parts: dict[nn.Module, LoraWeights] | None = None
+    error: AdapterError | None = None
+
+
+class AdapterStore:
+    """The weights of adapters in folders. Those that have a place in the pool are where the model computes; `forget` is
+    told when one loses it. On a device its copy in host memory then stays for a while, the last used ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._placed: dict[AdapterFile, Adapter] = {}
+        self._loading: dict[AdapterFile, _Loading] = {}
+        self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
+        self._numbers = 0
+        self.num_loads = 0  # from files
+
+    def get(self, file: AdapterFile) -> Adapter:
+        """Its weights, loaded if they are not. Raises [`AdapterError`]."""
+        if (found := self._placed.get(file)) is not None:
+            return found
+        parts = self._take(file)
+        placed = {module: _on(lora, module.weight.device) for module, lora in parts.items()}
+        self._numbers += 1
+        adapter = self._placed[file] = Adapter((file, self._numbers), placed)
+        if any(module.weight.device.type != "cpu" for module in parts):
+            self._keep(file, parts)
+        return adapter
+
+    def _take(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+        if (known := self._host.pop(file, None)) is not None:
+            return known
+        loading = self._loading.pop(file, None)
+        if loading is not None:
+            loading.thread.join()
+            if loading.error is not None:
+                raise loading.error
+        self.num_loads += 1
+        # of a process that forked meanwhile the thread has ended with nothing
+        return load_adapter(self._model, file) if loading is None or loading.parts is None else loading.parts
+
+    def prefetch(self, files: list[AdapterFile]) -> None:
+        """Begins to load adapters of requests that wait; what was loaded before for others is let go."""
+        for file in [known for known in self._loading if known not in files]:
+            del self._loading[file]
+        for file in files[:NUM_AHEAD]:
+            if file in self._placed or file in self._loading or file in self._host:
+                continue
+            loading = _Loading(threading.Thread(name=f"adapter {Path(file.path).name}", daemon=True))
+            loading.thread = threading.Thread(target=self._load, args=(file, loading), daemon=True)
+            self._loading[file] = loading
+            loading.thread.start()
+
+    def _load(self, file: AdapterFile, loading: _Loading) -> None:
+        try:
+            loading.parts = load_adapter(self._model, file)
+        except AdapterError as error:
+            loading.error = error
+
+    def forget(self, file: AdapterFile) -> None:
+        """It has no place any more."""
+        self._placed.pop(file, None)
+
+    def forget_others(self, modules: set[nn.Module]) -> None:
+        """The model has these modules now: weights of others are loaded again."""
+        self._placed = {file: x for file, x in self._placed.items() if modules.issuperset(x.parts)}
+        self._host = OrderedDict((file, parts) for file, parts in self._host.items() if modules.issuperset(parts))
+        self._loading.clear()
+
+    def _keep(self, file: AdapterFile, parts: dict[nn.Module, LoraWeights]) -> None:
+        self._host[file] = parts
+        limit = free_bytes(torch.device("cpu")) // HOST_SHARE
+        while len(self._host) > 1 and sum(known.num_bytes for known in self._host) > limit:
+            self._host.popitem(last=False)
+
+
+def _on(lora: LoraWeights, device: torch.device) -> LoraWeights:
+    bias = None if lora.bias is None else lora.bias.to(device)
+    return LoraWeights(lora.a.to(device), lora.b.to(device), bias, lora.scaling)

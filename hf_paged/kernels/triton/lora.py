@@ -1,0 +1,117 @@
+"""Triton segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547, section 4): two launches for a layer,
+whatever the number of adapters that its rows have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import DTYPES
+from .attention_kernel import dot
+from .launch import launch
+
+if TYPE_CHECKING:  # it imports this module
+    from ..lora import Part
+
+MAX_RANK = 128  # of a tile, which lies in registers
+FIELDS = tl.constexpr(6)  # of a part: start, end, addresses of A, B and bias (0: none), rank
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+ROWS, WIDTH = 16, 64  # of tiles: an estimate, not a measurement
+DEPTHS = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64}  # larger ones spill registers
+
+
+class Table(NamedTuple):
+    """What the kernels read of the parts of one layer."""
+
+    parts: Tensor  # (parts, FIELDS) int64
+    scaling: Tensor  # (parts,) float32
+    dtype: torch.dtype  # of all weights
+    rank: int  # of tiles: a power of two that no part's rank passes
+    most: int  # rows of the largest part
+
+
+@triton.jit
+def _shrink_kernel(
+    x, middle, parts, x_row, depth,
+    RANK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    # Rows of one part times its A: [ROWS, RANK], zero in columns past the part's rank.
+    part = parts + tl.program_id(0) * FIELDS
+    first, end, rank = tl.load(part) + tl.program_id(1) * ROWS, tl.load(part + 1), tl.load(part + 5)
+    if first >= end:
+        return
+    a = tl.load(part + 2).to(tl.pointer_type(TYPE))
+    row, column = (first + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)[None, :]  # int64, as the table is
+    total = tl.zeros([ROWS, RANK], dtype=tl.float32)
+    for start in range(0, depth, DEPTH):
+        d = start + tl.arange(0, DEPTH)
+        states = tl.load(x + row * x_row + d[None, :], mask=(row < end) & (d[None, :] < depth), other=0.0)
+        weight = tl.load(a + column * depth + d[:, None], mask=(column < rank) & (d[:, None] < depth), other=0.0)
+        total = dot(states.to(TYPE), weight, total)
+    tl.store(middle + row * RANK + column, total.to(TYPE), mask=row < end)
+
+
+@triton.jit
+def _expand_kernel(
+    out, middle, parts, scaling, out_row, width,
+    RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    # What a part's B and bias make of that, [ROWS, WIDTH], is added to the base's product. Rounded as PyTorch rounds.
+    part = parts + tl.program_id(0) * FIELDS
+    first, end, rank = tl.load(part) + tl.program_id(1) * ROWS, tl.load(part + 1), tl.load(part + 5)
+    if first >= end:
+        return
+    b, bias = tl.load(part + 3).to(tl.pointer_type(TYPE)), tl.load(part + 4)
+    row, column = (first + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)
+    w = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    states = tl.load(middle + row * RANK + column[None, :], mask=row < end, other=0.0)
+    weight = tl.load(b + w * rank + column[:, None], mask=(w < width) & (column[:, None] < rank), other=0.0)
+    delta = dot(states, weight, tl.zeros([ROWS, WIDTH], dtype=tl.float32))
+    if bias != 0:
+        delta += tl.load(bias.to(tl.pointer_type(TYPE)) + w, mask=w < width, other=0.0).to(tl.float32)
+    delta = (delta.to(TYPE).to(tl.float32) * tl.load(scaling + tl.program_id(0))).to(TYPE)
+    place, mask = out + row * out_row + w, (row < end) & (w < width)
+    before = tl.load(place, mask=mask, other=0.0)
+    tl.store(place, (before.to(tl.float32) + delta.to(tl.float32)).to(before.dtype), mask=mask)
+
+
+def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
+    """`None` for parts that the kernels do not take: of several dtypes, of large rank, or not contiguous."""
+    tensors = [tensor for *_, lora in parts for tensor in lora.tensors]
+    dtype, rank = tensors[0].dtype, max(len(lora.a) for *_, lora in parts)
+    if any(x.dtype is not dtype or not x.is_contiguous() or x.device != device for x in tensors):
+        return None
+    if dtype not in DTYPES or rank > MAX_RANK:
+        return None
+    rows = []
+    for start, end, (a, b, bias, _) in parts:
+        rows.append((start, end, a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), len(a)))
+    numbers = torch.tensor(rows, dtype=torch.int64, device=device)
+    scaling = torch.tensor([lora.scaling for *_, lora in parts], dtype=torch.float32, device=device)
+    most = max(end - start for start, end, _ in parts)
+    return Table(numbers, scaling, dtype, max(16, triton.next_power_of_2(rank)), most)
+
+
+def takes(out: Tensor, x: Tensor) -> bool:
+    return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
+
+
+def add_deltas(out: Tensor, x: Tensor, table: Table) -> None:
+    """`kernels.lora.Deltas.add`, without waiting for the device."""
+    kind = TYPES[table.dtype]
+    middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
+    grid = len(table.parts), triton.cdiv(table.most, ROWS)
+    launch(
+        _shrink_kernel, grid, x, middle, table.parts, x.stride(0), x.shape[1],
+        RANK=table.rank, ROWS=ROWS, DEPTH=DEPTHS[table.dtype], TYPE=kind, writes=(middle,),
+    )  # fmt: skip
+    launch(
+        _expand_kernel, (*grid, triton.cdiv(out.shape[1], WIDTH)),
+        out, middle, table.parts, table.scaling, out.stride(0), out.shape[1],
+        RANK=table.rank, ROWS=ROWS, WIDTH=WIDTH, TYPE=kind, writes=(out,),
+    )  # fmt: skip

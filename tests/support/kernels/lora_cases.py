@@ -1,0 +1,20 @@
+"""Cases of the segmented products of LoRA adapters, to compile for chips that are not here."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.kernels.triton import lora
+from tests.support.kernels.aot import ALL, AotCase
+
+
+def _call(dtype: torch.dtype, rank: int) -> None:
+    x, out = (torch.empty(32, 4096, dtype=dtype, device="meta") for _ in range(2))
+    numbers = torch.empty(8, 6, dtype=torch.int64, device="meta")
+    lora.add_deltas(out, x, lora.Table(numbers, torch.empty(8, device="meta"), dtype, rank, most=4))
+
+
+CASES = [
+    AotCase(f"lora rank {rank} {str(dtype).removeprefix('torch.')}", lambda d=dtype, r=rank: _call(d, r), ALL)
+    for dtype, rank in ((torch.bfloat16, 16), (torch.bfloat16, 128), (torch.float32, 128))
+]

@@ -49,10 +49,17 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 
 def make_loop(
-    model: PreTrainedModel, cache: PagedCache, layout: Layout, config: PagedConfig, *, max_num_seqs: int
+    model: PreTrainedModel,
+    cache: PagedCache,
+    layout: Layout,
+    config: PagedConfig,
+    *,
+    max_num_seqs: int,
+    leader: Any = None,
 ) -> StepLoop:
     """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty. `config`: not
-    the memory's, which calls of other threads may replace meanwhile."""
+    the memory's, which calls of other threads may replace meanwhile. Of a model whose shards are in several processes
+    each has a loop with the same generations, or one has it with a `leader` (`batching.ranks`)."""
     memory = cache.memory
     blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
     is_packed = layout.unsupported_reason is None
@@ -89,9 +96,15 @@ def make_loop(
     speculator = Speculator(model, make_assistant)
     scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
+    ranks = executor.ranks
+    if leader is not None and isinstance(runner, PackedRunner):
+        runner.mirror = leader
+        guard.fingerprint, executor.together = leader.fingerprint, leader.forward
+    elif ranks is not None:
+        guard.fingerprint, executor.together, preemption.agree = ranks.fingerprint, ranks.forward, ranks.of_first
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")
-    return StepLoop(executor, memory, blocks, scheduler, speculator)
+    return StepLoop(executor, memory, blocks, scheduler, speculator, ranks if leader is None else None)
 
 
 def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
@@ -129,6 +142,8 @@ def reason_against_saving(blocks: BlockManager) -> str | None:
     """Why cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
         return "prompts of this model are not cached"
+    if any(getattr(group, "memory", None) is not None and group.memory.least is not None for group in blocks.groups):
+        return "their keys and values are in several processes"
     if blocks.keeps_states:
         return "a sequence can begin only at snapshots of its states, and these stay in the pool"
     return None

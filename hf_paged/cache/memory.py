@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -63,6 +63,20 @@ class MemoryStats:
     tier_disk_bytes: int = 0
     tier_kept_blocks: int = 0
     tier_restored_blocks: int = 0
+
+
+class Mirror(Protocol):
+    """What is told of all that is done to the content of blocks, in order, but for what forwards write."""
+
+    def copy(self, group: GroupMemory, copies: list[tuple[int, int]]) -> None: ...
+
+    def swap_out(self, block_ids: Sequence[Sequence[int]], host: object) -> None:
+        """Of each group these blocks went to `host`, which stands for them."""
+
+    def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
+        """Of each group row `row` of `host` went to block `block_ids[row]`."""
+
+    def release(self) -> None: ...
 
 
 class GroupMemory(BlockGroup):
@@ -182,6 +196,8 @@ class GroupMemory(BlockGroup):
         """Copies block `source` to block `target` in every layer, and counts them."""
         self.storage.copy_blocks(copies)
         self.memory.num_copied += len(copies)
+        if self.memory.mirror is not None:
+            self.memory.mirror.copy(self, copies)
 
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
@@ -263,6 +279,10 @@ class PagedMemory:
         self._waste = 0.0
         self.charged_bytes = 0  # of `hf_paged.budget`
         self.last_used = time.monotonic()  # by a call, or an engine
+        # where other processes hold other heads of the same blocks: the least of a number that each of them has, and
+        # what is told of all that is done to blocks, if those leave the bookkeeping to this process
+        self.least: Callable[[int], int] | None = None
+        self.mirror: Mirror | None = None
         if is_bounded:
             budget.join(self)
 
@@ -350,13 +370,17 @@ class PagedMemory:
             return sys.maxsize
         taken = self.taken_bytes
         if self.config.memory_fraction is not None and self._limit_bytes is None:
-            layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
-            device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-            self._limit_bytes = int(self.config.memory_fraction * (free_bytes(device) + taken))
+            self._limit_bytes = self.affordable_bytes() if self.least is None else self.least(self.affordable_bytes())
         left = (min(x for x in (most, self._limit_bytes) if x is not None) - taken) // block_bytes
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
+
+    def affordable_bytes(self) -> int:
+        """What `memory_fraction` allows the blocks to take, those there are included."""
+        layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
+        device = next((layer.keys.device for layer in layers), torch.device("cpu"))
+        return int((self.config.memory_fraction or 1) * (free_bytes(device) + self.taken_bytes))
 
     @property
     def _held_bytes(self) -> int:
@@ -391,6 +415,8 @@ class PagedMemory:
             for graphs in self.graphs.values():
                 graphs.clear()
             budget.note(self)
+            if self.mirror is not None:
+                self.mirror.release()
         trim()
         return True
 

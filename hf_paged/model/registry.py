@@ -19,6 +19,7 @@ from ..cache.storage import trim
 from ..config import PagedConfig
 from ..step import ReadCounters
 from .forwards import compute_device
+from .ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
         known, memory = _memories.get(model, (None, None))
         if memory is None or known != key:
             memory = PagedMemory(config)
+            ranks = ranks_of(model)
+            memory.least = None if ranks is None else ranks.least
             _memories[model] = key, memory
         memory.config = config
         begin_use(memory)

@@ -21,6 +21,7 @@ from ...cache.block_manager import BlockManager
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
+from ...model.ranks import ranks_of
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...step import ReadCounters, to_device
@@ -186,6 +187,9 @@ class Executor:
     ) -> None:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
+        # processes that compute the forwards together, where an interrupt would leave the others within one
+        self.ranks = ranks_of(model)
+        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around each of these
         self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
         self.checks_weights = False  # whether prefixes are used (`begin`)
         self.replays = False  # whether graphs are
@@ -293,8 +297,13 @@ class Executor:
 
     def run_with(self, adapter: str | None, items: list[tuple[Sequence, int]]) -> Tensor:
         """As `run`, with this adapter, and nothing launched ahead."""
-        with self._cast(), use_adapter(self.model, adapter), let_in():
-            return self.runner.run(items, adapter)
+        return self.compute(adapter, lambda: self.runner.run(items, adapter))
+
+    def compute(self, adapter: str | None, work: Callable[[], Tensor]) -> Tensor:
+        """A forward with this adapter."""
+        window = let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
+        with self._cast(), use_adapter(self.model, adapter), window:
+            return work()
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
         return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_run_ahead else None

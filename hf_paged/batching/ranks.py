@@ -210,7 +210,7 @@ class Follower:
         self._executor.begin(check_weights=False, replays=False)
 
     def retire(self) -> None:
-        self._memory = self._runner = self._executor = self._layout = None  # type: Any
+        self._memory = self._runner = self._executor = None  # type: Any
         self._groups: list[GroupMemory] = []
         self._hosts: dict[int, Host] = {}
 

@@ -51,7 +51,7 @@ from ..config import PagedConfig
 from ..model.capability import TOGETHER, Layout, is_stock
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
-from ..model.ranks import is_sharded, ranks_of
+from ..model.ranks import is_sharded
 from ..model.registry import note_route, route_of
 from ..model.rope import find_length_rope
 from ..step import ReadCounters
@@ -395,9 +395,7 @@ class BatchCall:
         self._let_speculate(generation)
         self.call.built.clear()  # they may become the loop's
         make = functools.partial(self._make_loop, self.cache)
-        ranks = ranks_of(model)
-        alone = contextlib.nullcontext() if ranks is None else ranks.alone()
-        with alone, shared_loop(self.cache.memory, self._loop_key(), make) as shared:
+        with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
             executor, finish = shared.loop.executor, functools.partial(self._result, generation)
             try:
                 return shared.run(generation, keeps_prefixes, replays, finish, self._make_loop)

@@ -50,11 +50,13 @@ from .own_loop import (
     tensors_of,
     with_cross,
 )
+from .ranks import ranks_of
 from .state import NOTES
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
 _lock = forks.lock()
+_REFUSED, _OPEN, _KNOWN = range(3)  # what a process knows of a model
 # Attributes of modules that are part of what a forward computes; a forward that stands for the class's is one.
 _TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # of a model, which may go to and fro between training and evaluation
@@ -206,15 +208,21 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
 def _look(
     check: Callable[..., Any], layout: str, model: PreTrainedModel, cache: PagedCache, *others: Any, kind: Any
 ) -> Any:
-    modules = list(model.named_modules())
-    if reason := next(_reasons(model, cache, modules, layout), None):
+    modules, ranks = list(model.named_modules()), ranks_of(model)
+    reason = next(_reasons(model, cache, modules, layout), None)
+    if reason is not None and ranks is None:
         return reason
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
     key = check, kind, layers, _code(model, modules)
     with _lock:
         known = _verdicts.setdefault(model, {})
-        if key in known:
-            return known[key]
+        state = _OPEN if key not in known else _KNOWN
+    if ranks is not None:  # whose modules may have other attributes: all run the check, or none does
+        state = ranks.least(_REFUSED if reason is not None else state)
+        if state == _REFUSED:
+            return reason or "another of the processes that hold its shards cannot"
+    if state == _KNOWN:
+        return known[key]
     try:
         with step_lock(model), let_in():
             verdict = check(model, cache, *others)

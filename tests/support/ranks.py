@@ -175,7 +175,8 @@ def change_one_shard(model: Any) -> None:
 
 
 def memory(model: Any) -> Any:
-    """Bytes of a block in this process."""
+    """Bytes of the blocks of one call in this process."""
+    hf_paged.free(model)
     plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED)
     stats = hf_paged.memory_stats(model)
     return {"bytes": stats.peak_bytes, "blocks": stats.peak_blocks}
@@ -287,8 +288,8 @@ def refusals(model: Any) -> Any:
         return tokens_of(engine.generate(PROMPTS, OPTIONS["greedy"]))
 
     tokens = led(model, {"block_size": BLOCK_SIZE}, work)
-    with refused("invariant"):
-        led_alone(model, {"batch_invariant": True})
+    (result,) = led_alone(model, {"batch_invariant": True}) or (None,)
+    found["invariant"] = repr(result and result.error)
     return {"refused": found, "tokens": tokens}
 
 
@@ -315,15 +316,15 @@ def failing_forward(model: Any) -> Any:
 
     def work(engine: PagedEngine) -> Any:
         first = tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"]))
-        state["fails"] = True
+        fails[0] = True
         error = repr(engine.generate([PROMPTS[1]], OPTIONS["greedy"])[0].error)
-        state["fails"] = False
+        fails[0] = False
         return {"first": first, "error": error, "then": tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"]))}
 
-    own, state = model.lm_head.forward, {"fails": False}
+    own, fails = model.lm_head.forward, [False]
 
     def forward(x: Any) -> Any:
-        flag = torch.tensor([float(state["fails"])])
+        flag = torch.tensor([float(fails[0])])
         dist.broadcast(flag, 0)  # process 0 says whether this one fails
         return fail() if flag.item() else own(x)
 

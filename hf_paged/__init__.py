@@ -13,8 +13,8 @@ Paged KV memory for Hugging Face `generate`: plain's tokens, in blocks of a pool
 
 from .batching.engine import PagedEngine
 from .batching.loop import EngineStalledError
-from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
 from .batching.ranks import serve_rank
+from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
 from .cache.block_pool import OutOfBlocksError
 from .cache.budget import budget
 from .cache.memory import MemoryStats

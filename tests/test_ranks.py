@@ -112,10 +112,9 @@ def test_others_end_when_one_is_killed(case: str) -> None:
 @pytest.mark.slow
 def test_random_requests_get_the_tokens_of_plain_calls() -> None:
     got = found("random_requests", timeout=900.0)[0]["random_requests"]
-    assert got["preemptions"] > 0
-    for name, expected in got["plain"].items():
-        assert got["engine"][name] == expected, name
-    assert len(got["engine"]) >= 470
+    assert got["engine"]["preemptions"] > 0
+    assert got["engine"]["tokens"] == got["plain"]
+    assert len(got["plain"]) == 475
 
 
 @pytest.mark.slow

@@ -71,7 +71,9 @@ class Leader:
     def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
         """Raises `ValueError` for what an engine over several processes cannot do, `RuntimeError` once it is closed."""
         if not self._is_open:
-            raise RuntimeError("the engine was closed, and the other processes' `serve_rank` has returned: make another")
+            raise RuntimeError(
+                "the engine was closed, and the other processes' `serve_rank` has returned: make another"
+            )
         wanted = {
             "`batch_invariant`": config.batch_invariant,
             "`hf_paged.budget`": budget.limit() is not None,
@@ -291,7 +293,9 @@ def serve_rank(model: Any) -> None:
     ranks = ranks_of(own)
     if ranks is None or not ranks.rank:
         where = "is all in this process" if ranks is None else "is led by this process, number 0"
-        raise ValueError(f"{type(own).__name__} {where}: make a `PagedEngine` here, `serve_rank` is for other processes")
+        raise ValueError(
+            f"{type(own).__name__} {where}: make a `PagedEngine` here, `serve_rank` is for other processes"
+        )
     with held(), torch.no_grad():
         ranks.take()
         follower = Follower(own, ranks)

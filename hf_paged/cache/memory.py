@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -378,9 +379,16 @@ class PagedMemory:
 
     def affordable_bytes(self) -> int:
         """What `memory_fraction` allows the blocks to take, those there are included."""
-        layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
-        device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-        return int((self.config.memory_fraction or 1) * (free_bytes(device) + self.taken_bytes))
+        held = Counter[torch.device]()  # bytes of a block of all layers there
+        for group in self.groups.values():
+            for layer in group.storage.layers.values():
+                held[layer.keys.device] += layer.block_bytes
+        total, held = sum(held.values()), held or Counter({torch.device("cpu"): 0})
+        # the device that is full first decides
+        free = min(
+            free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()
+        )
+        return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     @property
     def _held_bytes(self) -> int:

@@ -294,9 +294,9 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
         if has_foreign_hook(module):  # it would see packed tokens
             yield f"there are forward hooks on {name or 'the model'}"
         devices |= {x.device for x in (*module._parameters.values(), *module._buffers.values()) if x is not None}
-    if any("_hf_hook" in vars(module) for _, module in modules):
-        devices.discard(torch.device("meta"))  # accelerate loads those weights when they are used
-    if len(devices) > 1:
+    # accelerate loads those on meta when they are used, and moves what goes from one device to the next
+    is_dispatched = any("_hf_hook" in vars(module) for _, module in modules)
+    if len(devices) > 1 and not is_dispatched:
         yield f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}"
     # what one token gets must not depend on which others are in the batch, nor on chance
     config = model.config.get_text_config(decoder=True)

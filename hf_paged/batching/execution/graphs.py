@@ -130,6 +130,8 @@ def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     memory = cache.memory
     if not memory.config.capture or is_sharded(model):  # nothing records what processes tell one another
         return None
+    if len({parameter.device for parameter in model.parameters()} - {torch.device("meta")}) > 1:
+        return None  # a recording is of one device
     groups = [group.blocks for group in cache.groups.values()]
     specs = tuple(cache.groups)
     found: StepGraphs | None = memory.graphs.get(specs)

@@ -70,7 +70,7 @@ def make_loop(
     preemption = Preemption(
         blocks,
         config.preemption,
-        BlockSwapper([memory.group(group.spec) for group in blocks.groups], blocks.flush_copies),
+        BlockSwapper(memory.groups_of(blocks), blocks.flush_copies),
         guard.vouch,
         chunks=is_packed,
         replays=layout.replays,
@@ -128,7 +128,7 @@ def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: A
 
 def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> str | None:
     """What keeps the blocks that the prefix cache gives up, as `config.prefix_tiers` says; or why nothing does."""
-    wanted, reason = config.prefix_tiers, reason_against_saving(blocks)
+    wanted, reason = config.prefix_tiers, reason_against_saving(memory, blocks)
     if wanted is not None and wanted.disk_path is None and compute_device(model).type == "cpu":
         reason = "the pool is in host memory, below which there is only the disk: give a `disk_path`"
     if wanted is None or reason is not None:
@@ -138,11 +138,11 @@ def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, 
     return None if wanted is None else reason
 
 
-def reason_against_saving(blocks: BlockManager) -> str | None:
+def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
     """Why cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
         return "prompts of this model are not cached"
-    if any(getattr(group, "memory", None) is not None and group.memory.least is not None for group in blocks.groups):
+    if memory.least is not None:
         return "their keys and values are in several processes"
     if blocks.keeps_states:
         return "a sequence can begin only at snapshots of its states, and these stay in the pool"
@@ -153,7 +153,7 @@ def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager
     """What copies the cached blocks of this manager, and names them."""
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     device = compute_device(model) if len(devices) < 2 else None  # which layer is where its first forward tells
-    groups = [memory.group(group.spec) for group in blocks.groups]
+    groups = memory.groups_of(blocks)
     return PrefixStore(config.prefix_tiers or PrefixTiers(), memory, groups, device, config.batch_invariant)
 
 

@@ -4,7 +4,6 @@ that belong to it: the first one schedules and samples, the others take its step
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import weakref
@@ -42,17 +41,17 @@ class TableHistory:
 
     def changes(self, tables: Sequence[list[int]]) -> Changes:
         found: Changes = []
-        for held_ids, ids in itertools.zip_longest(self._known[: len(tables)], tables, fillvalue=()):
-            count = len(held_ids) if list(held_ids) == ids[: len(held_ids)] else 0
+        for row, ids in enumerate(tables):
+            known = self._known[row] if row < len(self._known) else []
+            count = len(known) if known == ids[: len(known)] else 0
             found.append((count, ids[count:]))
         self._known[: len(tables)] = map(list, tables)
         return found
 
     def tables(self, changes: Changes) -> list[list[int]]:
         """What `changes` was given in the other process."""
-        known = self._known[: len(changes)]
-        tables = [[*ids[:count], *new] for ids, (count, new) in itertools.zip_longest(known, changes, fillvalue=())]
-        self._known[: len(changes)] = tables
+        tables = [[*self._known[row][:count], *new] if count else new for row, (count, new) in enumerate(changes)]
+        self._known[: len(changes)] = map(list, tables)
         return tables
 
 
@@ -72,7 +71,7 @@ class Leader:
         """Raises `ValueError` for what an engine over several processes cannot do, `RuntimeError` once it is closed."""
         if not self._is_open:
             raise RuntimeError(
-                "the engine was closed, and the other processes' `serve_rank` has returned: make another"
+                "the engine was closed, and `serve_rank` has returned in the other processes: make a new one"
             )
         wanted = {
             "`batch_invariant`": config.batch_invariant,
@@ -91,7 +90,7 @@ class Leader:
         self._send("choose_layout", config)
 
     def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
-        self._device, self._groups = compute_device(model), list(loop.blocks.groups)
+        self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
         self._note("make", config)
 
@@ -183,6 +182,11 @@ class Follower:
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
+        self._memory: Any
+        self._runner: Any
+        self._executor: Any
+        self._groups: list[GroupMemory]
+        self._hosts: dict[int, Host]  # what was swapped out, by the leader's name for it
         self._failure: Exception | None = None  # of the last forward, if the leader's did not fail, too
         self.retire()
 
@@ -205,16 +209,15 @@ class Follower:
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
         self._runner, self._executor = loop.executor.runner, loop.executor
         self._executor.together = None
-        self._groups = [self._memory.group(group.spec) for group in loop.blocks.groups]
+        self._groups = self._memory.groups_of(loop.blocks)
         self._histories = [TableHistory() for _ in self._groups]
 
     def begin(self) -> None:
         self._executor.begin(check_weights=False, replays=False)
 
     def retire(self) -> None:
-        self._memory = self._runner = self._executor = None  # type: Any
-        self._groups: list[GroupMemory] = []
-        self._hosts: dict[int, Host] = {}
+        self._memory = self._runner = self._executor = None
+        self._groups, self._hosts = [], {}
 
     def run(
         self,
@@ -293,9 +296,7 @@ def serve_rank(model: Any) -> None:
     ranks = ranks_of(own)
     if ranks is None or not ranks.rank:
         where = "is all in this process" if ranks is None else "is led by this process, number 0"
-        raise ValueError(
-            f"{type(own).__name__} {where}: make a `PagedEngine` here, `serve_rank` is for other processes"
-        )
+        raise ValueError(f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`")
     with held(), torch.no_grad():
         ranks.take()
         follower = Follower(own, ranks)

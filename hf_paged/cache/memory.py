@@ -311,6 +311,10 @@ class PagedMemory:
                 self.managers[specs] = made
             return self.managers[specs]
 
+    def groups_of(self, blocks: BlockManager) -> list[GroupMemory]:
+        """Those that a manager of this memory gives blocks of."""
+        return [self.groups[group.spec] for group in blocks.groups]
+
     @property
     def num_used(self) -> int:
         """Counted blocks that a table holds, over all groups."""
@@ -383,11 +387,10 @@ class PagedMemory:
         for group in self.groups.values():
             for layer in group.storage.layers.values():
                 held[layer.keys.device] += layer.block_bytes
-        total, held = sum(held.values()), held or Counter({torch.device("cpu"): 0})
+        total = sum(held.values())
         # the device that is full first decides
-        free = min(
-            free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()
-        )
+        each = (free_bytes(device) * total // count for device, count in held.items())
+        free = min(each) if held else free_bytes(torch.device("cpu"))
         return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     @property

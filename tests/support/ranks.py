@@ -1,5 +1,5 @@
-"""Cases that two processes run together, each with a shard of one model: `run` starts them under torchrun, and gives back
-what each process found. As a module it is such a process."""
+"""Cases that two processes run together, each with a shard of one model: `run` starts them under torchrun, and gives
+back what each process found. As a module it is such a process."""
 
 from __future__ import annotations
 

@@ -193,7 +193,8 @@ class PackedRunner(Runner):
         return logits
 
     def compute(self, tokens: PackedTokens, others: list[int]) -> Tensor:
-        """By the modules' own code: logits of each sequence's last token, where that is here, then of `others` among the packed tokens."""
+        """By the modules' own code: logits of each sequence's last token, where that is here, then of `others` among
+        the packed tokens."""
         buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
         buffer.extend(tokens.positions)
         for group in tokens.groups:

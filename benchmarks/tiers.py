@@ -1,7 +1,7 @@
 """
 Prefixes that come back from the disk, against computing them again.
 
-    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--quick] [--json PATH]
+    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--only prefix|W3] [--json PATH]
 
 First row: a new process gets its first token behind a prompt whose blocks another process has left in the folder, and
 behind a new one of the same length, in turns. Second row: workload W3 a second time, in a pool of a
@@ -26,13 +26,14 @@ from typing import Any
 import torch
 
 import hf_paged
+from benchmarks import paired
 from benchmarks.machine import facts
 from benchmarks.models import FIRST_WORD, SHAPES, build
 from benchmarks.report import markdown
 from benchmarks.workloads import WORKLOADS, Batch, Workload
 from hf_paged.cache.tiers import stores_of
 
-COLUMNS = ("what", "equal", "found", "disk_s", "computed_s", "ratio", "turns")
+COLUMNS = ("what", "equal", "found", "disk_s", "computed_s", "ratio", "interval", "turns")
 QUICK = "llama-tiny"
 GREEDY: dict[str, Any] = {"do_sample": False}
 
@@ -109,14 +110,17 @@ def first_row(name: str, length: int, turns: int) -> dict[str, Any]:
 
 
 def row(what: str, equal: bool, found: int, disk: list[float], computed: list[float]) -> dict[str, Any]:
+    times_as_fast = paired.ratios(computed, disk)
     return {
         "what": what,
         "equal": "yes" if equal else "NO",
         "found": found,
         "disk_s": round(statistics.median(disk), 4),
         "computed_s": round(statistics.median(computed), 4),
-        "ratio": round(statistics.median(slow / fast for slow, fast in zip(computed, disk)), 2),
+        "ratio": round(statistics.median(times_as_fast), 2),
+        "interval": paired.span(paired.interval(times_as_fast) or (min(times_as_fast), max(times_as_fast))),
         "turns": len(disk),
+        "ratios": times_as_fast,
     }
 
 
@@ -176,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2.5-0.5b", help="the shape")
     parser.add_argument("--tokens", type=int, default=2001, help="of the prompt of the first row")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--only", choices=("prefix", "W3"), help="the first or the second row alone")
     parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
     parser.add_argument("--json", help="also write the rows here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -188,7 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quick:
         name, length, turns, workload = QUICK, 201, 1, workload.scaled(0.5, 0.25)
     machine = facts()
-    rows = [first_row(name, length, turns), second_row(name, workload, turns)]
+    rows = []
+    if arguments.only != "W3":
+        rows.append(first_row(name, length, turns))
+    if arguments.only != "prefix":
+        rows.append(second_row(name, workload, turns))
     print(f"{name}, float32, medians of {turns} turns; {machine['cpu']}, load {machine['load_1min']}\n")
     print(markdown(rows, {column: column for column in COLUMNS}))
     if arguments.json:

@@ -66,11 +66,21 @@ WARN_OF_PADDING = _name(PreTrainedModel, "warn_if_padding_and_no_attention_mask"
 prepare_generation_config = _method("_prepare_generation_config")
 prepare_special_tokens = _method("_prepare_special_tokens")
 prepare_generated_length = _method("_prepare_generated_length")
-validate_generation_mode = _method("_validate_generation_mode")
+_validate_generation_mode = _method("_validate_generation_mode")
 validate_generated_length = _method("_validate_generated_length")
 get_logits_processor = _method("_get_logits_processor")
 get_stopping_criteria = _method("_get_stopping_criteria")
 with_experts_of_decodes = _method("_optimize_model_for_decode")
+_STATEFUL = _name(PreTrainedModel, "_is_stateful")
+
+
+def validate_generation_mode(model: Any, mode: Any, config: Any, given: dict[str, Any]) -> None:
+    """As transformers does, but for assisted generation of models with states: the engine takes these back."""
+    if getattr(model, _STATEFUL):
+        model = copy.copy(model)
+        setattr(model, _STATEFUL, False)
+    _validate_generation_mode(model, mode, config, given)
+
 
 # between two forwards
 update_inputs = _method(UPDATE_INPUTS)

@@ -352,7 +352,7 @@ class EngineCore:
         """Whether the request's row speculates. Raises `ValueError` if it is to, and cannot."""
         assistance, config = state.assistance, state.decoding.config
         assert assistance is not None
-        reason = self.layout.unsupported_reason
+        reason = self.layout.reason_against_drafts
         if state.request.inputs is not None:
             reason = "the prompt is more than token ids"
         elif reason is None and not loop.executor.runner.takes_drafts:

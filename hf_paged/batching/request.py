@@ -29,6 +29,8 @@ class Sequence:
     # candidates for its next tokens: the step that computes its last token computes them behind it, as rows of their
     # own, and they are in the tables until it is known which of them are accepted
     draft: list[int] = field(default_factory=list, init=False)
+    # meanwhile, where a model has states: its blocks, and its state, as they were before
+    before_draft: SequenceBlocks = field(default=NO_BLOCKS, init=False)
     # while preempted: how many tokens it had when it last had its logits; with no more than that it needs no forward
     num_answered_tokens: int = field(default=0, init=False)
     blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)  # also while recomputation is due, and in the end

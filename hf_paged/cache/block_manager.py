@@ -86,6 +86,7 @@ class BlockManager:
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
         specs = enumerate(group.spec for group in groups)
         self._states = next((i for i, spec in specs if isinstance(spec, StateSpec) and not spec.is_empty), None)
+        self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)  # which no `truncate` takes back
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it

@@ -250,8 +250,8 @@ class BatchCall:
             return "one row that draws, or streams several tokens at a time, as transformers' own loop does"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             return "scores are kept"
-        if self.layout.unsupported_reason is not None or self.has_inputs:
-            return self.layout.unsupported_reason or "prompts are more than token ids"
+        if self.layout.reason_against_drafts is not None or self.has_inputs:
+            return self.layout.reason_against_drafts or "prompts are more than token ids"
         if find_length_rope(self.call.model, self.call.model.modules()) is not None:
             return "rotary factors depend on a row's length"
         if num_rows > 1 and not SampleDecoding(self.inputs, self.streamer).can_split:
@@ -413,7 +413,7 @@ class BatchCall:
         assistance = self.assistance
         if is_sharded(self.call.model):  # whose processes measure other times
             return
-        if assistance is None and self._config.speculation == "ngram" and self.layout.unsupported_reason is None:
+        if assistance is None and self._config.speculation == "ngram" and self.layout.reason_against_drafts is None:
             can_speculate = isinstance(decoding, SampleDecoding) and not self.has_inputs
             if can_speculate and (is_alone or (generation.can_split and not decoding.do_sample)):
                 assistance = Assistance(ngrams=True)

@@ -75,6 +75,11 @@ class Layout(NamedTuple):
     replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
 
     @property
+    def reason_against_drafts(self) -> str | None:
+        """Why a row cannot compute several tokens at a time, and go back."""
+        return None if self.side_by_side and self.continues else self.unsupported_reason
+
+    @property
     def reason(self) -> str:
         """What a [`Route`] says of it."""
         if self.unsupported_reason is None:

@@ -42,16 +42,19 @@ def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> 
 
 
 def next_logits(
-    model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool, num_new: int = 1
+    model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool, num_new: int = 1, num_logits: int = 1
 ) -> tuple[Tensor, dict[str, Any]]:
-    """`(rows, vocab_size)` after `ids`, of which only the last `num_new` are new unless the rows begin; the next
-    inputs."""
+    """`(rows * num_logits, vocab_size)` after each of the last tokens of `ids`, of which only the last `num_new` are
+    new unless the rows begin; the next inputs."""
     has_encoder, embeds = bool(model.config.is_encoder_decoder), inputs.get("inputs_embeds")
     new = embeds if begins and embeds is not None and not has_encoder else ids
     count = new.shape[1] if begins else num_new
     prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
+    if num_logits > 1 and "logits_to_keep" in prepared:  # which a model may have set by itself
+        prepared["logits_to_keep"] = num_logits
     outputs = model(**prepared, return_dict=True)
-    return outputs.logits[:, -1], compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
+    logits = outputs.logits[:, -num_logits:].flatten(0, 1)
+    return logits, compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

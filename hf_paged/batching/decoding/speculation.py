@@ -23,6 +23,7 @@ from .scores import draw
 NGRAM = 3  # tokens that must have come before
 MAX_DRAFT = 16  # candidates of a row by n-grams
 INDEX_SIZE = 1 << 16  # n-grams of other texts that are kept
+_SIZE = array("q").itemsize  # bytes of a token
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class NgramIndex:
 
     def add(self, token_ids: list[int], start: int, end: int, namespace: int = 0) -> None:
         """What stands behind the first `n` of these tokens, for each `n` of a range."""
-        packed, size, own = _packed(token_ids), array("q").itemsize, _packed([namespace])
+        packed, size, own = _packed(token_ids), _SIZE, _packed([namespace])
         for at in range(max(start, NGRAM) * size, end * size, size):
             key = own + packed[at - NGRAM * size : at]
             self._behind[key] = packed[at : at + MAX_DRAFT * size]
@@ -183,8 +184,7 @@ class Ngrams:
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: int = 0) -> None:
         self.index, self.namespace = index, namespace
-        self._ends: dict[int, int] = {}  # by the hash of the row's own n-grams, where the last one ends
-        self._num_known = 0  # tokens whose n-grams are in `_ends`
+        self._text = bytearray()  # the row's own tokens, which are searched as bytes: that takes less than a table
         self._num_told = num_prompt_tokens  # tokens that are in `index`, with what is behind them
         self._token_ids: list[int] = []
         self._source: int | None = None  # where the last proposal begins in the row's own text
@@ -192,12 +192,10 @@ class Ngrams:
         self._is_guess = False  # whether the last one began there
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
-        end = len(token_ids)
-        self._learn(token_ids, end - 1)  # without the last n-gram, which is looked for
-        last, found = token_ids[end - NGRAM :], list[int]()
-        start = self._ends.get(hash(tuple(last))) if end > NGRAM else None
+        end, found = len(token_ids), list[int]()
+        start = self._find(token_ids) if end > NGRAM else None
         if start is None:
-            found = self.index.find(last, self.namespace)[:count]
+            found = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
         self._is_guess = start is None and not found and self._next is not None
         if self._is_guess:
             start = self._next
@@ -208,12 +206,17 @@ class Ngrams:
                 found = list(itertools.islice(itertools.cycle(found), count))
         return Draft(found) if found else None
 
-    def _learn(self, token_ids: list[int], end: int) -> None:
+    def _find(self, token_ids: list[int]) -> int | None:
+        """Where the last n-gram ended in the text before."""
+        text, size = self._text, _SIZE
+        text += _packed(token_ids[len(text) // size :])
         self._token_ids = token_ids
-        first = max(self._num_known + 1, NGRAM)
-        grams = zip(*(token_ids[first - NGRAM + i : end - NGRAM + i + 1] for i in range(NGRAM)))
-        self._ends.update(zip(map(hash, grams), range(first, end + 1)))
-        self._num_known = max(self._num_known, end)
+        ngram, at = text[-NGRAM * size :], len(text) - size
+        while (at := text.rfind(ngram, 0, at)) >= 0:
+            if at % size == 0:
+                return at // size + NGRAM
+            at += len(ngram) - 1  # bytes of two tokens
+        return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         if self._source is not None and (num_accepted or not self._is_guess):

@@ -97,7 +97,7 @@ def rows_of_logits(items: Items[tuple[Sequence, int]]) -> list[range]:
     return found
 
 
-def in_order(parts: list[tuple[list[int], Tensor]]) -> Tensor:
+def in_order(parts: Items[tuple[list[Any], Tensor]]) -> Tensor:
     """`(n, vocab)`: the rows of all parts, each of which names their places, by place."""
     places, logits = parts[0]
     if len(parts) == 1 and places == sorted(places):

@@ -165,7 +165,8 @@ class Rectangle:
 class RectangleRunner(Runner):
     """Runs rows of a model through its own preparation of inputs, with its attention switched by the caller: prompts
     as a padded batch, then the next tokens of all rows, side by side. Padding is not stored. Prompts that begin behind
-    cached tokens run beside those with equally many new ones, since padding between would change their states.
+    cached tokens, and drafts, run beside those with equally many new ones, since padding between would change their
+    states.
 
     Rows whose layout says so, and all whose request has `inputs`, stay with those that they began with, and with what
     the model's own loop carries; when rows leave, or fork, the others are selected. Those whose `Prompts` say how
@@ -179,6 +180,7 @@ class RectangleRunner(Runner):
         self.encoder_blocks: BlockManager | None = None if cache.cross is None else cache.cross.rows.manager
         self._stock, self._has_cache = cache, compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
+        self.takes_drafts = layout.reason_against_drafts is None
         self._holders: set[Any] = set()  # of states in use
 
     def rest(self) -> None:
@@ -188,27 +190,31 @@ class RectangleRunner(Runner):
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], adapter: str | None = None) -> Tensor:
         self._copy_kept_states()
-        parts = []
+        parts: list[tuple[list[Any], Tensor]] = []
         for places, begins in self._divide(items):
             sequences, num_new = [items[place][0] for place in places], items[places[0]][1]
-            parts.append((places, self._begin(sequences) if begins else self._continue(sequences, num_new)))
+            own = [(place, number) for place in places for number in range(1 + len(items[place][0].draft))]
+            parts.append((own, self._begin(sequences) if begins else self._continue(sequences, num_new)))
         self._holders = set(self.states.holders())
         logits = in_order(parts)
-        answered = [i for i, (each, _) in enumerate(items) if each.num_computed_tokens == len(each.token_ids)]
-        return logits if len(answered) == len(items) else logits[answered]
+        of_rows = [sequence for sequence, _ in items for _ in range(1 + len(sequence.draft))]
+        answered = [row for row, each in enumerate(of_rows) if each.num_computed_tokens == len(each.token_ids)]
+        return logits if len(answered) == len(of_rows) else logits[answered]
 
     def _divide(self, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], bool]]:
         """The places in `items` of each forward, and whether they are prompts."""
-        prompts: list[tuple[bool, int, int]] = []  # whether it begins, new tokens, place: that may run beside others
+        # whether it begins, new tokens, whether some are a draft, place: that may run beside others
+        prompts: list[tuple[bool, int, bool, int]] = []
         together: dict[tuple[Any, bool], list[int]] = {}
         for place, (sequence, count) in enumerate(items):
-            begins, inputs = count == sequence.num_computed_tokens, sequence.request.inputs
+            begins = not sequence.draft and count == sequence.num_computed_tokens
+            inputs = sequence.request.inputs
             key: Any = place
             if inputs is not None and begins:
                 key = inputs[0] if inputs[0].merges is None else inputs[0].merges
             elif inputs is None and self.layout.side_by_side:
                 if begins or count > 1:
-                    prompts.append((begins, count, place))
+                    prompts.append((begins, count, bool(sequence.draft), place))
                     continue
                 key = None
             elif not begins and self._has_cache:  # else a copy of the model's own cache for each row
@@ -220,14 +226,15 @@ class RectangleRunner(Runner):
             together.setdefault((key, begins), []).append(place)
         parts: list[tuple[list[int], bool]] = []
         width = 0  # new tokens of the longest prompt in the last part
-        for begins, count, place in sorted(prompts, key=operator.itemgetter(0, 1), reverse=True):
+        last: tuple[bool, int, bool] | None = None
+        for begins, count, has_draft, place in sorted(prompts, key=operator.itemgetter(0, 1, 2), reverse=True):
+            own = begins, count, has_draft
             fits = parts and (len(parts[-1][0]) + 1) * width <= self.memory.config.max_num_batched_tokens
-            is_equal = bool(parts) and parts[-1][1] == begins and count == width
-            if fits and (is_equal or (begins and self.layout.mixed_lengths)):
+            if fits and (own == last or (begins and self.layout.mixed_lengths)):
                 parts[-1][0].append(place)
             else:
                 parts.append(([place], begins))
-                width = count
+                last, width = own, count
         return parts + [(places, begins) for (_, begins), places in together.items()]
 
     def _begin(self, sequences: list[Sequence]) -> Tensor:
@@ -265,11 +272,20 @@ class RectangleRunner(Runner):
             raise PromptsError(prompts, error) from error
         return logits if rows == list(range(len(logits))) else logits[rows]
 
-    def _forward(self, rectangle: Rectangle, begins: bool, num_new: int = 1, rows: list[int] | None = None) -> Tensor:
-        """`(rows, vocab)`: after the last token of each row, of which `rows` go on."""
+    def _forward(
+        self,
+        rectangle: Rectangle,
+        begins: bool,
+        num_new: int = 1,
+        rows: list[int] | None = None,
+        num_logits: int = 1,
+    ) -> Tensor:
+        """`(rows * num_logits, vocab)`: after the last tokens of each row, of which `rows` go on."""
         before = dict(rectangle.inputs)
         with self.products:
-            logits, rectangle.inputs = next_logits(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
+            logits, rectangle.inputs = next_logits(
+                self.model, rectangle.token_ids, rectangle.inputs, begins, num_new, num_logits
+            )
         if begins:
             if rectangle.cache is not None:  # a model may put one of its own beside it
                 rectangle.cache = rectangle.inputs[cache_name(self.model)]
@@ -286,7 +302,7 @@ class RectangleRunner(Runner):
         return logits.contiguous()  # the logits of a prompt's other tokens are not kept
 
     def _continue(self, sequences: list[Sequence], num_new: int) -> Tensor:
-        """`(rows, vocab)`: after `num_new` more tokens of each row."""
+        """`(rows, vocab)`: after `num_new` more tokens of each row; of drafts `(rows * num_new, vocab)`."""
         found = [self._find(sequence) for sequence in sequences]
         rectangle, rows = found[0][0], [row for _, row in found]
         if num_new > 1 or not isinstance(rectangle, Rectangle) or any(holder is not rectangle for holder, _ in found):
@@ -301,7 +317,8 @@ class RectangleRunner(Runner):
             rectangle = self._lay_out(sequences, num_new)
             if self._knows_states:
                 gather_states(rectangle.state_layers, [(holder.state_layers, rows) for holder, rows in sources])
-            return self._forward(rectangle, begins=False, num_new=num_new)
+            num_logits = num_new if sequences[0].draft else 1
+            return self._forward(rectangle, begins=False, num_new=num_new, num_logits=num_logits)
         others = self.states.holders()[rectangle] - {_slot(sequence.blocks) for sequence in sequences}
         is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
         if others:  # go on from it, too
@@ -331,11 +348,14 @@ class RectangleRunner(Runner):
     def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
         """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""
         model, device = self.model, compute_device(self.model)
-        lengths = [sequence.num_computed_tokens for sequence in sequences]
+        lengths = [sequence.num_computed_tokens + len(sequence.draft) for sequence in sequences]
         pad = pad_token_id(model)
         width, paddings = max(lengths), [max(lengths) - count for count in lengths]
         ids = torch.tensor(
-            [[pad] * padding + each.token_ids[: width - padding] for each, padding in zip(sequences, paddings)],
+            [
+                [pad] * padding + [*each.token_ids[: each.num_computed_tokens], *each.draft]
+                for each, padding in zip(sequences, paddings)
+            ],
             device=device,
         )
         mask = torch.arange(width, device=device) >= torch.tensor(paddings, device=device)[:, None]

@@ -309,5 +309,7 @@ class Preemption:
         request.encoded = NO_BLOCKS
 
     def _free(self, sequence: Sequence) -> None:
-        self.blocks.free(sequence.blocks)
-        sequence.blocks, sequence.num_computed_tokens, sequence.swapped = NO_BLOCKS, 0, None
+        for blocks in (sequence.blocks, sequence.before_draft):
+            self.blocks.free(blocks)
+        sequence.blocks = sequence.before_draft = NO_BLOCKS
+        sequence.num_computed_tokens, sequence.swapped = 0, None

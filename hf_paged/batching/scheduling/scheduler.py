@@ -227,19 +227,29 @@ class Scheduler:
         count = len(sequence.draft)
         if count:
             self.blocks.register(blocks, sequence.keys, sequence.num_computed_tokens, sequence.request.namespace)
+            before = self.blocks.fork(blocks) if self.blocks.has_states else NO_BLOCKS
             if self.blocks.append(blocks, 1 + count):
-                sequence.num_computed_tokens = num_tokens
+                sequence.num_computed_tokens, sequence.before_draft = num_tokens, before
                 self._plan.decodes.append((sequence, 1 + count))
                 return count
+            self.blocks.free(before)
         sequence.draft = []
         return 0
 
     def settle_draft(self, sequence: Sequence, num_accepted: int = 0) -> None:
-        """Forgets the K and V of a draft but for its first `num_accepted` tokens, which are the sequence's own now."""
-        if sequence.draft:
+        """Forgets the K and V of a draft but for its first `num_accepted` tokens, which are the sequence's own now. A
+        state cannot forget: unless all were accepted, all that the step computed is computed again."""
+        if not sequence.draft:
+            return
+        before, sequence.before_draft = sequence.before_draft, NO_BLOCKS
+        if before is NO_BLOCKS or num_accepted == len(sequence.draft):
             sequence.num_computed_tokens += num_accepted
             self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
-            sequence.draft = []
+        else:
+            before, sequence.blocks = sequence.blocks, before
+            sequence.num_computed_tokens = sequence.blocks.tables[0].num_tokens
+        self.blocks.free(before)
+        sequence.draft = []
 
     def _catch_up(self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True) -> int:
         """Schedules up to `limit` tokens of `sequence`; returns how many. Where blocks are short, requests behind this
@@ -429,8 +439,9 @@ class Scheduler:
         for sequence, query_len in plan.items:
             if sequence.request.status is Status.RUNNING and sequence.blocks is not NO_BLOCKS:
                 sequence.num_computed_tokens -= query_len - len(sequence.draft)
-                sequence.draft = []
                 self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
+                self.blocks.free(sequence.before_draft)
+                sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """The sequence needs nothing any more; its request ends with the last of them."""

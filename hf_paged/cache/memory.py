@@ -389,8 +389,8 @@ class PagedMemory:
                 held[layer.keys.device] += layer.block_bytes
         total = sum(held.values())
         # the device that is full first decides
-        each = (free_bytes(device) * total // count for device, count in held.items())
-        free = min(each) if held else free_bytes(torch.device("cpu"))
+        each = [free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()]
+        free = min(each) if each else free_bytes(torch.device("cpu"))
         return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     @property

@@ -167,6 +167,11 @@ def allow_cache_implementation(name: str, is_allowed: bool) -> None:
     setattr(configuration_utils, _CACHES, (*others, name) if is_allowed else others)
 
 
+def is_pipeline(model: Any) -> bool:
+    """Whether `from_pretrained` has left this process some of the model's layers, and others the rest."""
+    return getattr(model, "_pp_stage", None) is not None
+
+
 def shard_ranks(model: Any) -> list[int] | None:
     """The global ranks of the processes among which `from_pretrained` has split each forward of the model (tensor and
     pipeline parallelism), in order; `None` if there is one. Replicas that compute other data are not among them."""

@@ -261,6 +261,8 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str) -> Iterator[str]:
     """Why rows cannot be packed, or run side by side, where they join and leave, or together, where they leave."""
     packs, joins = layout == "packed", layout != "together"
+    if compat.is_pipeline(model):
+        yield "its layers are in several processes"
     parameters = inspect.signature(model.forward).parameters
     attends_itself = not calls_interface(module for _, module in modules)
     needed = ("past_key_values",) if attends_itself else ("position_ids", "past_key_values")  # alibi is in the mask

@@ -21,7 +21,7 @@ from .engine_core import EngineCore
 from .execution.adapters import base_model
 from .execution.executor import Window
 from .results import EngineStats, RequestOutput, RequestResult
-from .saved_prefixes import load, save
+from .saved_prefixes import load, save, saved_to
 from .streams import RequestStream
 
 _MEMORY = (
@@ -402,10 +402,12 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
             raise ValueError(f"`prompt` has {', '.join(map(str, inputs))} beside token ids: such a prefix is not saved")
         ids = prompt_ids(text, self.tokenizer)
         one = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
-        (result,) = self.generate([ids], one, adapter=adapter, cache_salt=cache_salt)
-        if result.error is not None:
-            raise result.error
-        return save(self._core, ids, (adapter, cache_salt or self.config.cache_salt), path)
+        target = saved_to(path)
+        with self._core.keeping_pool():
+            (result,) = self.generate([ids], one, adapter=adapter, cache_salt=cache_salt)
+            if result.error is not None:
+                raise result.error
+            return save(self._core, ids, (adapter, cache_salt or self.config.cache_salt), target)
 
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
         """

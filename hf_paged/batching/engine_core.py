@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -83,6 +84,7 @@ class EngineCore:
         self._shares_prefills = False
         self._unstarted: list[RequestState] = []  # whose `max_time` does not run yet
         self._leaving: list[RequestState] | None = None  # cancelled within a step, for after it; `None` between steps
+        self._num_keeping = 0  # calls for which the pool stays without requests (`keeping_pool`)
         self._short_since = 0.0  # when other models left no memory for a step, by `time.perf_counter`; 0: they do
         self._numbers = itertools.count()  # of the ids that are made up
         forks.in_child(self)
@@ -180,7 +182,24 @@ class EngineCore:
         del self.requests[state.request_id]
         if self.loop is not None and not self.requests:
             self.loop.executor.rest()
+            self._end_use()
+
+    def _end_use(self) -> None:
+        if not self.requests and not self._num_keeping:
             end_use(self.memory)
+
+    @contextlib.contextmanager
+    def keeping_pool(self) -> Iterator[None]:
+        """Within it the pool is not given back for want of requests."""
+        with self.lock:
+            self._num_keeping += 1
+            begin_use(self.memory)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._num_keeping -= 1
+                self._end_use()
 
     def close(self, outbox: deque[RequestOutput], window: Window) -> None:
         """Ends the requests that report to `outbox`, which is not read any more, and the window of their steps."""
@@ -195,6 +214,7 @@ class EngineCore:
         """In a child process, where this thread is the only one: a step of another leaves nothing that can go on."""
         self.resumed = threading.Condition(self.lock.lock)
         self.paused_by = [thread for thread in self.paused_by if thread == threading.get_ident()]
+        self._num_keeping = 0
         if self.lock.lock in freed:
             self.requests, self._unstarted, self.unread, self._leaving = {}, [], [], None
             self.retire()

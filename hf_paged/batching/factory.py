@@ -134,7 +134,7 @@ def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, 
     if wanted is None or reason is not None:
         blocks.set_tier(None)
     elif not isinstance(blocks.tier, PrefixStore) or blocks.tier.config != wanted:
-        blocks.set_tier(make_store(model, memory, blocks, config))
+        blocks.set_tier(make_store(model, memory, blocks, wanted))
     return None if wanted is None else reason
 
 
@@ -149,12 +149,11 @@ def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | No
     return None
 
 
-def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> PrefixStore:
+def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, tiers: PrefixTiers) -> PrefixStore:
     """What copies the cached blocks of this manager, and names them."""
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     device = compute_device(model) if len(devices) < 2 else None  # which layer is where its first forward tells
-    groups = memory.groups_of(blocks)
-    return PrefixStore(config.prefix_tiers or PrefixTiers(), memory, groups, device, config.batch_invariant)
+    return PrefixStore(tiers, memory, memory.groups_of(blocks), device)
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:

@@ -230,7 +230,7 @@ class StepLoop:
         return batch, logits
 
     def _run(self, batch: StepPlan, untold: deque[Generation], isolates: bool) -> Tensor | None:
-        start, was_sized = time.perf_counter(), self.blocks.is_sized
+        start, num_unsized = time.perf_counter(), self.blocks.num_unsized
         try:
             if self.ranks is not None:
                 self.ranks.check_same(hash(tuple(_tokens_of(batch))), "scheduled other tokens")
@@ -240,8 +240,8 @@ class StepLoop:
             if isinstance(error, RankLostError):
                 raise
             cause = error.cause if isinstance(error, PromptsError) else error
-            if isinstance(cause, OutOfBlocksError) and not was_sized and self.blocks.is_sized:
-                return None  # it is known now how many blocks there can be: the step is taken again
+            if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
+                return None  # more is known now of how many blocks there can be: the step is taken again
             failed = self._generations_of([sequence for sequence, _ in batch.items])
             if isinstance(error, AdapterError):  # the others take the step again
                 failed = [generation for generation in failed if generation.requests[0].adapter == error.adapter]

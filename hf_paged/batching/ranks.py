@@ -139,8 +139,9 @@ class Leader:
     def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
         self._note("swap_in", id(host), block_ids)
 
-    def release(self) -> None:
-        self._note("release")
+    def release(self, groups: list[GroupMemory]) -> None:
+        released = [number for number, each in enumerate(self._groups) if any(each is group for group in groups)]
+        self._note("release", released)
 
     def close(self) -> None:
         """The other processes go on behind their `serve_rank`."""
@@ -260,8 +261,9 @@ class Follower:
     def forget(self, host: int) -> None:
         self._hosts.pop(host, None)
 
-    def release(self) -> None:
-        self._memory.release()
+    def release(self, groups: list[int]) -> None:
+        for number in groups:
+            self._groups[number].release()
 
     def _grow(self, num_blocks: list[int]) -> None:
         """Each pool has as many blocks as the leader's, at least."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import uuid
@@ -12,9 +13,9 @@ from typing import Any
 
 from ..cache.block_files import Corrupt, Layers, from_bytes, to_bytes
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.idle import begin_use, end_use
 from ..cache.swap import HostLayer
 from ..cache.tiers import PrefixStore
+from ..config import PrefixTiers
 from .engine_core import EngineCore
 from .execution.executor import Window
 from .factory import make_store, reason_against_saving
@@ -33,7 +34,6 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
         is_idle, window = not core.requests, Window()
         if is_idle:
             loop.executor.begin()
-            begin_use(core.memory)
         try:
             loop.executor.open(window)
             with loop.executor.lock:
@@ -41,13 +41,12 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             if core.memory.fingerprint is None:
                 raise ValueError(f"whether the weights of {type(core.model).__name__} change cannot be read")
             with core.memory.lock:
-                yield loop, make_store(core.model, core.memory, loop.blocks, core.config)
+                yield loop, make_store(core.model, core.memory, loop.blocks, PrefixTiers())
             loop.executor.settle(window)
         finally:
             loop.executor.leave(window)
             if is_idle:
                 loop.executor.rest()
-                end_use(core.memory)
 
 
 def _needed(loop: StepLoop, num_blocks: int) -> list[range]:
@@ -56,7 +55,17 @@ def _needed(loop: StepLoop, num_blocks: int) -> list[range]:
     return [range(first_needed(group, num_blocks), num_blocks) for group in range(len(loop.blocks.groups))]
 
 
-def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], path: Any) -> int:
+def saved_to(path: Any) -> Path:
+    """The file of that path. Raises `OSError` where none can be."""
+    target = Path(os.fspath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder is there, and the path of a file is needed", str(target))
+    return target
+
+
+def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path) -> int:
     """Writes the cached full blocks of these tokens; returns how many tokens they hold."""
     with _between_steps(core) as (loop, store):
         manager, rope = loop.blocks, loop.scheduler.rope
@@ -82,7 +91,6 @@ def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...]
         name = f"{store.weights}/{links[-1].digest.hex()}"
     kept = token_ids[: num_blocks * manager.block_size]
     content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
-    target = Path(os.fspath(path))
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
         part.write_bytes(content)
@@ -102,7 +110,12 @@ def load(core: EngineCore, path: Any) -> int:
         raise ValueError(f"{path} is no saved prefix, or not whole: {error}") from error
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} is a block of a tier's folder, and no saved prefix") from error
-    with _between_steps(core) as (loop, store):
+    with core.keeping_pool(), _between_steps(core) as (loop, store):
+        if not core.requests and core.config.idle_release_seconds == 0 and loop.blocks.tier is None:
+            raise ValueError(
+                "`idle_release_seconds` is 0, so that the pool goes, with what is loaded, as no request is unfinished: "
+                "load it while one is, raise `idle_release_seconds`, or give `prefix_tiers` a folder"
+            )
         if weights != store.weights:
             raise ValueError(
                 f"{path} was computed by another model than this {type(core.model).__name__} is now: other weights, "

@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 import os
+import re
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -23,7 +25,9 @@ from .swap import HostLayer
 logger = logging.getLogger(__name__)
 
 FORMAT = "hf_paged prefix 1"
-FOLDER, SUFFIX = "hf_paged-", ".safetensors"  # nothing else in a tier's folder is ever touched
+FOLDER, SUFFIX = "hf_paged-", ".safetensors"
+_OWN = re.compile(r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)")
+"""Nothing else in a tier's folder is ever deleted: a model may be in a folder whose name begins like ours."""
 RETRY_SECONDS = 60.0  # after which a disk that took no file is tried again
 _ABANDONED_SECONDS = 600.0  # after which a part of a file is what a killed process left
 
@@ -74,7 +78,7 @@ def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
             blocks = KVBlocks.view(tuple(data), heads, key_dim, (key_dtype, value_dtype), of_codes)
             parts.setdefault(group, {})[index] = HostLayer(blocks, torch.device("cpu"))
         return parts, metadata
-    except Corrupt:
+    except (Corrupt, MemoryError):
         raise
     except Exception as error:  # whatever bytes may do to what reads them
         raise Corrupt(f"it cannot be read: {type(error).__name__}: {error}") from error
@@ -123,25 +127,23 @@ class DiskFolder:
         if name in self._lost:
             return False
         if weights is not None:
-            return self._file(weights, name).exists()
+            return self._file(weights, name).is_file()
         with contextlib.suppress(OSError):
-            return any((folder / f"{name}{SUFFIX}").exists() for folder in self.path.glob(f"{FOLDER}*"))
+            return any((folder / f"{name}{SUFFIX}").is_file() for folder in self.path.glob(f"{FOLDER}*"))
         return False
 
     def read(self, weights: str, name: str) -> dict[int, Layers] | None:
         path = self._file(weights, name)
         try:
-            content = path.read_bytes()
+            parts, metadata = from_bytes(path.read_bytes())
+            if metadata["name"] != f"{weights}/{name}":
+                raise Corrupt(f"it is {metadata['name']} by another name")
         except FileNotFoundError:
             return None
         except (OSError, MemoryError) as error:
             self._lost.add(name)
             self._warn("read", f"{path} cannot be read, its tokens are computed: {error}")
             return None
-        try:
-            parts, metadata = from_bytes(content)
-            if metadata["name"] != f"{weights}/{name}":
-                raise Corrupt(f"it is {metadata['name']} by another name")
         except Corrupt as error:
             self._lost.add(name)
             self._warn("corrupt", f"{path} is dropped, and its tokens are computed: {error}")
@@ -161,16 +163,18 @@ class DiskFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = to_bytes(parts, f"{weights}/{name}")
+            if len(content) > self.max_bytes:  # no other file makes way for it
+                self._warn(
+                    "small", f"`disk_bytes` ({self.max_bytes:,}) has no room for a block of {len(content):,} bytes"
+                )
+                return
             if self.num_bytes is None or self._num_written + len(content) > self.max_bytes // 32:  # others write, too
                 self._look()
             assert self.num_bytes is not None
             if self.num_bytes + len(content) > self.max_bytes:
                 self._trim(len(content))
             if self.num_bytes + len(content) > self.max_bytes:
-                self._warn(
-                    "small", f"`disk_bytes` ({self.max_bytes:,}) has no room for a block of {len(content):,} bytes"
-                )
-                return
+                raise OSError(f"`disk_bytes` is {self.max_bytes:,}, and no files can be deleted")
             part.write_bytes(content)
             part.replace(path)  # whole, or not there
             self._lost.discard(name)
@@ -193,10 +197,13 @@ class DiskFolder:
         found = []
         for path in self.path.glob(f"{FOLDER}*/*"):
             with contextlib.suppress(OSError):
-                status = path.stat()
+                status = path.lstat()
+                is_own = stat.S_ISREG(status.st_mode) and not path.parent.is_symlink()
+                if not is_own or not _OWN.fullmatch(f"{path.parent.name}/{path.name}"):
+                    continue
                 if path.suffix == SUFFIX:
                     found.append((status.st_mtime, status.st_size, path))
-                elif path.suffix == ".part" and status.st_mtime < time.time() - _ABANDONED_SECONDS:
+                elif status.st_mtime < time.time() - _ABANDONED_SECONDS:
                     path.unlink()
         return sorted(found)
 
@@ -215,7 +222,7 @@ class DiskFolder:
             with contextlib.suppress(OSError):
                 path.unlink()
                 self.num_bytes -= size
-        for folder in self.path.glob(f"{FOLDER}*"):
+        for folder in {path.parent for _, _, path in files}:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # which are empty
 

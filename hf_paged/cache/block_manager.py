@@ -81,6 +81,8 @@ class BlockManager:
         self.num_withheld: Callable[[], int] = lambda: (
             0
         )  # blocks that `num_free` lacks while other models' pools are used
+        # gives up what groups without a used block hold, where a limit is in bytes; returns whether there was any
+        self.release_unused: Callable[[], bool] = lambda: False
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
         self._block_sizes = [group.spec.block_size(block_size) for group in groups]
@@ -109,9 +111,9 @@ class BlockManager:
         return self.prefix_caching and self._states is not None
 
     @property
-    def is_sized(self) -> bool:
-        """Whether `num_free` knows what blocks take: until then it may be too large."""
-        return all(group.is_sized for group in self.groups)
+    def num_unsized(self) -> int:
+        """Groups of which `num_free` does not know yet what blocks take, so that it may be too large."""
+        return sum(not group.is_sized for group in self.groups)
 
     @property
     def num_total(self) -> int:

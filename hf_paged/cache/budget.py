@@ -14,7 +14,8 @@ PATIENCE = 10.0  # seconds for which a request waits for memory that other model
 
 _lock = forks.rlock()
 _limit: int | None = None  # bytes
-_pools: weakref.WeakSet[Any] = weakref.WeakSet()  # every `PagedMemory`
+# Of every `PagedMemory`; never changed in place, so that one thread may look at it while another makes a memory.
+_pools: tuple[weakref.ref[Any], ...] = ()
 
 
 def budget(num_bytes: int | None) -> None:
@@ -46,14 +47,15 @@ def limit(memory: Any = None) -> int | None:
 
 def join(memory: Any) -> None:
     """From now on the budget bounds this `PagedMemory`, too."""
-    _pools.add(memory)
+    global _pools
+    with _lock:
+        _pools = (*(ref for ref in _pools if ref() is not None), weakref.ref(memory))
 
 
 def share(memory: Any) -> int | None:
     """Bytes that this pool can come to hold: all that pools in use do not."""
-    if _limit is None or not memory.is_bounded:
-        return None
-    return _limit - sum(pool.charged_bytes for pool in _others(memory) if pool.is_used)
+    total = limit(memory)  # which another thread may change
+    return None if total is None else total - sum(pool.charged_bytes for pool in _others(memory) if pool.is_used)
 
 
 def charge(memory: Any, more: int = 0) -> bool:
@@ -77,7 +79,8 @@ def note(memory: Any) -> None:
 
 def left() -> int | None:
     """Bytes that no pool holds; `None` without a budget."""
-    return None if _limit is None else max(0, _limit - sum(pool.charged_bytes for pool in list(_pools)))
+    total = _limit
+    return None if total is None else max(0, total - sum(pool.charged_bytes for pool in _others(None)))
 
 
 def make_way(memory: Any) -> None:
@@ -97,14 +100,14 @@ def settle() -> None:
 def _others(memory: Any) -> list[Any]:
     """All pools but this one, for which a weak proxy may stand."""
     own = None if memory is None else memory.lock
-    return [pool for pool in list(_pools) if pool.lock is not own]
+    return [pool for ref in _pools if (pool := ref()) is not None and pool.lock is not own]
 
 
 def _shrink(needed: int, memory: Any) -> bool:
     """Gives idle pools back until the others hold no more than the budget without `needed` bytes."""
-    while _limit is not None:
+    while (total := _limit) is not None:
         others = _others(memory)
-        excess = needed + sum(pool.charged_bytes for pool in others) - _limit
+        excess = needed + sum(pool.charged_bytes for pool in others) - total
         if excess <= 0:
             return True
         idle = [pool for pool in others if pool.charged_bytes and not pool.is_used]

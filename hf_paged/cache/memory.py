@@ -77,7 +77,7 @@ class Mirror(Protocol):
     def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
         """Of each group row `row` of `host` went to block `block_ids[row]`."""
 
-    def release(self) -> None: ...
+    def release(self, groups: list[GroupMemory]) -> None: ...
 
 
 class GroupMemory(BlockGroup):
@@ -154,9 +154,14 @@ class GroupMemory(BlockGroup):
             missing -= pool.num_cached
             if missing <= 0:
                 return
+        affordable = memory.num_affordable(self)
         step = 0 if self.holds_states or not self.is_sized else min(GROWTH_STEP, pool.num_blocks)
+        if affordable < sys.maxsize and len(memory.groups) > 1:  # another group may need what this one could have
+            step = 0
         spare = self.storage.num_rows - pool.num_blocks
-        added, affordable = max(missing, step if missing > spare else min(step, spare)), memory.num_affordable(self)
+        added = max(missing, step if missing > spare else min(step, spare))
+        if num_blocks > pool.num_available + max(0, affordable) and memory.release_unused(self):
+            affordable = memory.num_affordable(self)
         if added > affordable:
             added = max(0, min(missing, affordable))
         if num_blocks > pool.num_available + added:
@@ -255,8 +260,8 @@ def _over_budget(needed: int, block_size: int, free: int, total: int, option: st
 
 def _budget_text() -> str:
     return (
-        f"`hf_paged.budget` allows {budget.limit():,} bytes for all models, and those in use leave no more. Raise it, "
-        "end what other models run, or lower the batch size, the prompt length or `max_new_tokens`"
+        f"`hf_paged.budget` allows {budget.limit() or 0:,} bytes for all models, and those in use leave no more. Raise "
+        "it, end what other models run, or lower the batch size, the prompt length or `max_new_tokens`"
     )
 
 
@@ -306,8 +311,8 @@ class PagedMemory:
             if specs not in self.managers:
                 memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
                 groups = [self.group(spec) for spec in specs]
-                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable)
-                made.num_withheld = lambda: memory.num_withheld
+                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable(groups))
+                made.num_withheld, made.release_unused = lambda: memory.num_withheld, lambda: memory.release_unused()
                 self.managers[specs] = made
             return self.managers[specs]
 
@@ -335,17 +340,17 @@ class PagedMemory:
         """Blocks that no table holds and whose content is kept, over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
-    @property
-    def num_obtainable(self) -> int:
-        """Blocks that may still be taken over all groups, cached ones included; `sys.maxsize` without a budget."""
+    def num_obtainable(self, groups: Sequence[GroupMemory]) -> int:
+        """Blocks that these groups may still take, cached ones included; `sys.maxsize` without a budget. Where a limit
+        is in bytes and the groups' blocks differ in theirs, as many as there could be of the smallest."""
         limit = sys.maxsize if self.config.num_blocks is None else self.config.num_blocks - self.num_used
-        if self.config.memory_fraction is None and budget.limit(self) is None:
+        sizes = [group.block_bytes for group in groups if group.block_bytes]
+        total = self._most_bytes() if sizes else None
+        if total is None:
             return limit
-        groups = self.groups.values()
-        affordable = min((self.num_affordable(group) for group in groups if group.block_bytes), default=sys.maxsize)
-        if affordable == sys.maxsize:
-            return limit
-        return min(limit, max(0, affordable) + sum(group.pool.num_available for group in groups))
+        used = sum(group.pool.num_used * group.block_bytes for group in self.groups.values())
+        held = sum(group.pool.num_available for group in groups)  # a budget may have become less than that
+        return min(limit, max(held, (total - used) // min(sizes)))
 
     @property
     def num_withheld(self) -> int:
@@ -368,15 +373,21 @@ class PagedMemory:
                 return
             excess -= group.pool.evict(excess)
 
+    def _most_bytes(self) -> int | None:
+        """What `memory_fraction` and `hf_paged.budget` let this hold; `None` without both."""
+        most, fraction = budget.share(self), self.config.memory_fraction
+        if fraction is not None and self._limit_bytes is None:
+            own = self.affordable_bytes()
+            self._limit_bytes = own if self.least is None else self.least(own)
+        return min((limit for limit in (most, self._limit_bytes) if limit is not None), default=None)
+
     def num_affordable(self, group: GroupMemory) -> int:
         """Blocks that `memory_fraction` and `hf_paged.budget` allow `group` beyond those it has."""
-        most = budget.share(self)
-        if (self.config.memory_fraction is None and most is None) or not (block_bytes := group.block_bytes):
+        block_bytes = group.block_bytes
+        total = self._most_bytes() if block_bytes else None
+        if total is None:
             return sys.maxsize
-        taken = self.taken_bytes
-        if self.config.memory_fraction is not None and self._limit_bytes is None:
-            self._limit_bytes = self.affordable_bytes() if self.least is None else self.least(self.affordable_bytes())
-        left = (min(x for x in (most, self._limit_bytes) if x is not None) - taken) // block_bytes
+        left = (total - self.taken_bytes) // block_bytes
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
@@ -392,6 +403,28 @@ class PagedMemory:
         each = [free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()]
         free = min(each) if each else free_bytes(torch.device("cpu"))
         return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
+
+    def release_unused(self, but: GroupMemory | None = None) -> bool:
+        """Gives up the memory of the groups in which no table holds a block; returns whether there were any. Under a
+        limit in bytes it is then another's to take, such as that of `but`."""
+        if self.config.memory_fraction is None and budget.limit(self) is None:
+            return False
+        unused = [group for group in self.groups.values() if group is not but and not group.pool.num_used]
+        unused = [group for group in unused if group.taken_bytes]
+        if not unused:
+            return False
+        self._released_peak_bytes = self._peak_bytes
+        for group in unused:
+            group.release()
+        self._forget_graphs()
+        budget.note(self)
+        if self.mirror is not None:
+            self.mirror.release(unused)
+        return True
+
+    def _forget_graphs(self) -> None:
+        for graphs in self.graphs.values():
+            graphs.clear()
 
     @property
     def _held_bytes(self) -> int:
@@ -423,11 +456,10 @@ class PagedMemory:
             self._released_peak_bytes, self._limit_bytes = self._peak_bytes, None
             for group in self.groups.values():
                 group.release()
-            for graphs in self.graphs.values():
-                graphs.clear()
+            self._forget_graphs()
             budget.note(self)
             if self.mirror is not None:
-                self.mirror.release()
+                self.mirror.release(list(self.groups.values()))
         trim()
         return True
 

@@ -52,8 +52,8 @@ class PrefixIndex:
         self._roots: dict[Hashable, Node] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
         self._on_evict = [functools.partial(self._evicted, group) for group in range(len(self._pools))]
-        # (group, block id) named since `begin_step`; `None` from `end_step` on
-        self._step: dict[tuple[int, int], None] | None = {}
+        # (group, block id) named since `begin_step`; `None` between steps
+        self._step: dict[tuple[int, int], None] | None = None
         # told the group, the id and the digest of a computed block whose place is needed, while it has its content
         self.spill: Callable[[int, int, bytes], None] | None = None
 

@@ -43,15 +43,15 @@ class PrefixStore:
         memory: PagedMemory,
         groups: Sequence[GroupMemory],
         device: torch.device | None,
-        form: Any,
     ) -> None:
-        """`device`: where layers are that no forward has made yet; `None` if that is not known. `form`: what else
-        blocks depend on, whose `repr` is the same in every process."""
+        """`device`: where layers are that no forward has made yet; `None` if that is not known."""
         self.config, self._device = config, device
+        # neither the memory nor its groups: while the thread writes, what was freed goes
         self._memory: PagedMemory = weakref.proxy(memory)
-        self._groups = list(groups)
-        options = memory.config.block_size, memory.config.kv_dtype
-        self._form = FORMAT, options, [repr(group.spec) for group in groups], form
+        self._groups = [weakref.proxy(group) for group in groups]
+        given = memory.config
+        options = given.block_size, given.kv_dtype, given.batch_invariant
+        self._form = FORMAT, options, [repr(group.spec) for group in groups]
         self._disk = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
         self._host_bytes = 0 if device is not None and device.type == "cpu" else config.host_bytes
         self._lock = forks.rlock()
@@ -67,7 +67,7 @@ class PrefixStore:
 
     @property
     def _weights(self) -> str | None:
-        """What blocks depend on beside tokens, as far as it is known."""
+        """What blocks depend on beside tokens, as far as it is known: its `repr` is the same in every process."""
         fingerprint = self._memory.fingerprint
         if fingerprint is None:
             return None

@@ -447,8 +447,7 @@ class BatchCall:
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         inputs, repeats, prompts = self.inputs, self.call.repeats, self.prompts if self.has_inputs else None
-        own = None, self._config.cache_salt, self._config.batch_invariant
-        namespace = own if keeps_prefixes else UNCACHED
+        namespace = (None, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as a request of an engine
         keys = None
         if keeps_prefixes and self.has_inputs and self.can_reuse and self.prompts is not None:
             keys = self.prompts.keys(self.call.model.config)

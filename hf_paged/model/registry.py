@@ -80,21 +80,23 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, dtypes or device are others than before. It is in use
-    from here on (`idle.end_use`)."""
-    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype)
+    """The memory of `model`, made again when block size, budget, dtypes, device or the order of sums are others than
+    before. It is in use from here on (`idle.end_use`)."""
+    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
     device = compute_device(model)
     key = (budget, model.dtype, autocast_dtype(device), device)
     with _lock:
-        known, memory = _memories.get(model, (None, None))
+        known, before = _memories.get(model, (None, None))
+        memory = before
         if memory is None or known != key:
-            memory = PagedMemory(config)
-            ranks = ranks_of(model)
+            memory, ranks = PagedMemory(config), ranks_of(model)
             memory.least = None if ranks is None else ranks.least
-            _memories[model] = key, memory
+        _memories[model] = key, memory
         memory.config = config
         begin_use(memory)
-        return memory
+    if before is not None and before is not memory:
+        before.give_up_cached()
+    return memory
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:

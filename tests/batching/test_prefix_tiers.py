@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.cache import block_files, tiers
+from hf_paged.model import registry
 from tests.attention import test_latent
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
@@ -160,6 +162,42 @@ def test_generate_finds_it_too(tmp_path: Path) -> None:
         while any("prefix blocks" in thread.name for thread in threading.enumerate()):
             time.sleep(0.01)
     assert kept == 159 // SIZE
+
+
+def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
+    """Also what a call leaves behind whose pool is made again for another config."""
+    model, texts = build("llama"), prompts(160, 150)
+    paged = {**GREEDY, "cache_implementation": "paged"}
+    with PagedEngine(model, config(tmp_path)) as engine:
+        expected = run(engine, texts[0])[0]
+    found = model.generate(torch.tensor([texts[0]]), **paged, cache_config=config(tmp_path))
+    assert found[0, 160:].tolist() == expected
+    assert hf_paged.memory_stats(model).tier_restored_blocks == 159 // SIZE
+    expected = model.generate(torch.tensor([texts[1]]), **paged, cache_config=config(tmp_path))[0, 150:].tolist()
+    (store,) = tiers.stores_of(registry._memories[model][1])
+    model.generate(torch.tensor([texts[1]]), **paged, cache_config={"block_size": 2 * SIZE})
+    store.wait()
+    with PagedEngine(model, config(tmp_path)) as engine:
+        assert run(engine, texts[1]) == (expected, 144)
+
+
+def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(tmp_path: Path, monkeypatch: Any) -> None:
+    gate, write = threading.Event(), block_files.DiskFolder.write
+    monkeypatch.setattr(block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given))
+    with PagedEngine(build("llama"), config(tmp_path)) as engine:
+        run(engine, prompts(90)[0])
+        loop = engine._core.loop
+        assert loop is not None
+        blocks, store = weakref.ref(loop.blocks.groups[0].storage.layers[0]), loop.blocks.tier  # type: ignore[attr-defined]
+        del loop
+        engine.free()
+        gc.collect()
+        try:
+            assert blocks() is None and not blocks_on_disk(tmp_path)
+        finally:
+            gate.set()
+        store.wait()  # type: ignore[union-attr]
+        assert blocks_on_disk(tmp_path)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -555,6 +593,35 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         engine.load_prefix(path)
 
 
+def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
+    """It saves; and it says why it cannot load, unless its tiers keep what the pool gives up, or a request runs."""
+    model, (prompt,) = build("llama"), prompts(50)
+    path, options = tmp_path / "prefix", {"block_size": SIZE, "idle_release_seconds": 0}
+    with PagedEngine(model, options) as engine:
+        assert engine.save_prefix(prompt, path) == 48
+        assert engine.memory.stats().held_bytes == 0
+        with pytest.raises(ValueError, match="`idle_release_seconds` is 0"):
+            engine.load_prefix(path)
+        engine.add_request(prompt[:5], {**GREEDY, "max_new_tokens": 30})
+        engine.step()
+        assert engine.load_prefix(path) == 48
+        assert run(engine, prompt)[1] == 48
+        run_all(engine)
+        assert engine.memory.stats().held_bytes == 0
+    with PagedEngine(model, config(tmp_path / "tier", idle_release_seconds=0)) as engine:
+        assert engine.load_prefix(path) == 48
+        assert engine.memory.stats().held_bytes == 0
+        assert run(engine, prompt)[1] == 48
+
+
+def test_where_a_prefix_cannot_be_saved_is_known_before_it_is_computed(tmp_path: Path) -> None:
+    with PagedEngine(build("llama"), {"block_size": SIZE}) as engine:
+        for path, error in ((tmp_path / "no" / "file", FileNotFoundError), (tmp_path, IsADirectoryError)):
+            with pytest.raises(error, match=str(path.parent if error is FileNotFoundError else path)):
+                engine.save_prefix(prompts(50)[0], path)
+        assert engine.stats().num_steps == 0
+
+
 def test_a_prefix_is_saved_and_loaded_while_requests_run(tmp_path: Path) -> None:
     model, (prompt, other) = build("llama"), prompts(50, 40)
     expected = lone_run(model, other, {**GREEDY, "max_new_tokens": 30})[0]
@@ -576,7 +643,7 @@ def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> t
     assert loop is not None
     wanted = hf_paged.PrefixTiers(path, host_bytes=num_bytes)
     groups: Any = loop.blocks.groups
-    store = tiers.PrefixStore(wanted, engine.memory, groups, None, False)
+    store = tiers.PrefixStore(wanted, engine.memory, groups, None)
     loop.blocks.set_tier(store)
     return store
 

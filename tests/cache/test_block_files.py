@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
+import safetensors.torch
 import torch
 
 from hf_paged.cache.block_files import Corrupt, DiskFolder, from_bytes, to_bytes
@@ -135,6 +135,41 @@ def test_a_block_that_is_larger_than_the_tier(tmp_path: Path, caplog: Any) -> No
     assert not files(tmp_path) and "`disk_bytes` (100) has no room" in caplog.text
 
 
+def test_only_files_of_blocks_are_deleted(tmp_path: Path) -> None:
+    """Not a model in a folder whose name begins like ours, nor behind a link; nor all, for one that never fits."""
+    size = len(to_bytes({0: layers()}, f"{WEIGHTS}/{NAME}"))
+    folder, elsewhere = tmp_path / "tier", tmp_path / "elsewhere"
+    kept = [folder / "hf_paged-tiny" / "model.safetensors", folder / f"hf_paged-{WEIGHTS}" / "model.safetensors"]
+    kept += [elsewhere / f"{NAME}.safetensors", folder / "hf_paged-tiny" / "download.part"]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(10 * size))
+        os.utime(path, (0, 0))
+    (folder / f"hf_paged-{'2' * 32}").symlink_to(elsewhere)
+    (folder / f"hf_paged-{WEIGHTS}" / f"{'3' * 32}-0.safetensors").symlink_to(kept[0])
+    tier = DiskFolder(str(folder), 3 * size)
+    for number in range(6):
+        tier.write(WEIGHTS, f"{number:032x}-0", {0: layers()})
+    assert all(path.stat().st_size == 10 * size for path in kept)
+    before = files(folder)
+    assert sum(path.stat().st_size == size for path in before) == 2
+    DiskFolder(str(folder), size // 2).write(WEIGHTS, NAME, {0: layers()})
+    assert files(folder) == before
+
+
+def test_a_file_for_which_there_is_no_memory_stays(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = DiskFolder(str(tmp_path), 1 << 30)
+    folder.write(WEIGHTS, NAME, {0: layers()})
+
+    def fail(content: bytes) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "load", fail)
+        assert folder.read(WEIGHTS, NAME) is None
+    assert len(files(tmp_path)) == 1 and DiskFolder(str(tmp_path), 1 << 30).read(WEIGHTS, NAME) is not None
+
+
 def test_a_full_disk_is_told_once_and_tried_again(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     folder, write = DiskFolder(str(tmp_path), 1 << 30), Path.write_bytes
 
@@ -194,7 +229,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
             else:
                 assert not folder.has(WEIGHTS, name), f"turn {turn}: a file that is not whole"
     assert any(path.suffix == ".safetensors" for path in files(tmp_path))
-    part = tmp_path / f"hf_paged-{WEIGHTS}" / f"{NAME}.0.part"
+    part = tmp_path / f"hf_paged-{WEIGHTS}" / f"{NAME}.{0:032x}.part"
     part.write_bytes(b"")
     os.utime(part, (0, 0))
     DiskFolder(str(tmp_path), 1 << 30).write(WEIGHTS, NAME, {0: layers()})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 
 import hf_paged
 from hf_paged.cache import budget as budgets
-from hf_paged.cache.memory import GroupMemory
+from hf_paged.cache.groups import FULL_ATTENTION
+from hf_paged.cache.memory import GroupMemory, PagedMemory
 from hf_paged.model import registry
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
@@ -236,8 +239,82 @@ def test_pools_that_are_gone_do_not_count() -> None:
     model = models.build("llama")
     model.generate(torch.tensor(prompts(100)), **GREEDY, **paged())
     memory = registry._memories[model][1]
-    before = sum(pool.charged_bytes for pool in budgets._pools)
+    before = sum(pool.charged_bytes for pool in budgets._others(None))
     assert memory.charged_bytes == memory.taken_bytes > 0
     del memory
     hf_paged.free(model)
-    assert sum(pool.charged_bytes for pool in budgets._pools) < before
+    assert sum(pool.charged_bytes for pool in budgets._others(None)) < before
+
+
+@pytest.mark.parametrize(("name", "length", "count"), [("gemma2", 500, 100), ("gemma3", 400, 150)])
+def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(name: str, length: int, count: int) -> None:
+    """Blocks of chunks that have left the window, and those that are cached, hold no bytes that full layers lack."""
+    model, options = models.build(name), {**GREEDY, "max_new_tokens": count}
+    (prompt,), others, limit = prompts(length), prompts(*[40] * 8, seed=1), 40 * BLOCK
+    expected = lone_run(model, prompt, options)[0]
+    hf_paged.budget(limit)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        for number, text in enumerate(others):
+            engine.add_request(text, GREEDY, request_id=f"{number}")
+        results = run_all(engine)
+        assert all(result.error is None for result in results.values())
+        engine.add_request(prompt, options, request_id="long")
+        result = run_all(engine)["long"]
+        assert result.error is None and result.token_ids == expected
+        assert held(engine) <= limit
+        assert_drained(engine)
+
+
+def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
+    model, assistant, limit = models.build("llama"), models.build("llama", seed=3), 26 * BLOCK
+    options = {**GREEDY, "max_new_tokens": 40}
+    texts = prompts(50, 45, 100)
+    expected = [lone_run(model, text, options)[0] for text in texts]
+    hf_paged.budget(limit)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        for chosen in ([0, 1], [2], [1]):
+            for each in chosen:
+                engine.add_request(texts[each], options, request_id=f"{each}", assistant_model=assistant)
+            results = run_all(engine)
+            for each in chosen:
+                assert results[f"{each}"].error is None and results[f"{each}"].token_ids == expected[each]
+            assert held(engine) <= limit
+        assert engine.stats().num_drafts
+        assert_drained(engine)
+
+
+def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
+    memory, errors, end = PagedMemory(hf_paged.PagedConfig()), [], time.monotonic() + 0.5
+    group = memory.group(FULL_ATTENTION)
+    group.expect(BLOCK)
+
+    def look() -> None:
+        memory.num_affordable(group)
+        budgets.left()
+        budgets.charge(memory, 1)
+
+    def change() -> None:
+        hf_paged.budget(1 << 30)
+        hf_paged.budget(None)
+
+    def run(action: Callable[[], Any]) -> None:
+        try:
+            while time.monotonic() < end:
+                action()
+        except Exception as error:
+            errors.append(error)
+
+    def make() -> list[PagedMemory]:
+        return [PagedMemory(hf_paged.PagedConfig()) for _ in range(20)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(action,)) for action in (look, look, change, make)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from ... import compat, forks
 from ...cache.block_manager import NO_BLOCKS, BlockManager
+from ...cache.block_pool import OutOfBlocksError
 from ...cache.memory import PagedMemory
 from ...cache.paged_cache import PagedCache
 from ...model.weights import WeightsGuard
@@ -112,6 +113,9 @@ class Assistant:
                 drafts = self._propose(wanted)
             self._pause = max(1, self._pause - 1)
             return drafts
+        except OutOfBlocksError:  # of a limit in bytes, which the first forward meets: nothing but speed depends on it
+            self.reclaim()
+            return [None] * len(wanted)
         except BaseException:  # what was being computed is not known
             self._free_all()
             raise

@@ -162,6 +162,7 @@ class Scheduler:
         left = self._continue_running()
         if not plan.preempted:
             self._admit(left)
+        is_released = False
         while not plan.items and self.first_waiting is not None:
             # every running request waits for a token that depends on one that does not run
             self._admit(self.max_num_batched_tokens, any_rows=True)
@@ -171,6 +172,9 @@ class Scheduler:
             if victim is None:
                 if plan.preempted:  # the next step starts with the blocks that this one took back
                     break
+                if not is_released and self.blocks.release_unused():
+                    is_released = True
+                    continue
                 raise self._out_of_blocks(self.first_waiting) from self.blocks.refusal
             self._preempt(victim)
         return plan
@@ -263,6 +267,9 @@ class Scheduler:
             query_len = min(limit, query_len)
         elif limit < query_len and not self._shares_forward(request):
             return 0
+        if request.num_tokens_alone >= 0 and self._chunks and self.blocks.has_windows:
+            # a chunk's blocks that leave the window are those of its layers alone, where a limit is in bytes
+            query_len = min(query_len, self.blocks.block_size)
         if sequence.blocks.stops:
             done = sequence.num_computed_tokens
             query_len = min([query_len, *(stop - done for stop in sequence.blocks.stops if stop > done)])
@@ -292,6 +299,8 @@ class Scheduler:
                         if request.num_tokens_alone == num_tokens:  # it would come as far as this again
                             raise self._out_of_blocks(request) from self.blocks.refusal
                         request.num_tokens_alone = num_tokens
+                        if self.blocks.release_unused() and self.blocks.has_windows:
+                            request.namespace = UNCACHED  # window blocks that it named would keep their bytes
                 return 0
         sequence.num_computed_tokens += query_len
         if request.num_shared_tokens:  # where the rows part, this one is looked at before it goes on

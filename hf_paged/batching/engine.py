@@ -52,7 +52,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     Raises:
         ValueError: for what cannot generate; for an encoder-decoder model or prompt learning, which `generate` serves;
-            for the name of a tokenizer in its place.
+            for the name of a tokenizer in its place; in another process than the first of those that hold shards of the
+            model (`hf_paged.serve_rank`).
 
     Example:
 
@@ -451,7 +452,11 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         trim()
 
     def __exit__(self, *error: object) -> None:
-        self.free()
+        try:
+            self.free()
+        finally:
+            if self._core.leader is not None:
+                self._core.leader.close()
 
     def __repr__(self) -> str:
         stats = self.stats()

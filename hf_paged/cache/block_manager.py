@@ -228,8 +228,8 @@ class BlockManager:
             table.drop_before(group.spec.first_visible(num_tokens))
 
     def take(self, needs: Sequence[int], after: Sequence[int | None] | None = None) -> list[list[int]] | None:
-        """`needs[i]` new blocks of each group, with refcount 1; `None`, with none taken, if they cannot be had. `after`:
-        block ids that they are best next to."""
+        """`needs[i]` new blocks of each group, with refcount 1, best next to the block `after[i]`; `None`, with none
+        taken, if they cannot be had."""
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
         self.refusal = None
         if total and total > self.num_free:

@@ -63,7 +63,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             layers = group.blocks.storage.layers
             if self.index not in layers or layers[self.index].look != look:
                 group.blocks.layer(self.index, keys, values, group.num_layers, group.num_begun(context_len))
-            step = group.advance(key_shape[0], context_len, query_len, keys.device)
+            step = group.advance(key_shape[0], context_len, query_len, keys.device).on(keys.device)
             blocks = group.blocks.storage.layers[self.index]  # may have grown
             assert step.slots is not None
             blocks.store(look, keys, values, step.slots)
@@ -113,7 +113,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             if not self.num_seen or self.index not in self.group.blocks.storage.layers:
                 return None
             blocks = self.group.blocks.storage.layers[self.index]
-            step = self.group.view(self.num_seen, blocks.keys.device)
+            step = self.group.view(self.num_seen, blocks.keys.device).on(blocks.keys.device)
             return self.group.rows.remember(PagedTensor(step, blocks, is_value))
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -65,6 +66,20 @@ class MemoryStats:
     tier_disk_bytes: int = 0
     tier_kept_blocks: int = 0
     tier_restored_blocks: int = 0
+
+
+class Mirror(Protocol):
+    """What is told of all that is done to the content of blocks, in order, but for what forwards write."""
+
+    def copy(self, group: GroupMemory, copies: list[tuple[int, int]]) -> None: ...
+
+    def swap_out(self, block_ids: Sequence[Sequence[int]], host: object) -> None:
+        """Of each group these blocks went to `host`, which stands for them."""
+
+    def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
+        """Of each group row `row` of `host` went to block `block_ids[row]`."""
+
+    def release(self, groups: list[GroupMemory]) -> None: ...
 
 
 class GroupMemory(BlockGroup):
@@ -198,6 +213,8 @@ class GroupMemory(BlockGroup):
         """Copies block `source` to block `target` in every layer, and counts them."""
         self.storage.copy_blocks(copies)
         self.memory.num_copied += len(copies)
+        if self.memory.mirror is not None:
+            self.memory.mirror.copy(self, copies)
 
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
@@ -279,6 +296,10 @@ class PagedMemory:
         self._waste = 0.0
         self.charged_bytes = 0  # of `hf_paged.budget`
         self.last_used = time.monotonic()  # by a call, or an engine
+        # where other processes hold other heads of the same blocks: the least of a number that each of them has, and
+        # what is told of all that is done to blocks, if those leave the bookkeeping to this process
+        self.least: Callable[[int], int] | None = None
+        self.mirror: Mirror | None = None
         if is_bounded:
             budget.join(self)
 
@@ -305,6 +326,10 @@ class PagedMemory:
                 made.num_withheld, made.release_unused = lambda: memory.num_withheld, lambda: memory.release_unused()
                 self.managers[specs] = made
             return self.managers[specs]
+
+    def groups_of(self, blocks: BlockManager) -> list[GroupMemory]:
+        """Those that a manager of this memory gives blocks of."""
+        return [self.groups[group.spec] for group in blocks.groups]
 
     @property
     def num_used(self) -> int:
@@ -363,9 +388,8 @@ class PagedMemory:
         """What `memory_fraction` and `hf_paged.budget` let this hold; `None` without both."""
         most, fraction = budget.share(self), self.config.memory_fraction
         if fraction is not None and self._limit_bytes is None:
-            layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
-            device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-            self._limit_bytes = int(fraction * (free_bytes(device) + self.taken_bytes))
+            own = self.affordable_bytes()
+            self._limit_bytes = own if self.least is None else self.least(own)
         return min((limit for limit in (most, self._limit_bytes) if limit is not None), default=None)
 
     def num_affordable(self, group: GroupMemory) -> int:
@@ -378,6 +402,18 @@ class PagedMemory:
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
+
+    def affordable_bytes(self) -> int:
+        """What `memory_fraction` allows the blocks to take, those there are included."""
+        held = Counter[torch.device]()  # bytes of a block of all layers there
+        for group in self.groups.values():
+            for layer in group.storage.layers.values():
+                held[layer.keys.device] += layer.block_bytes
+        total = sum(held.values())
+        # the device that is full first decides
+        each = [free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()]
+        free = min(each) if each else free_bytes(torch.device("cpu"))
+        return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     def release_unused(self, but: GroupMemory | None = None) -> bool:
         """Gives up the memory of the groups in which no table holds a block; returns whether there were any. Under a
@@ -393,6 +429,8 @@ class PagedMemory:
             group.release()
         self._forget_graphs()
         budget.note(self)
+        if self.mirror is not None:
+            self.mirror.release(unused)
         return True
 
     def _forget_graphs(self) -> None:
@@ -431,6 +469,8 @@ class PagedMemory:
                 group.release()
             self._forget_graphs()
             budget.note(self)
+            if self.mirror is not None:
+                self.mirror.release(list(self.groups.values()))
         trim()
         return True
 

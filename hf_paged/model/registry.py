@@ -20,6 +20,7 @@ from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
 from ..step import ReadCounters
 from .forwards import compute_device
+from .ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,10 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
     key = (budget, config.storage, model.dtype, autocast_dtype(device), device)
     with _lock:
         known, before = _memories.get(model, (None, None))
-        memory = PagedMemory(config) if before is None or known != key else before
+        memory = before
+        if memory is None or known != key:
+            memory, ranks = PagedMemory(config), ranks_of(model)
+            memory.least = None if ranks is None else ranks.least
         _memories[model] = key, memory
         memory.config = config
         begin_use(memory)

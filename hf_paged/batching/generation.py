@@ -126,8 +126,8 @@ class RequestState(Generation):
         priority = as_whole("priority", options.priority, -_MAX_PRIORITY, _MAX_PRIORITY, after=", lower runs earlier")
         prompt, inputs = split_inputs(prompt, options.inputs)
         options = replace(options, inputs=inputs)
-        is_file, takes_ids = isinstance(adapter, AdapterFile), inputs is None and not model.config.is_encoder_decoder
-        if is_file and not (takes_ids and ranks_of(model) is None):
+        takes_ids = inputs is None and not model.config.is_encoder_decoder
+        if isinstance(adapter, AdapterFile) and not (takes_ids and ranks_of(model) is None):
             what = "models in one process" if takes_ids else "prompts of token ids"
             raise ValueError(
                 f"`adapter` {adapter.path!r} is loaded on demand, which serves {what} alone: load it with PEFT's "

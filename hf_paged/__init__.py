@@ -13,13 +13,15 @@ Paged KV memory for Hugging Face `generate`: plain's tokens, in blocks of a pool
 
 from .batching.engine import PagedEngine
 from .batching.loop import EngineStalledError
+from .batching.ranks import serve_rank
 from .batching.results import EngineStats, RequestOutput, RequestResult, SequenceResult
 from .cache.block_pool import OutOfBlocksError
 from .cache.budget import budget
 from .cache.memory import MemoryStats
 from .cache.paged_cache import PagedCache
-from .config import PagedConfig, PrefixTiers
+from .config import PagedConfig, PrefixTiers, VirtualStorage
 from .generation.install import install, install_of_environment, uninstall
+from .model.ranks import RankLostError
 from .model.registry import Route, check_integrity, free, last_route, memory_stats
 
 __version__ = "0.2.0"
@@ -33,16 +35,19 @@ __all__ = [
     "PagedConfig",
     "PagedEngine",
     "PrefixTiers",
+    "RankLostError",
     "RequestOutput",
     "RequestResult",
     "Route",
     "SequenceResult",
+    "VirtualStorage",
     "budget",
     "check_integrity",
     "free",
     "install",
     "last_route",
     "memory_stats",
+    "serve_rank",
     "uninstall",
 ]
 

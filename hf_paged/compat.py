@@ -167,6 +167,24 @@ def allow_cache_implementation(name: str, is_allowed: bool) -> None:
     setattr(configuration_utils, _CACHES, (*others, name) if is_allowed else others)
 
 
+def is_pipeline(model: Any) -> bool:
+    """Whether `from_pretrained` has left this process some of the model's layers, and others the rest."""
+    return getattr(model, "_pp_stage", None) is not None
+
+
+def shard_ranks(model: Any) -> list[int] | None:
+    """The global ranks of the processes among which `from_pretrained` has split each forward of the model (tensor and
+    pipeline parallelism), in order; `None` if there is one. Replicas that compute other data are not among them."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "fsdp" in names and mesh["fsdp"].size() > 1:
+        mesh = mesh["tp"]
+    members: list[int] = mesh.mesh.flatten().tolist()
+    return members if len(members) > 1 else None
+
+
 if _missing:
     raise ImportError(
         f"transformers {transformers.__version__} has no {', '.join(_missing)}, which hf_paged uses: install a version "

@@ -10,9 +10,11 @@ from numbers import Integral, Real
 from typing import Any
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # of pages of 2 MiB
 SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
+MAX_PAGE_BYTES = 2 << 20
 VARIABLE = "HF_PAGED_CONFIG"  # of the environment: other defaults for this process, as JSON
 
 
@@ -30,7 +32,7 @@ def _with_defaults_of_environment(cls: type) -> type:
         allowed = ", ".join(cls.__annotations__)
         raise ValueError(f"{VARIABLE} is {os.environ[VARIABLE]!r}: it must be a JSON object with keys among {allowed}")
     for name, value in defaults.items():
-        setattr(cls, name, PrefixTiers.coerce(value) if name == "prefix_tiers" else value)
+        setattr(cls, name, _NESTED[name].coerce(value) if name in _NESTED else value)
     return cls
 
 
@@ -83,6 +85,65 @@ class PrefixTiers:
                 f"{', '.join(allowed)}"
             )
         return cls(**value)
+
+
+@dataclass(frozen=True)
+class VirtualStorage:
+    """
+    Keys and values of a row as plain strided tensors: pages are mapped where a row's addresses have been reserved, on
+    demand (vAttention, arXiv 2405.04437). On Linux for models on the CPU, and on CUDA devices with `cuda.bindings`.
+
+    Args:
+        page_bytes (`int`, *optional*):
+            Bytes of a group of pages, the least that is mapped at once: a power of two of whole pages of the system or
+            the device, up to 2 MiB. `None`: one page, the least there is.
+        keep_mappings (`bool`, defaults to `True`):
+            Leave what a row had mapped in its place when it ends, for the next row that gets the same blocks (deferred
+            reclamation, section 6.1.2). `False`: its addresses are unmapped before another row gets them.
+        blocks_ahead (`int`, defaults to 0):
+            How many blocks more are mapped behind a row's last one in the same call (eager mapping). They are the ones
+            that follow it in the pool, which then gives rows their blocks in runs of so many.
+        background (`bool`, defaults to `False`):
+            Map `blocks_ahead` in a thread, while the step computes (section 6.1.1), which needs at least one.
+
+    Raises:
+        ValueError: if a value is outside what is allowed.
+    """
+
+    page_bytes: int | None = None
+    keep_mappings: bool = True
+    blocks_ahead: int = 0
+    background: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.page_bytes
+        if size is not None and not (is_whole(size) and 0 < size <= MAX_PAGE_BYTES and not size & (size - 1)):
+            raise ValueError(f"`page_bytes` is {size!r}: it must be None or a power of two up to {MAX_PAGE_BYTES:,}")
+        if not is_whole(self.blocks_ahead) or self.blocks_ahead < 0:
+            raise ValueError(f"`blocks_ahead` is {self.blocks_ahead!r}: it must be a whole number of at least 0")
+        for name in ("keep_mappings", "background"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}: it must be True or False")
+        if self.background and not self.blocks_ahead:
+            raise ValueError("`background` is True and `blocks_ahead` 0: say how many blocks the thread maps ahead")
+
+    @classmethod
+    def coerce(cls, value: Any) -> VirtualStorage | str:
+        """From what a config has: `"blocks"`, `"virtual"`, one of these or a dict with its fields."""
+        if isinstance(value, cls) or value == "blocks":
+            return value
+        if value == "virtual":
+            return cls()
+        allowed = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
+            raise ValueError(
+                f"`storage` is {value!r}: it must be 'blocks', 'virtual', or a dict with keys among "
+                f"{', '.join(allowed)}"
+            )
+        return cls(**value)
+
+
+_NESTED: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": VirtualStorage}
 
 
 @dataclass(frozen=True)
@@ -153,6 +214,11 @@ class PagedConfig:
             (prompt lookup decoding). The tokens are those without; a row whose proposals are refused stops proposing.
             Sampled rows of one `generate` call, which draw from one stream of random numbers, do not propose. `None`:
             only what a call or a request asks for itself (`prompt_lookup_num_tokens`, `assistant_model`).
+        storage (`str` or [`VirtualStorage`], defaults to `"blocks"`):
+            `"virtual"`: keys and values of a row also lie side by side in addresses, into which its blocks are mapped,
+            so that attention code of a model's own, and hosts without a C++ compiler, read them without gathering.
+            Blocks then have as many tokens as fill whole pages, if `block_size` is less. Not with `kv_dtype`. A
+            [`VirtualStorage`], or a dict of its fields, says how. `"blocks"`: they lie in blocks alone.
 
     Raises:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
@@ -173,11 +239,13 @@ class PagedConfig:
     idle_release_seconds: float | None = 60.0
     speculation: str | None = None
     prefix_tiers: PrefixTiers | None = None
+    storage: VirtualStorage | str = "blocks"
 
     def __post_init__(self) -> None:
         size, fraction = self.block_size, self.memory_fraction
-        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and not size & (size - 1)
-        self._check("block_size", is_size, f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE} (tokens)")
+        most = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
+        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= most and not size & (size - 1)
+        self._check("block_size", is_size, f"a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)")
         for name in ("num_blocks", "max_chunk_tokens"):
             value = getattr(self, name)
             self._check(name, value is None or _is_count(value), "None or a whole number of at least 1")
@@ -201,6 +269,9 @@ class PagedConfig:
         object.__setattr__(self, "prefix_tiers", PrefixTiers.coerce(self.prefix_tiers))
         allowed = "None where `prefix_caching` is False: no block is kept then"
         self._check("prefix_tiers", self.prefix_tiers is None or self.prefix_caching, allowed)
+        object.__setattr__(self, "storage", VirtualStorage.coerce(self.storage))
+        allowed = "None with `storage` 'virtual': codes and scales are no rows that a model can read"
+        self._check("kv_dtype", self.kv_dtype is None or self.storage == "blocks", allowed)
 
     def _check(self, name: str, is_allowed: bool, allowed: str) -> None:
         if not is_allowed:

@@ -147,6 +147,10 @@ class StepMetadata:
             **fields,
         )
 
+    def on(self, device: torch.device) -> StepMetadata:
+        """With its tensors there: layers that share tables may lie on several devices."""
+        return self if self.block_tables.device == device else self.plan(_moved, device)
+
     @property
     def num_rows(self) -> int:
         return len(self.query_start) - 1
@@ -198,6 +202,11 @@ class StepMetadata:
             if self.window is not None:
                 low = max(low, position - self.window + 1)
         return low, max(low, high)
+
+
+def _moved(step: StepMetadata, device: torch.device) -> StepMetadata:
+    slots = None if step.slots is None else step.slots.to(device)
+    return dataclasses.replace(step, block_tables=step.block_tables.to(device), slots=slots)
 
 
 def _copy_lengths(step: StepMetadata) -> Lengths:

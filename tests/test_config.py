@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged import PagedConfig, PrefixTiers, config
+from hf_paged import PagedConfig, PrefixTiers, VirtualStorage, config
 
 VALID: dict[str, st.SearchStrategy[Any]] = {
     "block_size": st.sampled_from([8, 16, 32, 64, 128, 256]),
@@ -30,6 +30,8 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "idle_release_seconds": st.none() | st.floats(0, 1e9) | st.integers(0, 10**9),
     "speculation": st.sampled_from([None, "ngram"]),
     "prefix_tiers": st.none() | st.builds(PrefixTiers, st.none() | st.text(min_size=1), st.integers(0, 10**12)),
+    "storage": st.just("blocks")
+    | st.builds(VirtualStorage, st.none() | st.just(1 << 16), st.booleans(), st.integers(1)),
 }
 
 
@@ -38,7 +40,10 @@ def test_every_knob_is_drawn() -> None:
 
 
 OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
-    lambda options: options.get("prefix_caching", True) or options.get("prefix_tiers") is None
+    lambda options: (
+        (options.get("prefix_caching", True) or options.get("prefix_tiers") is None)
+        and (options.get("kv_dtype") is None or options.get("storage", "blocks") == "blocks")
+    )
 )
 
 

@@ -12,7 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.memory import PagedMemory
 from ..cache.storage import trim
+from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
+from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import Route
 from ..tools.pictures import MAX_REQUESTS, engine_html, plot_block_map, plot_intervals
@@ -50,7 +52,8 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     Raises:
         ValueError: for what cannot generate; for an encoder-decoder model or prompt learning, which `generate` serves;
-            for the name of a tokenizer in its place.
+            for the name of a tokenizer in its place; in another process than the first of those that hold shards of the
+            model (`hf_paged.serve_rank`).
 
     Example:
 
@@ -66,7 +69,7 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
         check_tokenizer(tokenizer)
-        self.config = PagedConfig.coerce(config)
+        self.config = fit_blocks(PagedConfig.coerce(config), self.model.config, compute_device(self.model))
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config)
         self.timeline = self._core.timeline
@@ -449,7 +452,11 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
         trim()
 
     def __exit__(self, *error: object) -> None:
-        self.free()
+        try:
+            self.free()
+        finally:
+            if self._core.leader is not None:
+                self._core.leader.close()
 
     def __repr__(self) -> str:
         stats = self.stats()

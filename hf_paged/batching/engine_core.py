@@ -26,8 +26,9 @@ from ..config import PagedConfig
 from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.forwards import compute_device
+from ..model.ranks import is_sharded
 from ..model.registry import Route, note_route, route_of
-from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names
+from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names, split_inputs
 from .decoding.grammar import Grammars
 from .execution.executor import Window
 from .factory import (
@@ -44,6 +45,7 @@ from .factory import (
 )
 from .generation import RequestState
 from .loop import StepLoop
+from .ranks import lead
 from .results import FIRST_TOKEN_SECONDS, OUTPUT_TOKEN_SECONDS, RequestOutput, RequestResult
 from .scheduling.timeline import Timeline
 
@@ -61,6 +63,7 @@ class EngineCore:
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig) -> None:
         self.model, self.config = model, config
+        self.leader = lead(model, self)  # of the processes that hold other shards of the model
         self.lock = PatientLock()  # held by all methods, and by others around what they read
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # what waits for `PagedEngine.step`
@@ -115,6 +118,7 @@ class EngineCore:
                     options = dataclasses.replace(options, adapter=os.fspath(options.adapter))
                 check_assistant(options.assistant_model)
                 self._check_fits_unfinished()
+                self._check_leads(prompt, options)
                 if name in self.requests:
                     raise ValueError(f"request id {name!r} is in use by an unfinished request: choose another")
                 options = dataclasses.replace(
@@ -131,6 +135,8 @@ class EngineCore:
                 if not self.requests:
                     loop.executor.begin()
                     begin_use(self.memory)
+                    if self.leader is not None:
+                        self.leader.begin()
                 loop.add(new)
                 self.requests[new.request_id] = state = new
                 self._shares_prefills |= new.request.num_rows > 1
@@ -296,9 +302,17 @@ class EngineCore:
         model = self.model
         if self.loop is not None and self.requests:
             return self.loop
+        if self.leader is not None:
+            self.leader.check_served(model, self.config)
+            self.leader.choose_layout(self.config)
         empty = self._empty = empty_cache(model, PagedMemory(self.config))  # which keeps no blocks
         self._verdicts = {}
         layout = choose_layout(model, empty, self.config.batch_invariant)
+        if self.leader is not None and layout.unsupported_reason is not None:
+            raise ValueError(
+                f"{type(model).__name__}, in shards over several processes, is served by an engine in packed forwards "
+                f"alone: {layout.unsupported_reason}. Call `generate` in each of them"
+            )
         device = compute_device(model)
         made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
         if self.loop is None or made_for != self._made_for:
@@ -306,7 +320,10 @@ class EngineCore:
             cache = empty_cache(model, self.memory)
             # growing step by step would copy what is there
             cache.reserve(self.config.num_blocks or MANY_BLOCKS, self.config.max_num_seqs)
-            self.loop = make_loop(model, cache, layout, self.config, max_num_seqs=self.config.max_num_seqs)
+            max_num_seqs, leader = self.config.max_num_seqs, self.leader
+            self.loop = make_loop(model, cache, layout, self.config, max_num_seqs=max_num_seqs, leader=leader)
+            if leader is not None:
+                leader.make(model, self.config, self.loop)
             self.loop.scheduler.timeline = self.timeline
             self.layout, self._counters = layout, cache.counters
             self._made_for, self._config_text = made_for, _config_text(model)
@@ -392,14 +409,31 @@ class EngineCore:
                 "`sliding_window` and `layer_types` while no request is unfinished".format(*windows)
             )
 
+    def _check_leads(self, prompt: Prompt, options: RequestOptions) -> None:
+        """Raises `ValueError` for what an engine over several processes does not serve, before any forward of it."""
+        if self.leader is None:
+            return
+        self.leader.check_served(self.model, self.config)
+        if split_inputs(prompt, options.inputs)[1] is not None:
+            raise ValueError(
+                "`inputs` beside token ids are not served by an engine whose model is in shards over several "
+                'processes: call `model.generate(..., cache_implementation="paged")` in each of them'
+            )
+        if options.assistant_model is not None and is_sharded(options.assistant_model):
+            raise ValueError("`assistant_model` is in shards over several processes: load it in process 0 alone")
+
     def _new_memory(self) -> PagedMemory:
         memory = PagedMemory(self.config)
+        if self.leader is not None:
+            memory.least, memory.mirror = self.leader.least, self.leader
         memory.outer_lock = self.lock.lock
         return memory
 
     def retire(self) -> None:
         """Gives the loop and its memory up; what it counted stays."""
         self._counts = self.counts()
+        if self.leader is not None:
+            self.leader.retire()
         self.memory.give_up_cached()
         self.memory.graphs = {}  # a cache that is held has no use for graphs
         self.loop, self.memory = None, self._new_memory()

@@ -52,10 +52,17 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 
 def make_loop(
-    model: PreTrainedModel, cache: PagedCache, layout: Layout, config: PagedConfig, *, max_num_seqs: int
+    model: PreTrainedModel,
+    cache: PagedCache,
+    layout: Layout,
+    config: PagedConfig,
+    *,
+    max_num_seqs: int,
+    leader: Any = None,
 ) -> StepLoop:
     """A loop that runs forwards in this layout, on the memory of `cache`, which is the model's and empty. `config`: not
-    the memory's, which calls of other threads may replace meanwhile."""
+    the memory's, which calls of other threads may replace meanwhile. Of a model whose shards are in several processes
+    each has a loop with the same generations, or one has it with a `leader` (`batching.ranks`)."""
     memory = cache.memory
     blocks, runner = make_runner(model, cache, layout, config.batch_invariant)
     is_packed = layout.unsupported_reason is None
@@ -66,7 +73,7 @@ def make_loop(
     preemption = Preemption(
         blocks,
         config.preemption,
-        BlockSwapper([memory.group(group.spec) for group in blocks.groups], blocks.flush_copies),
+        BlockSwapper(memory.groups_of(blocks), blocks.flush_copies),
         guard.vouch,
         chunks=is_packed,
         replays=layout.replays,
@@ -92,11 +99,18 @@ def make_loop(
     speculator = Speculator(model, make_assistant)
     scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
-    scheduler.adapters = AdapterPages(blocks)
-    executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
+    ranks = executor.ranks
+    if leader is not None and isinstance(runner, PackedRunner):
+        runner.mirror = leader
+        guard.fingerprint, executor.together = leader.fingerprint, leader.forward
+    elif ranks is not None:
+        guard.fingerprint, executor.together, preemption.agree = ranks.fingerprint, ranks.forward, ranks.of_first
+    if ranks is None:
+        scheduler.adapters = AdapterPages(blocks)
+        executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")
-    return StepLoop(executor, memory, blocks, scheduler, speculator)
+    return StepLoop(executor, memory, blocks, scheduler, speculator, ranks if leader is None else None)
 
 
 def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
@@ -120,7 +134,7 @@ def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: A
 
 def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, config: PagedConfig) -> str | None:
     """What keeps the blocks that the prefix cache gives up, as `config.prefix_tiers` says; or why nothing does."""
-    wanted, reason = config.prefix_tiers, reason_against_saving(blocks)
+    wanted, reason = config.prefix_tiers, reason_against_saving(memory, blocks)
     if wanted is not None and wanted.disk_path is None and compute_device(model).type == "cpu":
         reason = "the pool is in host memory, below which there is only the disk: give a `disk_path`"
     if wanted is None or reason is not None:
@@ -130,10 +144,12 @@ def set_tier(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager, 
     return None if wanted is None else reason
 
 
-def reason_against_saving(blocks: BlockManager) -> str | None:
+def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
     """Why cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
         return "prompts of this model are not cached"
+    if memory.least is not None:
+        return "their keys and values are in several processes"
     if blocks.keeps_states:
         return "a sequence can begin only at snapshots of its states, and these stay in the pool"
     return None
@@ -143,8 +159,7 @@ def make_store(model: PreTrainedModel, memory: PagedMemory, blocks: BlockManager
     """What copies the cached blocks of this manager, and names them."""
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     device = compute_device(model) if len(devices) < 2 else None  # which layer is where its first forward tells
-    groups = [memory.group(group.spec) for group in blocks.groups]
-    return PrefixStore(tiers, memory, groups, device)
+    return PrefixStore(tiers, memory, memory.groups_of(blocks), device)
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
+from ..model.ranks import RankLostError, Ranks
 from .decoding.base import Fetch, SampledTokens
 from .decoding.sampler import sample_step
 from .execution.adapters import AdapterError
@@ -45,6 +46,7 @@ class StepLoop:
     blocks: BlockManager  # whose tables the runner reads
     scheduler: Scheduler
     speculator: Speculator
+    ranks: Ranks | None = None  # processes that run the same generations in loops of their own
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -244,9 +246,13 @@ class StepLoop:
     def _run(self, batch: StepPlan, untold: deque[Generation], isolates: bool) -> Tensor | None:
         start, num_unsized = time.perf_counter(), self.blocks.num_unsized
         try:
+            if self.ranks is not None:
+                self.ranks.check_same(hash(tuple(_tokens_of(batch))), "scheduled other tokens")
             logits = self.executor.run(batch.items)
         except Exception as error:
             self.undo_step()
+            if isinstance(error, RankLostError):
+                raise
             cause = error.cause if isinstance(error, PromptsError) else error
             if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
                 return None  # more is known now of how many blocks there can be: the step is taken again
@@ -428,6 +434,14 @@ class StepLoop:
     def _finish(self, request: Request) -> None:
         if self._rows.pop(request, None) is not None:
             self.scheduler.finish(request)
+
+
+def _tokens_of(plan: StepPlan) -> Iterator[int]:
+    """What a step computes, as far as it is the same in every process: blocks may have other ids."""
+    for sequence, query_len in plan.items:
+        end = sequence.num_computed_tokens
+        yield from (end, query_len, len(sequence.draft))
+        yield from sequence.token_ids[max(0, end - query_len) : end]
 
 
 def _has_prompts(generation: Generation, prompts: Prompts) -> bool:

@@ -28,7 +28,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
     with core.lock:
         core.wait_for_resume()
         loop = core.get_loop()
-        reason = reason_against_saving(loop.blocks)
+        reason = reason_against_saving(core.memory, loop.blocks)
         if reason is not None:
             raise ValueError(f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}")
         is_idle, window = not core.requests, Window()

@@ -170,9 +170,10 @@ class BlockManager:
         for group, table in zip(self.groups, tables) if skips else ():
             table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
-        taken = self.take([table.num_needed(end - table.num_tokens) for table in tables])
+        last = [table.last_block for table in tables]
+        taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None and self._unname_state(blocks):
-            taken = self.take([table.num_needed(end - table.num_tokens) for table in tables])
+            taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -226,16 +227,17 @@ class BlockManager:
             num_tokens = table.num_tokens if num_settled is None else min(table.num_tokens, num_settled)
             table.drop_before(group.spec.first_visible(num_tokens))
 
-    def take(self, needs: Sequence[int]) -> list[list[int]] | None:
-        """`needs[i]` new blocks of each group, with refcount 1; `None`, with none taken, if they cannot be had."""
+    def take(self, needs: Sequence[int], after: Sequence[int | None] | None = None) -> list[list[int]] | None:
+        """`needs[i]` new blocks of each group, with refcount 1, best next to the block `after[i]`; `None`, with none
+        taken, if they cannot be had."""
         total = sum(needed for group, needed in zip(self.groups, needs) if group.spec.is_counted)
         self.refusal = None
         if total and total > self.num_free:
             return None
         taken: list[list[int]] = []
         try:
-            for group, needed in zip(self.groups, needs):
-                taken.append(group.take(needed) if needed else [])
+            for group, needed, last in zip(self.groups, needs, after or [None] * len(needs)):
+                taken.append(group.take(needed, last) if needed else [])
         except OutOfBlocksError as error:
             self.refusal = OutOfBlocksError(str(error))  # without frames, which may hold what was half made
             for group, block_ids in zip(self.groups, taken):

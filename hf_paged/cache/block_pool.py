@@ -21,6 +21,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: dict[int, Callable[[int], None]] = {}  # whom to tell of a block's eviction; used blocks too
         self.num_shared = 0  # blocks that more than one table holds
+        self.run_length = 1  # how many blocks that follow each other a table gets, as far as they are free
         self._wrong_write: str | None = None
         self.grow(num_blocks)
 
@@ -77,19 +78,36 @@ class BlockPool:
             self._refcounts.pop()
             del self._free[len(self._refcounts)]
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Raises
-        `OutOfBlocksError`, having taken and evicted none."""
+    def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
+        """Takes `num_blocks` blocks, each with refcount 1; evicts cached ones if too few are free. Where tables get
+        runs (`run_length`), those that follow block `after` come first. Raises `OutOfBlocksError`, having taken and
+        evicted none."""
         free = self._free
         if num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
             raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}")
         while num_blocks > len(free):  # a listener that is told of an eviction may drop further blocks
             self.evict(1)
-        block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
+        if self.run_length > 1:
+            block_ids = self._take_runs(num_blocks, after)
+        else:
+            block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in block_ids:
             self._refcounts[block_id] = 1
         return block_ids
+
+    def _take_runs(self, num_blocks: int, after: int | None) -> list[int]:
+        free, taken, run = self._free, [], self.run_length
+        following = -1 if after is None else after + 1
+        for _ in range(num_blocks):
+            if following not in free:  # a run that is free as a whole, else what was freed first
+                starts = range(0, self.num_blocks - run + 1, run)
+                whole = (at for at in starts if all(block_id in free for block_id in range(at, at + run)))
+                following = next(whole, next(iter(free)))
+            del free[following]
+            taken.append(following)
+            following += 1
+        return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """One more table holds each of these used or cached blocks."""
@@ -197,6 +215,10 @@ class BlockTable:
         return self.num_dropped * self.block_size
 
     @property
+    def last_block(self) -> int | None:
+        return self.block_ids[-1] if self.block_ids else None
+
+    @property
     def num_unused_slots(self) -> int:
         """Slots allocated past the last token."""
         return (self.num_dropped + len(self.block_ids)) * self.block_size - self.num_tokens
@@ -265,7 +287,7 @@ class BlockTable:
             return None
         tail = self.shared_tail
         if new_ids is None:
-            new_ids = self.pool.allocate(self.num_new_blocks(num_tokens) + (tail is not None))
+            new_ids = self.pool.allocate(self.num_new_blocks(num_tokens) + (tail is not None), self.last_block)
         copy = None
         if tail is not None:
             copy = (tail, new_ids[0])

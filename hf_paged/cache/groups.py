@@ -101,10 +101,10 @@ class BlockGroup:
     def make_room(self, num_blocks: int) -> None:
         """Sees to it that this many blocks can be allocated, or raises `OutOfBlocksError`."""
 
-    def take(self, num_blocks: int) -> list[int]:
-        """`num_blocks` new blocks with refcount 1. Raises `OutOfBlocksError`."""
+    def take(self, num_blocks: int, after: int | None = None) -> list[int]:
+        """`num_blocks` new blocks with refcount 1, best those `after` a block. Raises `OutOfBlocksError`."""
         self.make_room(num_blocks)
-        return self.pool.allocate(num_blocks)
+        return self.pool.allocate(num_blocks, after)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies the first block of each pair to the second; all are read before one is written."""

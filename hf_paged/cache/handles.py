@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels import cpp, quantized
 from ..kernels.cpp.attention import gather as cpp_gather
@@ -88,13 +88,36 @@ class PagedTensor(LazyTensor):
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable("packed keys or values are read: only the attention interface may")
-            self._dense = gather(self.step, self.blocks, self.dtype) if self.fresh is None else self.fresh
+            self._dense = (
+                read_rows(self.step, self.layer, self.blocks, self.dtype) if self.fresh is None else self.fresh
+            )
         return self._dense
 
     def read(self) -> Tensor:
         if self.reader is not None:
             self.reader.gathers = True
         return self.dense()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PagedTensor) and x.layer.rows is not None]
+        if handles and func in _READS_STRIDES:
+            for handle in handles:
+                handle.make_contiguous()
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError:  # a view that a contiguous tensor has
+            if not sum(handle.make_contiguous() for handle in handles):
+                raise
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def make_contiguous(self) -> bool:
+        """Code of a model's own relies on strides: from now on it is given contiguous tensors of this layer. Returns
+        whether that changes anything."""
+        if self.read().is_contiguous():
+            return False
+        self.layer.rows.is_read, self._dense = False, self.dense().contiguous()
+        return True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dense().clone().__reduce_ex__(protocol)
@@ -169,11 +192,23 @@ class RowTensor(DeferredTensor):
         return RowTensor(self.step, self.layer, self.blocks, dtype or self.kind, ndim or len(self.sizes), turned)
 
 
+# Functions that are given strides, which are those of a contiguous tensor.
+_READS_STRIDES = {torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default}
+
 # Functions that torch does not dispatch: they go to a tensor's memory, and a handle has none.
 _MEMORY_READERS = {
     *(Tensor.__array__, Tensor.__cuda_array_interface__.__get__, Tensor.__dlpack__, Tensor.apply_, Tensor.data_ptr),
     *(Tensor.map_, Tensor.numpy, Tensor.share_memory_, Tensor.storage, Tensor.tolist, Tensor.untyped_storage),
 }
+
+
+def read_rows(step: StepMetadata, layer: KVBlocks, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """`gather` of a layer's keys or values; a view where rows lie side by side."""
+    found = None if layer.rows is None else layer.rows.lend(step, blocks is layer.values)
+    if found is None:
+        return gather(step, blocks, dtype)
+    step.counters.in_place += 1
+    return found.to(dtype)
 
 
 def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,9 @@ def end_use(memory: PagedMemory) -> None:
     """A call has ended, or an engine's last request: without another one, the pool is given back after
     `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole pool until they go."""
     seconds = memory.config.idle_release_seconds
-    if seconds is None or (seconds == 0 and memory.release()):
+    # in step with the pools of other processes, whose clocks are others
+    is_in_step = memory.least is not None and memory.mirror is None
+    if seconds is None or (seconds == 0 and memory.release()) or is_in_step:
         begin_use(memory)
     else:
         _watch(memory, seconds or MIN_WAIT)

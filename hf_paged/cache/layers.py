@@ -14,7 +14,7 @@ from transformers import cache_utils
 
 from ..step import NotPackable
 from .groups import GroupSpec
-from .handles import PagedTensor, RowTensor, gather
+from .handles import PagedTensor, RowTensor, read_rows
 from .rows import LayerGroup
 from .storage import Look, looks
 
@@ -63,7 +63,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             layers = group.blocks.storage.layers
             if self.index not in layers or layers[self.index].look != look:
                 group.blocks.layer(self.index, keys, values, group.num_layers, group.num_begun(context_len))
-            step = group.advance(key_shape[0], context_len, query_len, keys.device)
+            step = group.advance(key_shape[0], context_len, query_len, keys.device).on(keys.device)
             blocks = group.blocks.storage.layers[self.index]  # may have grown
             assert step.slots is not None
             blocks.store(look, keys, values, step.slots)
@@ -89,10 +89,10 @@ class PagedLayer(cache_utils.DynamicLayer):
             return made
         if needs_grad:
             # the past is stored without its graph; the new states keep theirs
-            past = [gather(step, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
+            past = [read_rows(step, blocks, x, dtype)[:, :, :-query_len] for x, dtype in blocks.pair]
             return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
         if self.gathers and query_len == 1:
-            dense_keys, dense_values = (gather(step, x, dtype) for x, dtype in blocks.pair)
+            dense_keys, dense_values = (read_rows(step, blocks, x, dtype) for x, dtype in blocks.pair)
             return dense_keys, dense_values
         remember = group.rows.remember
         return (
@@ -113,7 +113,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             if not self.num_seen or self.index not in self.group.blocks.storage.layers:
                 return None
             blocks = self.group.blocks.storage.layers[self.index]
-            step = self.group.view(self.num_seen, blocks.keys.device)
+            step = self.group.view(self.num_seen, blocks.keys.device).on(blocks.keys.device)
             return self.group.rows.remember(PagedTensor(step, blocks, is_value))
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .. import forks
-from ..config import PagedConfig
+from ..config import PagedConfig, VirtualStorage
 from ..interrupts import held
 from . import budget
 from .block_manager import BlockManager
@@ -20,9 +21,11 @@ from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .groups import BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
+from .virtual import MappedStorage
 
 # Fresh block ids are made a few at a time, so that freed blocks, whose pages are warm, are used again first.
 GROWTH_STEP = 16
+MANY_RUNS = 16  # of blocks that a pool of pages has beyond those in use, for rows to begin in
 KEPT_STATES = 16  # snapshots of states that are not given up for a new one, where no budget says how many can be
 
 
@@ -65,6 +68,20 @@ class MemoryStats:
     tier_restored_blocks: int = 0
 
 
+class Mirror(Protocol):
+    """What is told of all that is done to the content of blocks, in order, but for what forwards write."""
+
+    def copy(self, group: GroupMemory, copies: list[tuple[int, int]]) -> None: ...
+
+    def swap_out(self, block_ids: Sequence[Sequence[int]], host: object) -> None:
+        """Of each group these blocks went to `host`, which stands for them."""
+
+    def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
+        """Of each group row `row` of `host` went to block `block_ids[row]`."""
+
+    def release(self, groups: list[GroupMemory]) -> None: ...
+
+
 class GroupMemory(BlockGroup):
     can_grow = True
 
@@ -74,12 +91,18 @@ class GroupMemory(BlockGroup):
         self.memory: PagedMemory = weakref.proxy(memory)
         self.block_size = spec.block_size(memory.config.block_size)
         self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
-        self.storage: Any = (
-            StateStorage(self.pool) if self.holds_states else Storage(self.block_size, spec, memory.config.kv_dtype)
-        )
+        self.storage: Any = self._make_storage(memory.config)
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
         self._is_making = False  # a layer is about to be made, which holds nothing of the cached blocks
+
+    def _make_storage(self, config: PagedConfig) -> Storage | StateStorage:
+        if self.holds_states:
+            return StateStorage(self.pool)
+        if isinstance(config.storage, VirtualStorage):
+            self.pool.run_length = 1 + config.storage.blocks_ahead
+            return MappedStorage(self.block_size, self.spec, config.storage, self.pool)
+        return Storage(self.block_size, self.spec, config.kv_dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -89,7 +112,8 @@ class GroupMemory(BlockGroup):
     @property
     def held_bytes(self) -> int:
         """Of the blocks that were ever in use."""
-        return self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
+        held = self.pool.num_blocks * (self.storage.block_bytes if self._is_short else self.block_bytes)
+        return min(held, self.storage.physical_bytes) if self.pool.run_length > 1 else held
 
     @property
     def taken_bytes(self) -> int:
@@ -143,6 +167,8 @@ class GroupMemory(BlockGroup):
         step = 0 if self.holds_states or not self.is_sized else min(GROWTH_STEP, pool.num_blocks)
         if affordable < sys.maxsize and len(memory.groups) > 1:  # another group may need what this one could have
             step = 0
+        if pool.run_length > 1 and self.storage.is_elastic and not has_budget:
+            step = MANY_RUNS * pool.run_length  # numbers alone: what is never written to takes no memory
         spare = self.storage.num_rows - pool.num_blocks
         added = max(missing, step if missing > spare else min(step, spare))
         if num_blocks > pool.num_available + max(0, affordable) and memory.release_unused(self):
@@ -187,6 +213,8 @@ class GroupMemory(BlockGroup):
         """Copies block `source` to block `target` in every layer, and counts them."""
         self.storage.copy_blocks(copies)
         self.memory.num_copied += len(copies)
+        if self.memory.mirror is not None:
+            self.memory.mirror.copy(self, copies)
 
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
@@ -268,6 +296,10 @@ class PagedMemory:
         self._waste = 0.0
         self.charged_bytes = 0  # of `hf_paged.budget`
         self.last_used = time.monotonic()  # by a call, or an engine
+        # where other processes hold other heads of the same blocks: the least of a number that each of them has, and
+        # what is told of all that is done to blocks, if those leave the bookkeeping to this process
+        self.least: Callable[[int], int] | None = None
+        self.mirror: Mirror | None = None
         if is_bounded:
             budget.join(self)
 
@@ -294,6 +326,10 @@ class PagedMemory:
                 made.num_withheld, made.release_unused = lambda: memory.num_withheld, lambda: memory.release_unused()
                 self.managers[specs] = made
             return self.managers[specs]
+
+    def groups_of(self, blocks: BlockManager) -> list[GroupMemory]:
+        """Those that a manager of this memory gives blocks of."""
+        return [self.groups[group.spec] for group in blocks.groups]
 
     @property
     def num_used(self) -> int:
@@ -352,9 +388,8 @@ class PagedMemory:
         """What `memory_fraction` and `hf_paged.budget` let this hold; `None` without both."""
         most, fraction = budget.share(self), self.config.memory_fraction
         if fraction is not None and self._limit_bytes is None:
-            layers = (layer for each in self.groups.values() for layer in each.storage.layers.values())
-            device = next((layer.keys.device for layer in layers), torch.device("cpu"))
-            self._limit_bytes = int(fraction * (free_bytes(device) + self.taken_bytes))
+            own = self.affordable_bytes()
+            self._limit_bytes = own if self.least is None else self.least(own)
         return min((limit for limit in (most, self._limit_bytes) if limit is not None), default=None)
 
     def num_affordable(self, group: GroupMemory) -> int:
@@ -367,6 +402,18 @@ class PagedMemory:
         return (
             left if group.storage.is_elastic else max(0, left) + max(0, group.storage.num_rows - group.pool.num_blocks)
         )
+
+    def affordable_bytes(self) -> int:
+        """What `memory_fraction` allows the blocks to take, those there are included."""
+        held = Counter[torch.device]()  # bytes of a block of all layers there
+        for group in self.groups.values():
+            for layer in group.storage.layers.values():
+                held[layer.keys.device] += layer.block_bytes
+        total = sum(held.values())
+        # the device that is full first decides
+        each = [free_bytes(device) * total // count if count else free_bytes(device) for device, count in held.items()]
+        free = min(each) if each else free_bytes(torch.device("cpu"))
+        return int((self.config.memory_fraction or 1) * (free + self.taken_bytes))
 
     def release_unused(self, but: GroupMemory | None = None) -> bool:
         """Gives up the memory of the groups in which no table holds a block; returns whether there were any. Under a
@@ -382,6 +429,8 @@ class PagedMemory:
             group.release()
         self._forget_graphs()
         budget.note(self)
+        if self.mirror is not None:
+            self.mirror.release(unused)
         return True
 
     def _forget_graphs(self) -> None:
@@ -420,6 +469,8 @@ class PagedMemory:
                 group.release()
             self._forget_graphs()
             budget.note(self)
+            if self.mirror is not None:
+                self.mirror.release(list(self.groups.values()))
         trim()
         return True
 

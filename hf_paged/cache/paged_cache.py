@@ -22,6 +22,7 @@ from .layers import PagedLayer, num_state_rows, row_numbers, spec_of, stand_in
 from .memory import MemoryStats, PagedMemory
 from .rows import CacheRows, LayerGroup
 from .storage import Reservation
+from .virtual import fit_blocks
 
 # Attributes of a layer that another cache's has its own of.
 _OF_ONE_CACHE = {"group", "index", "num_operations", "packed_handles"}
@@ -82,7 +83,7 @@ class PagedCache(DynamicCache):
         offload_only_non_sliding: bool = False,
     ) -> None:
         if memory is None:
-            memory = PagedMemory(PagedConfig.coerce(paged_config))
+            memory = PagedMemory(fit_blocks(PagedConfig.coerce(paged_config), config, torch.device("cpu")))
         elif not isinstance(memory, PagedMemory):
             raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
         elif paged_config is not None and PagedConfig.coerce(paged_config) != memory.config:

@@ -49,6 +49,8 @@ class KVBlocks:
     """That of codes, if what is stored are codes and scales."""
     shares_scales: bool = field(default=False, init=False)
     """Whether keys and values beside each other have one for both."""
+    rows: Any = field(default=None, init=False, repr=False)
+    """Where rows lie side by side, too (`virtual.LayerRows`)."""
     attention: cpp_attention.Attention | None = field(default=None, init=False, repr=False)
     """The C++ kernel's last call on these blocks, for the next one that looks the same."""
 
@@ -74,6 +76,8 @@ class KVBlocks:
     def store(self, look: Look, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Writes states of this look (`choose_store`). Finding out how takes longer than a small store."""
         blocks = self
+        if self.rows is not None:
+            self.rows.settle()
         if self.shares_scales:
             blocks, keys = self.latents, torch.cat((keys, values), dim=3)
             values = keys
@@ -92,6 +96,8 @@ class KVBlocks:
 
     def put(self, block_ids: Tensor | list[int], found: KVBlocks) -> None:
         """Writes all of `found`, blocks of the same heads and dims of any device, to these."""
+        if self.rows is not None:
+            self.rows.settle()
         if self.quantized_dtype is not None:
             for target, source in zip(self.data, found.data):
                 target[block_ids] = source.to(target.device)
@@ -295,7 +301,7 @@ class Storage:
             self.layers[index] = layer = replace(layer, dtypes=(key_dtype, value_dtype))
         elif (key_dtype, value_dtype) != layer.dtypes:
             like = keys[:, :, :0].to(key_dtype), values[:, :, :0].to(value_dtype)
-            wider = KVBlocks.allocate(layer.keys.shape[0], self.block_size, *like, self.spec)
+            wider = self._allocate(layer.keys.shape[0], *like)
             used = slice(self.capacity)  # what is behind was never written, and takes no memory before it is
             wider.keys[used], wider.values[used] = layer.keys[used], layer.values[used]
             self.layers[index] = layer = wider
@@ -310,10 +316,13 @@ class Storage:
                 reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
                 wanted = max(num_blocks, min(max(rows + rows // 2, reserved), most))
                 try:
-                    self.layers[index] = layer.grown(wanted)
+                    self.layers[index] = self._grown(layer, wanted)
                 except (MemoryError, RuntimeError):  # torch raises the latter
-                    self.layers[index] = layer.grown(num_blocks)
+                    self.layers[index] = self._grown(layer, num_blocks)
         self.capacity = max(self.capacity, num_blocks)
+
+    def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
+        return layer.grown(num_blocks)
 
     def find(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks | None:
         layer = self.layers.get(index)
@@ -373,6 +382,11 @@ def free_bytes(device: torch.device) -> int:
     free = int(psutil.virtual_memory().available)
     limit = resource.getrlimit(resource.RLIMIT_AS)[0] if resource is not None else _UNLIMITED
     return free if limit == _UNLIMITED else max(0, min(free, limit - psutil.Process().memory_info().vms))
+
+
+def limits_addresses() -> bool:
+    """Whether the process may map only so much (`ulimit -v`)."""
+    return resource is not None and resource.getrlimit(resource.RLIMIT_AS)[0] != _UNLIMITED
 
 
 def trim() -> None:

@@ -52,6 +52,7 @@ from ..config import PagedConfig
 from ..model.capability import TOGETHER, Layout, is_stock
 from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
+from ..model.ranks import is_sharded
 from ..model.registry import note_route, route_of
 from ..model.rope import find_length_rope
 from ..step import ReadCounters
@@ -257,6 +258,8 @@ class BatchCall:
     def _reason_against_drafts(self) -> str | None:
         """Why rows of a call that the engine serves cannot be assisted."""
         config, num_rows = self.inputs.generation_config, len(self.paddings)
+        if is_sharded(self.call.model):
+            return "what proposes tokens would take its time by the clock of each process that holds a shard"
         if num_rows == 1 and (config.do_sample or self.streamer is not None):
             return "one row that draws, or streams several tokens at a time, as transformers' own loop does"
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
@@ -277,6 +280,8 @@ class BatchCall:
             yield f"use_cache is {given['use_cache']!r}"
         if config.is_assistant or config.prefill_chunk_size is not None or config.low_memory:
             yield "is_assistant, prefill_chunk_size or low_memory is set"
+        if config.max_time is not None and is_sharded(self.call.model):
+            yield "`max_time` ends rows by the clock of each process that holds a shard"
         if self.call.swaps_pictures:
             yield "transformers repeats each picture by itself, and not each row's pictures together"
         reason = next(self._reasons_against_joining(), None)
@@ -420,6 +425,8 @@ class BatchCall:
         """Rows that propose tokens advance by themselves. By n-grams they do where that changes no draw."""
         decoding, is_alone = generation.decoding, len(generation.rows) == 1
         assistance = self.assistance
+        if is_sharded(self.call.model):  # whose processes measure other times
+            return
         if assistance is None and self._config.speculation == "ngram" and self.layout.reason_against_drafts is None:
             can_speculate = isinstance(decoding, SampleDecoding) and not self.has_inputs
             if can_speculate and (is_alone or (generation.can_split and not decoding.do_sample)):

@@ -31,6 +31,7 @@ from ..config import PagedConfig
 from ..interrupts import held, let_in
 from ..model.forwards import has_foreign_hook
 from ..model.own_loop import cache_parts
+from ..model.ranks import ranks_of
 from ..model.registry import memory_for
 from . import continuous_batching as _continuous_batching
 from . import manager_config
@@ -113,6 +114,8 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
         if config is not None and not passed:
             blocks_per_row = (arguments.get("max_cache_length") or 0) // config.block_size + 1
             num_rows = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config)
+            if call.is_running and (ranks := ranks_of(model)) is not None:
+                call.stack.enter_context(ranks.alone())
             call.memory = memory = memory_for(model, config)
             is_assistant = generation_config.is_assistant
             _swap(memory, num_rows * blocks_per_row, num_rows, model_kwargs, is_assistant)

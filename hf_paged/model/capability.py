@@ -50,11 +50,13 @@ from .own_loop import (
     tensors_of,
     with_cross,
 )
+from .ranks import ranks_of
 from .state import NOTES
 
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
 _lock = forks.lock()
+_REFUSED, _OPEN, _KNOWN = range(3)  # what a process knows of a model
 # Attributes of modules that are part of what a forward computes; a forward that stands for the class's is one.
 _TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # of a model, which may go to and fro between training and evaluation
@@ -220,15 +222,21 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
 def _look(
     check: Callable[..., Any], layout: str, model: PreTrainedModel, cache: PagedCache, *others: Any, kind: Any
 ) -> Any:
-    modules = list(model.named_modules())
-    if reason := next(_reasons(model, cache, modules, layout), None):
+    modules, ranks = list(model.named_modules()), ranks_of(model)
+    reason = next(_reasons(model, cache, modules, layout), None)
+    if reason is not None and ranks is None:
         return reason
     layers = tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
     key = check, kind, layers, _code(model, modules)
     with _lock:
         known = _verdicts.setdefault(model, {})
-        if key in known:
-            return known[key]
+        state = _OPEN if key not in known else _KNOWN
+    if ranks is not None:  # whose modules may have other attributes: all run the check, or none does
+        state = ranks.least(_REFUSED if reason is not None else state)
+        if state == _REFUSED:
+            return reason or "another of the processes that hold its shards cannot"
+    if state == _KNOWN:
+        return known[key]
     try:
         with step_lock(model), let_in():
             verdict = check(model, cache, *others)
@@ -262,6 +270,8 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str) -> Iterator[str]:
     """Why rows cannot be packed, or run side by side, where they join and leave, or together, where they leave."""
     packs, joins = layout == "packed", layout != "together"
+    if compat.is_pipeline(model):
+        yield "its layers are in several processes"
     parameters = inspect.signature(model.forward).parameters
     attends_itself = not calls_interface(module for _, module in modules)
     needed = ("past_key_values",) if attends_itself else ("position_ids", "past_key_values")  # alibi is in the mask
@@ -300,9 +310,9 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
         if has_foreign_hook(module):  # it would see packed tokens
             yield f"there are forward hooks on {name or 'the model'}"
         devices |= {x.device for x in (*module._parameters.values(), *module._buffers.values()) if x is not None}
-    if any("_hf_hook" in vars(module) for _, module in modules):
-        devices.discard(torch.device("meta"))  # accelerate loads those weights when they are used
-    if len(devices) > 1:
+    # accelerate loads those on meta when they are used, and moves what goes from one device to the next
+    is_dispatched = any("_hf_hook" in vars(module) for _, module in modules)
+    if len(devices) > 1 and not is_dispatched:
         yield f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}"
     # what one token gets must not depend on which others are in the batch, nor on chance
     config = model.config.get_text_config(decoder=True)
@@ -336,7 +346,8 @@ def _chance(module: nn.Module) -> str | None:
 # a router may then choose another expert for a token or two: so there it is enough that half of the tokens are close.
 TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-_CONFIG = PagedConfig(block_size=8, kv_dtype=None)  # of a memory of its own: the model's may be bounded and full
+# of a memory of its own: the model's may be bounded and full
+_CONFIG = PagedConfig(block_size=8, kv_dtype=None, storage="blocks")
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
 _FIRST, _SECOND = 8, 9  # tokens of the first two's prompts
 _CHUNK, _THIRD = 18, 13  # of the third's first chunk, more than a decode has; and of its prompt where there are none

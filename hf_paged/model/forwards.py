@@ -13,7 +13,7 @@ from torch import nn
 _NONE: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
 # Where hooks come from that move, cast or require a gradient for what they get, and look at no token's place.
-_LIBRARIES = ("accelerate.", "peft.", "torch.nn.utils.", "transformers.", "trl.")
+_LIBRARIES = ("accelerate.", "peft.", "torch.distributed.", "torch.nn.utils.", "transformers.", "trl.")
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:

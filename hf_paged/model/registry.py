@@ -16,9 +16,11 @@ from ..cache.budget import limit
 from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
+from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
 from ..step import ReadCounters
 from .forwards import compute_device
+from .ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +81,19 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, dtypes, device or the order of sums are others than
-    before. It is in use from here on (`idle.end_use`)."""
-    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
+    """The memory of `model`, made again when block size, budget, storage, dtypes, device or the order of sums are
+    others than before. It is in use from here on (`idle.end_use`). Raises `ValueError` for a storage that the device
+    has not."""
     device = compute_device(model)
-    key = (budget, model.dtype, autocast_dtype(device), device)
+    config = fit_blocks(config, model.config, device)
+    budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
+    key = (budget, config.storage, model.dtype, autocast_dtype(device), device)
     with _lock:
         known, before = _memories.get(model, (None, None))
-        memory = PagedMemory(config) if before is None or known != key else before
+        memory = before
+        if memory is None or known != key:
+            memory, ranks = PagedMemory(config), ranks_of(model)
+            memory.least = None if ranks is None else ranks.least
         _memories[model] = key, memory
         memory.config = config
         begin_use(memory)

@@ -7,12 +7,13 @@ import itertools
 import math
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...cache.row_slots import Placement
 from ...kernels import quantized
 from ...step import StepMetadata
 from . import reference
@@ -79,6 +80,8 @@ class Part:
     slices: tuple[tuple[slice, slice], ...]  # all queries in order, with the keys that any of them sees
     mask_keys: int  # columns of the mask of the step, 0 if every query sees everything
     causal: bool  # as many keys as queries, and each query sees those up to itself
+    place: tuple[slice, int] | None = None
+    """Where rows lie side by side (`virtual.LayerRows`): the slots, and the first visible position in each."""
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -114,7 +117,12 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
     layouts = [
         Layout(x.shape, x.stride(), x.element_size()) for blocks in (keys, values) for x in quantized.planes(blocks)
     ]
-    parts, is_complete = step.plan(plan_parts, *layouts)
+    rows = None if call.needs_grad else call.blocks.rows
+    placement = None if rows is None else rows.place(step)
+    if placement is None:
+        parts, is_complete = step.plan(plan_parts, *layouts)
+    else:
+        parts, is_complete = step.plan(plan_rows, keys.shape[1], placement)
     bias = call.bias
     if bias is not None:
         length = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
@@ -234,6 +242,9 @@ _scratch = threading.local()  # by device; fresh memory would cost its page faul
 def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
     """K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype, in the scratch of this thread until
     its next call; where a gradient is wanted, in memory of their own."""
+    if part.place is not None:
+        slots, low = part.place
+        return [x[slots, :, low : low + part.length].to(call.query.dtype) for x in call.blocks.rows.views()]
     sizes = [math.prod(part.shape) * layout.shape[3] * layout.itemsize for layout in layouts]
     *begins, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
     scratch, device = None, call.query.device
@@ -260,34 +271,15 @@ def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tens
 def plan_parts(step: StepMetadata, *layouts: Layout) -> tuple[tuple[Part, ...], bool]:
     """The parts of a step with equally many queries a row, and whether they cover every query of every row: with
     `step.plan` once for all layers that are laid out alike."""
-    kv_heads, query_len, size = layouts[0].shape[1], step.query_len, step.block_size
-    assert query_len is not None
-    geometries: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    is_complete = True
-    for row, (seq_len, low) in enumerate(zip(step.seq_lens, step.starts)):
-        first_query = 0
-        if step.causal:
-            position = seq_len - query_len
-            first_query = max(0, low - position)
-            if step.window is not None:
-                low = max(low, position + first_query - step.window + 1)
-        is_complete = is_complete and first_query == 0 and low < seq_len
-        if first_query < query_len and low < seq_len:
-            geometries.setdefault((seq_len - low, low % size, first_query), []).append((row, low))
-    mask_keys = max((length for length, _, _ in geometries), default=0) if step.causal and query_len > 1 else 0
-    if step.window is not None:
-        mask_keys = min(mask_keys, SLICE_QUERIES + step.window - 1)
+    kv_heads, size = layouts[0].shape[1], step.block_size
+    geometries, is_complete = _geometries(step)
     parts = []
-    for (length, offset, first_query), found in sorted(geometries.items(), reverse=True):
-        num_blocks, queries = -(-(offset + length) // size), query_len - first_query
-        window, hidden = (mask_keys and step.window) or length, mask_keys if queries > 1 else 0
-        is_causal = hidden > 0 and length == queries and window >= length
+    for (length, offset, first_query), found in geometries:
+        num_blocks = -(-(offset + length) // size)
+        shared = _shared_fields(step, length, first_query, geometries)
         head_bytes = num_blocks * size * sum(layout.itemsize * layout.shape[3] for layout in layouts)
         num_rows = max(1, SCRATCH_BYTES // (head_bytes * kv_heads))
         num_heads = max(1, min(kv_heads, SCRATCH_BYTES // head_bytes))
-        num_slices, past = -(-queries // SLICE_QUERIES) if mask_keys else 1, length - queries
-        bounds = itertools.pairwise(queries * index // num_slices for index in range(num_slices + 1))
-        slices = tuple((slice(i, j), slice(max(0, past + i - window + 1), past + j)) for i, j in bounds)
         for at in range(0, len(found), num_rows):
             members = tuple(found[at : at + num_rows])
             rows = [row for row, _ in members]
@@ -299,7 +291,72 @@ def plan_parts(step: StepMetadata, *layouts: Layout) -> tuple[tuple[Part, ...], 
                 heads = slice(head, min(kv_heads, head + num_heads))
                 tiles = tuple(layout.tiles(tables, heads) for layout in layouts)
                 shape = len(rows), heads.stop - head, num_blocks * size
-                parts.append(
-                    Part(chosen, members, heads, offset, length, first_query, tiles, shape, slices, hidden, is_causal)
-                )
+                parts.append(Part(chosen, members, heads, offset, length, first_query, tiles, shape, **shared))
     return tuple(parts), is_complete
+
+
+def plan_rows(step: StepMetadata, kv_heads: int, placement: Placement) -> tuple[tuple[Part, ...], bool]:
+    """`plan_parts` of rows that lie side by side: those of one geometry in neighbouring slots together."""
+    geometries, is_complete = _geometries(step)
+    parts = []
+    for (length, offset, first_query), found in geometries:
+        shared = _shared_fields(step, length, first_query, geometries)
+        places = [(placement.slots[row], placement.firsts[row] + low) for row, low in found]
+        starts = [
+            at
+            for at, ((row, _), (slot, low)) in enumerate(zip(found, places))
+            if not at or (row - 1, slot - 1, low) != (found[at - 1][0], *places[at - 1])
+        ]
+        for at, end in itertools.pairwise([*starts, len(found)]):
+            members, (slot, low) = tuple(found[at:end]), places[at]
+            rows, slots = slice(members[0][0], members[-1][0] + 1), slice(slot, slot + end - at)
+            shape = end - at, kv_heads, length
+            parts.append(
+                Part(
+                    *(rows, members, slice(0, kv_heads), offset, length, first_query, (), shape),
+                    **shared,
+                    place=(slots, low),
+                )
+            )
+    return tuple(parts), is_complete
+
+
+Geometry = tuple[int, int, int]
+"""Tokens that a row sees, the offset of the first in its block, and the first query that sees any."""
+
+
+def _geometries(step: StepMetadata) -> tuple[list[tuple[Geometry, list[tuple[int, int]]]], bool]:
+    """Rows, with the first position that each sees, by geometry, longest first; and whether every query sees one."""
+    query_len, size = step.query_len, step.block_size
+    assert query_len is not None
+    geometries: dict[Geometry, list[tuple[int, int]]] = {}
+    is_complete = True
+    for row, (seq_len, low) in enumerate(zip(step.seq_lens, step.starts)):
+        first_query = 0
+        if step.causal:
+            position = seq_len - query_len
+            first_query = max(0, low - position)
+            if step.window is not None:
+                low = max(low, position + first_query - step.window + 1)
+        is_complete = is_complete and first_query == 0 and low < seq_len
+        if first_query < query_len and low < seq_len:
+            geometries.setdefault((seq_len - low, low % size, first_query), []).append((row, low))
+    return sorted(geometries.items(), reverse=True), is_complete
+
+
+def _shared_fields(
+    step: StepMetadata, length: int, first_query: int, geometries: list[tuple[Geometry, list[tuple[int, int]]]]
+) -> dict[str, Any]:
+    """Fields of a `Part` that all of one geometry have in common."""
+    query_len = step.query_len
+    assert query_len is not None
+    mask_keys = geometries[0][0][0] if step.causal and query_len > 1 else 0
+    if step.window is not None:
+        mask_keys = min(mask_keys, SLICE_QUERIES + step.window - 1)
+    queries = query_len - first_query
+    window, hidden = (mask_keys and step.window) or length, mask_keys if queries > 1 else 0
+    num_slices, past = -(-queries // SLICE_QUERIES) if mask_keys else 1, length - queries
+    bounds = itertools.pairwise(queries * index // num_slices for index in range(num_slices + 1))
+    slices = tuple((slice(i, j), slice(max(0, past + i - window + 1), past + j)) for i, j in bounds)
+    is_causal = hidden > 0 and length == queries and window >= length
+    return {"slices": slices, "mask_keys": hidden, "causal": is_causal}

@@ -19,6 +19,7 @@ from ...attention.switch import switchable_configs, use_paged_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...interrupts import let_in, step_lock
 from ...model.forwards import compute_device
+from ...model.ranks import ranks_of
 from ...model.state import read_state
 from ...model.weights import WeightsGuard
 from ...step import to_device
@@ -130,6 +131,9 @@ class Executor:
     ) -> None:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
+        # processes that compute the forwards together, where an interrupt would leave the others within one
+        self.ranks = ranks_of(model)
+        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around each of these
         self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
         self.checks_weights = False  # whether prefixes are used (`begin`)
         self.replays = False  # whether graphs are
@@ -259,8 +263,15 @@ class Executor:
 
     def run_with(self, adapter: Hashable, items: list[tuple[Sequence, int]]) -> Tensor:
         """As `run`, all with this adapter, and nothing launched ahead."""
-        with self._cast(), let_in(), self._using(adapter):
-            return self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.key)
+        return self.compute(
+            adapter, lambda: self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.key)
+        )
+
+    def compute(self, adapter: Hashable, work: Callable[[], Tensor]) -> Tensor:
+        """A forward with this adapter."""
+        window = let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
+        with self._cast(), window, self._using(adapter):
+            return work()
 
     def _using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
         if isinstance(adapter, AdapterFile) and self.adapters is not None:

@@ -30,6 +30,7 @@ from ...kernels import VARIABLE, forced, uses_triton
 from ...kernels.cpp.build import batch_invariant
 from ...kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
 from ...model.capability import HALF_TOLERANCE, TOLERANCE, first_line
+from ...model.ranks import is_sharded
 from ...model.state import ModelState, plain_tensors
 from ...step import NotCapturable, StepMetadata
 from ...tape.tape import Tape
@@ -130,8 +131,10 @@ def draft_bucket(num_rows: int) -> int:
 def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     """The graphs of `model`, kept in the memory of `cache`; `None` where there can be none or the config wants none."""
     memory = cache.memory
-    if not memory.config.capture:
+    if not memory.config.capture or is_sharded(model):  # nothing records what processes tell one another
         return None
+    if len({parameter.device for parameter in model.parameters()} - {torch.device("meta")}) > 1:
+        return None  # a recording is of one device
     groups = [group.blocks for group in cache.groups.values()]
     specs = tuple(cache.groups)
     found: StepGraphs | None = memory.graphs.get(specs)

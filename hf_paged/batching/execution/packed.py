@@ -8,7 +8,7 @@ import logging
 from array import array
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ Wholes = list[tuple[Prompts, dict[int, int]]]
 """Prompts that are computed as wholes, with the place in the batch of each of their rows that is computed."""
 
 
+class Mirror(Protocol):
+    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
+        """`PackedRunner.compute` of these comes next, with this adapter."""
+
+
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, with its attention switched by the caller; steps of nothing
     but decodes as replays of a graph where there are any. `cache`, empty, tells which layers share tables."""
@@ -61,6 +66,7 @@ class PackedRunner(Runner):
         self.can_capture = self._graphs is not None
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
         self.is_invariant = False  # whether a row gets the same bits whatever rows there are
+        self.mirror: Mirror | None = None  # is told of each step, for other processes to take it, too
         self.begin(None)
 
     def begin(self, state: ModelState | None) -> None:
@@ -165,7 +171,10 @@ class PackedRunner(Runner):
         replayed = None if wanted else self._replay(tokens, variant)
         if replayed is not None:
             return replayed
-        logits = self._run_eagerly(tokens, [place for _, _, places in wanted for place in places])
+        others = [place for _, _, places in wanted for place in places]
+        if self.mirror is not None:
+            self.mirror.run(tokens, others, variant)
+        logits = self.compute(tokens, others)
         end = len(tokens.last)
         for recording, position, places in wanted:
             recording.record(position, logits[end : end + len(places)])
@@ -189,8 +198,9 @@ class PackedRunner(Runner):
         self.num_captured_steps += logits is not None
         return logits
 
-    def _run_eagerly(self, tokens: PackedTokens, others: list[int]) -> Tensor:
-        """Logits of each sequence's last token, where that is here, then of `others` among the packed tokens."""
+    def compute(self, tokens: PackedTokens, others: list[int]) -> Tensor:
+        """By the modules' own code: logits of each sequence's last token, where that is here, then of `others` among
+        the packed tokens."""
         buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
         buffer.extend(tokens.positions)
         for group in tokens.groups:

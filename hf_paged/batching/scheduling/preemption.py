@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...cache.block_manager import NO_BLOCKS, UNCACHED, BlockManager
 from ...cache.block_pool import OutOfBlocksError
+from ...config import PREEMPTION
 from ..request import Request, Sequence
 
 if TYPE_CHECKING:  # it has tensors
@@ -76,6 +77,7 @@ class Preemption:
     replays: bool = False  # without chunks: whether all requests do as `replays_prompt` says
     encoder_blocks: BlockManager | None = None  # gives the requests of a model with an encoder those of its output
     cost: CostModel | None = None  # is told how long prefills and swaps take
+    agree: Callable[[int], int] = int  # of processes that schedule alike, and have measured other times: the first's
     num_swaps: int = 0  # requests whose blocks went to host memory
 
     def replays_prompt(self, request: Request) -> bool:
@@ -267,7 +269,8 @@ class Preemption:
             how, num_bytes = self.preempt, 0
             if self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
-                how = self.cost.choose(sum(sequence.num_computed_tokens for sequence in rows), num_bytes)
+                num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
+                how = PREEMPTION[self.agree(PREEMPTION.index(self.cost.choose(num_tokens, num_bytes)))]
             if how == "swap":
                 self.blocks.flush_copies()
                 start = time.perf_counter()

@@ -1,0 +1,214 @@
+"""
+One model over several processes.
+
+    python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick] [--json PATH] [--plot PATH]
+
+First table, measured: `PagedEngine` on a model in one process, with all cores, and in shards over several processes on
+the CPU (torchrun, gloo), which share the cores: seconds for the same prompts, bytes of keys and values in each process.
+Second table, computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's part of the weights and of
+the keys and values once, and sums the hidden states of each row twice a layer over the links (a ring all-reduce); all
+that is left of the memory holds blocks. No GPU has run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_paged
+from benchmarks import report
+from benchmarks.ceilings import Ceilings
+from benchmarks.machine import facts
+from benchmarks.models import FIRST_WORD, SHAPES, Shape, build
+from benchmarks.roofline import Cost, step_seconds
+
+QUICK = "llama-tiny"
+MEASURED = ("processes", "equal", "seconds", "tokens_s", "kv_bytes", "turns")
+COMPUTED = ("model", "gpus", "weights_gib", "kv_tokens", "rows", "step_ms", "tokens_s", "ratio")
+
+# A100 80 GB SXM, its data sheet: bytes and operations (bfloat16) a second; NVLink in one direction.
+A100 = Ceilings(2.039e12, {"bfloat16": 312e12})
+A100_BYTES, A100_LINK = 80e9, 300e9
+USED = 0.9  # of its memory, for weights and blocks
+LENGTH = 2048  # tokens of each row
+MAX_ROWS = 256
+LLAMAS = tuple(
+    Shape(f"LLaMA-{name}", "llama", hidden, layers, heads, heads, 128, intermediate, 32000, tied=False)
+    for name, hidden, layers, heads, intermediate in (
+        ("7B", 4096, 32, 32, 11008),
+        ("13B", 5120, 40, 40, 13824),
+        ("33B", 6656, 60, 52, 17920),
+        ("65B", 8192, 80, 64, 22016),
+    )
+)
+
+
+def cost(shape: Shape, gpus: int = 1) -> Cost:
+    """Of one GPU's part, in bfloat16; norms are left out."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    body = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    part = dataclasses.replace(shape, kv_heads=shape.kv_heads // gpus)
+    return Cost(part, body // gpus, shape.hidden * shape.vocab // gpus, 2)
+
+
+def all_reduce_seconds(shape: Shape, gpus: int, rows: int) -> float:
+    """Of the sums of one step: two a layer, each of which sends `2 (n - 1) / n` of the rows' hidden states."""
+    return 2 * shape.layers * rows * shape.hidden * 2 * 2 * (gpus - 1) / gpus / A100_LINK
+
+
+def scaling() -> list[dict[str, Any]]:
+    rows = []
+    for shape in LLAMAS:
+        first = 0.0
+        for gpus in (1, 2, 4, 8):
+            if shape.kv_heads % gpus:
+                continue
+            part = cost(shape, gpus)
+            weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus  # and the embedding
+            left = USED * A100_BYTES - weights
+            num_tokens = int(left / part.shape.kv_bytes(1, 2))
+            count = min(MAX_ROWS, num_tokens // LENGTH)
+            row: dict[str, Any] = {"model": shape.name, "gpus": gpus, "weights_gib": round(weights / 2**30, 1)}
+            if count < 1:
+                rows.append({**row, "kv_tokens": max(0, num_tokens), "rows": 0})
+                continue
+            seconds = step_seconds(part, A100, A100.flops["bfloat16"], count, count, [LENGTH] * count)
+            seconds += all_reduce_seconds(shape, gpus, count)
+            rate = count / seconds
+            first = first or rate / gpus
+            speeds = {"step_ms": round(1000 * seconds, 1), "tokens_s": round(rate), "ratio": round(rate / first, 2)}
+            rows.append({**row, "kv_tokens": num_tokens, "rows": count, **speeds})
+    return rows
+
+
+def prompts(shape: Shape, count: int, turn: int) -> list[list[int]]:
+    words = random.Random(f"parallel {turn}")
+    lengths = (words.randrange(32, 256) for _ in range(count))
+    return [[words.randrange(FIRST_WORD, shape.vocab - 1) for _ in range(length)] for length in lengths]
+
+
+def serve(model: Any, shape: Shape, count: int, new: int, turns: int) -> dict[str, Any]:
+    """Seconds of each turn behind a first one, its tokens, and the bytes of this process's blocks at the peak."""
+    seconds, tokens = [], []
+    with hf_paged.PagedEngine(model, hf_paged.PagedConfig(prefix_caching=False)) as engine:
+        for turn in range(turns + 1):
+            start = time.perf_counter()
+            results = engine.generate(prompts(shape, count, turn), {"max_new_tokens": new, "do_sample": False})
+            seconds.append(time.perf_counter() - start)
+            tokens.append([result.token_ids for result in results])
+        return {"seconds": seconds[1:], "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
+
+
+def child(folder: str, name: str, count: int, new: int, turns: int) -> None:
+    """One of the processes; the first writes what `serve` found."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    if world == 1:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        from transformers.distributed import DistributedConfig
+
+        config = DistributedConfig(tp_plan="auto", tp_size=world)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    if int(os.environ.get("RANK", "0")):
+        hf_paged.serve_rank(model.eval())
+    else:
+        found = serve(model.eval(), SHAPES[name], count, new, turns)
+        Path(folder, "found.json").write_text(json.dumps(found))
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+def measured(name: str, processes: int, count: int, new: int, turns: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        build(SHAPES[name], "cpu", torch.float32).save_pretrained(folder)
+        expected = None
+        for world in (1, processes):
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"] if world > 1 else []
+            own = ["--child", folder, "--model", name, "--turns", str(turns), "--sizes", f"{count}x{new}"]
+            command = [sys.executable, *launcher, "-m", "benchmarks.parallel", *own]
+            subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[1])
+            found = json.loads(Path(folder, "found.json").read_text())
+            expected = expected or found["tokens"]
+            seconds = statistics.median(found["seconds"])
+            rows.append(
+                {
+                    "processes": world,
+                    "equal": "yes" if found["tokens"] == expected else "NO",
+                    "seconds": round(seconds, 3),
+                    "tokens_s": round(count * new / seconds, 1),
+                    "kv_bytes": found["kv_bytes"],
+                    "turns": len(found["seconds"]),
+                }
+            )
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: str) -> Path:
+    figure, axis = report.figure()
+    values: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["rows"]:
+            values.setdefault(f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}", {})[row["model"]] = row["tokens_s"]
+    order = [shape.name for shape in LLAMAS]
+    named = {name: {model: series[model] for model in order if model in series} for name, series in values.items()}
+    named = {name: named[name] for name in sorted(named, key=lambda name: (-len(named[name]), name))}
+    report.grouped_bars(axis, named)
+    axis.set_yscale("log")
+    axis.set_ylabel("tokens a second")
+    axis.set_title(f"Computed, not measured: A100 80 GB, rows of {LENGTH} tokens", fontsize=10)
+    axis.legend(fontsize=8, frameon=False)
+    return report.save(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; 1 if tokens differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-100m", help="the shape")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
+    parser.add_argument("--json", help="also write both tables here")
+    parser.add_argument("--plot", help="draw the second table here")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", default="32x64", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    name, turns, sizes = arguments.model, arguments.turns, arguments.sizes
+    if arguments.quick:
+        name, turns, sizes = QUICK, 1, "4x8"
+    count, new = map(int, sizes.split("x"))
+    if arguments.child:
+        child(arguments.child, name, count, new, turns)
+        return 0
+    machine = facts()
+    rows, computed = measured(name, arguments.processes, count, new, turns), scaling()
+    print(f"{name}, float32, {count} prompts, {new} new tokens; {machine['cpu']}, load {machine['load_1min']}\n")
+    print(report.markdown(rows, {column: column for column in MEASURED}))
+    print(f"\nComputed, not measured: bfloat16, A100 80 GB, rows of {LENGTH} tokens, at most {MAX_ROWS}\n")
+    print(report.markdown(computed, {column: column for column in COMPUTED}))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"facts": machine, "model": name, "rows": rows, "computed": computed}, file, indent=1)
+            file.write("\n")
+    if arguments.plot:
+        report.plot(lambda: draw(computed, arguments.plot))
+    return int(any(row["equal"] != "yes" for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,309 @@
+"""An engine over several processes, each of which holds a shard of the model's weights and the heads of keys and values
+that belong to it: the first one schedules and samples, the others take its steps (`serve_rank`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..cache import budget
+from ..cache.memory import GroupMemory, PagedMemory, autocast_dtype
+from ..cache.swap import Host, copies_of, put_back
+from ..config import PagedConfig
+from ..interrupts import held
+from ..model.forwards import compute_device
+from ..model.ranks import RankLostError, Ranks, ranks_of
+from .arguments import check_generates
+from .execution.adapters import base_model
+from .execution.inputs import GroupTokens, PackedTokens
+from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
+from .loop import StepLoop
+
+Changes = list[tuple[int, list[int]]]
+"""Of each block table of a step: how many of the block ids that the table in its place had it begins with, and those
+behind them."""
+
+
+class TableHistory:
+    """Block tables of a step as what changed since the step before, as most only grow."""
+
+    def __init__(self) -> None:
+        self._known: list[list[int]] = []
+
+    def changes(self, tables: Sequence[list[int]]) -> Changes:
+        found: Changes = []
+        for row, ids in enumerate(tables):
+            known = self._known[row] if row < len(self._known) else []
+            count = len(known) if known == ids[: len(known)] else 0
+            found.append((count, ids[count:]))
+        self._known[: len(tables)] = map(list, tables)
+        return found
+
+    def tables(self, changes: Changes) -> list[list[int]]:
+        """What `changes` was given in the other process."""
+        tables = [[*self._known[row][:count], *new] if count else new for row, (count, new) in enumerate(changes)]
+        self._known[: len(changes)] = map(list, tables)
+        return tables
+
+
+class Leader:
+    """The side of the first process: has the others do to their blocks and models what is done here, in the same order.
+    What needs no answer waits for the next message; each step is one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self._pid, self._is_open = ranks, os.getpid(), True
+        self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
+        self._groups: list[GroupMemory] = []
+        self._histories: list[TableHistory] = []
+        self._device = torch.device("cpu")
+        ranks.take()
+
+    def check_served(self, model: PreTrainedModel, config: PagedConfig) -> None:
+        """Raises `ValueError` for what an engine over several processes cannot do, `RuntimeError` once it is closed."""
+        if not self._is_open:
+            raise RuntimeError(
+                "the engine was closed, and `serve_rank` has returned in the other processes: make a new one"
+            )
+        wanted = {
+            "`batch_invariant`": config.batch_invariant,
+            "`hf_paged.budget`": budget.limit() is not None,
+            "an encoder": model.config.is_encoder_decoder,
+        }
+        for what, is_wanted in wanted.items():
+            if is_wanted:
+                raise ValueError(
+                    f"{what} is not served by an engine whose model is in shards over {self.ranks.size} processes: "
+                    'leave it out, or call `model.generate(..., cache_implementation="paged")` in each of them'
+                )
+
+    def choose_layout(self, config: PagedConfig) -> None:
+        """`factory.choose_layout` comes next."""
+        self._send("choose_layout", config)
+
+    def make(self, model: PreTrainedModel, config: PagedConfig, loop: StepLoop) -> None:
+        self._device, self._groups = compute_device(model), loop.memory.groups_of(loop.blocks)
+        self._histories = [TableHistory() for _ in self._groups]
+        self._note("make", config)
+
+    def begin(self) -> None:
+        """Work begins on the model as it is now."""
+        self._note("begin")
+
+    def retire(self) -> None:
+        self._groups = []
+        self._note("retire")
+
+    def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
+        changes = [history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)]
+        rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
+        self._send("run", rest, changes, others, adapter, autocast_dtype(self._device))
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward: if it fails here, it is looked into whether it came to its end in all processes."""
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception:
+            self._send("check_failed")
+            self.ranks.check_failed()
+            raise
+
+    def fingerprint(self, model: nn.Module) -> bytes | None:
+        self._send("fingerprint")
+        return self.ranks.fingerprint(model)
+
+    def least(self, number: int) -> int:
+        self._send("least")
+        return self.ranks.least(number)
+
+    def copy(self, group: GroupMemory, copies: list[tuple[int, int]]) -> None:
+        for number, each in enumerate(self._groups):  # others are of models that are here alone
+            if each is group:
+                self._note("copy", number, copies)
+
+    def swap_out(self, block_ids: Sequence[Sequence[int]], host: object) -> None:
+        self._note("swap_out", id(host), block_ids)
+        weakref.finalize(host, self._note, "forget", id(host)).atexit = False
+
+    def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
+        self._note("swap_in", id(host), block_ids)
+
+    def release(self, groups: list[GroupMemory]) -> None:
+        released = [number for number, each in enumerate(self._groups) if any(each is group for group in groups)]
+        self._note("release", released)
+
+    def close(self) -> None:
+        """The other processes go on behind their `serve_rank`."""
+        if self._is_open and self._pid == os.getpid():
+            try:
+                with contextlib.suppress(RankLostError):
+                    self._send("end")
+            finally:
+                self._is_open, self._groups = False, []
+                self.ranks.give_back()
+
+    def _note(self, name: str, *arguments: Any) -> None:
+        self._queue.append((name, [group.pool.num_blocks for group in self._groups], arguments))
+
+    def _send(self, name: str, *arguments: Any) -> None:
+        self._note(name, *arguments)
+        orders = [self._queue.popleft() for _ in range(len(self._queue))]
+        self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
+    """What an engine tells the other processes that hold shards of its model, for as long as `owner` lives; `None`
+    without such. Raises `ValueError` in those."""
+    ranks = ranks_of(model)
+    if ranks is None:
+        return None
+    if ranks.rank:
+        raise ValueError(
+            f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and an engine is driven "
+            "from process 0: call `hf_paged.serve_rank(model)` here, which returns when that engine is closed"
+        )
+    leader = Leader(ranks)
+    weakref.finalize(owner, leader.close)
+    return leader
+
+
+class Follower:
+    """The side of the other processes. Methods are what a [`Leader`] orders, by name."""
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self._memory: Any
+        self._runner: Any
+        self._executor: Any
+        self._groups: list[GroupMemory]
+        self._hosts: dict[int, Host]  # what was swapped out, by the leader's name for it
+        self._failure: Exception | None = None  # of the last forward, if the leader's did not fail, too
+        self.retire()
+
+    def serve(self) -> None:
+        """Until the leader's engine is closed."""
+        while True:
+            for name, num_blocks, arguments in pickle.loads(self.ranks.receive()):
+                if name == "end":
+                    return
+                self._grow(num_blocks)
+                getattr(self, name)(*arguments)
+
+    def choose_layout(self, config: PagedConfig) -> None:
+        self._layout = choose_layout(self.model, empty_cache(self.model, PagedMemory(config, is_bounded=False)))
+
+    def make(self, config: PagedConfig) -> None:
+        self._memory = PagedMemory(config, is_bounded=False)
+        cache = empty_cache(self.model, self._memory)
+        cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+        loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
+        self._runner, self._executor = loop.executor.runner, loop.executor
+        self._executor.together = None
+        self._groups = self._memory.groups_of(loop.blocks)
+        self._histories = [TableHistory() for _ in self._groups]
+
+    def begin(self) -> None:
+        self._executor.begin(check_weights=False, replays=False)
+
+    def retire(self) -> None:
+        self._memory = self._runner = self._executor = None
+        self._groups, self._hosts = [], {}
+
+    def run(
+        self,
+        tokens: PackedTokens,
+        changes: list[Changes],
+        others: list[int],
+        adapter: Hashable,
+        autocast: torch.dtype | None,
+    ) -> None:
+        if self._failure is not None:  # which has left the other processes alone in a forward
+            raise self._failure
+        tables = [history.tables(each) for history, each in zip(self._histories, changes)]
+        groups = [GroupTokens(each.slots, held_ids, *each[2:]) for each, held_ids in zip(tokens.groups, tables)]
+        self._executor.autocast = autocast
+        try:
+            with self._executor.attention():
+                self._executor.compute(adapter, lambda: self._runner.compute(tokens._replace(groups=groups), others))
+        except Exception as error:
+            self._failure = error
+
+    def check_failed(self) -> None:
+        self._failure = None
+        self.ranks.check_failed()
+
+    def fingerprint(self) -> None:
+        self.ranks.fingerprint(self.model)
+
+    def least(self) -> None:
+        self.ranks.least(self._memory.affordable_bytes())
+
+    def copy(self, group: int, copies: list[tuple[int, int]]) -> None:
+        self._groups[group].copy_blocks(copies)
+
+    def swap_out(self, host: int, block_ids: list[list[int]]) -> None:
+        self._hosts[host] = copies_of(self._groups, block_ids)
+
+    def swap_in(self, host: int, block_ids: list[dict[int, int]]) -> None:
+        put_back(self._groups, self._hosts[host], block_ids)
+
+    def forget(self, host: int) -> None:
+        self._hosts.pop(host, None)
+
+    def release(self, groups: list[int]) -> None:
+        for number in groups:
+            self._groups[number].release()
+
+    def _grow(self, num_blocks: list[int]) -> None:
+        """Each pool has as many blocks as the leader's, at least."""
+        for group, count in zip(self._groups, num_blocks):
+            missing = count - group.pool.num_blocks
+            if missing > 0:
+                group.storage.grow(count, most=MANY_BLOCKS)
+                group.pool.grow(missing)
+
+
+def serve_rank(model: Any) -> None:
+    """
+    Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model, as `from_pretrained(...,
+    tp_plan="auto")` under `torchrun` makes them. Returns when that engine is closed (the end of its `with`), or
+    collected; Ctrl-C waits for that.
+
+        if torch.distributed.get_rank() == 0:
+            with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
+                results = engine.generate(prompts, {"max_new_tokens": 64})
+        else:
+            hf_paged.serve_rank(model)
+
+    Args:
+        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or eval) of process 0's.
+
+    Raises:
+        ValueError: in process 0, and for a model that is in one process.
+        RankLostError: if another of the processes has ended.
+    """
+    own = base_model(model)
+    check_generates(own)
+    ranks = ranks_of(own)
+    if ranks is None or not ranks.rank:
+        where = "is all in this process" if ranks is None else "is led by this process, number 0"
+        raise ValueError(f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`")
+    with held(), torch.no_grad():
+        ranks.take()
+        follower = Follower(own, ranks)
+        try:
+            follower.serve()
+        finally:
+            follower.retire()
+            ranks.give_back()

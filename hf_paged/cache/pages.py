@@ -1,0 +1,279 @@
+"""Physical memory as pages that are mapped into reserved addresses, as one page as often as wanted: those of a memory
+file on Linux, those of a CUDA device by its driver (vAttention, arXiv 2405.04437, section 5).
+
+Pages are named by their offset in one space of offsets, which takes no memory. Who maps keeps to the stricter driver's
+rules: `map` gets addresses at which nothing is mapped, and `release` offsets that are mapped nowhere, unless the driver
+`maps_over`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PLANE_BYTES = 1 << 38
+"""Distance of what grows by itself in the space of offsets: no plane of a layer has as many bytes."""
+
+
+class Addresses:
+    """Reserved addresses. They are given up once there is no tensor of them any more, nor this."""
+
+    def __init__(
+        self, address: int, size: int, view: Callable[[Addresses], Tensor], give_up: Callable[[], None] | None = None
+    ) -> None:
+        self.address, self.size, self._view = address, size, view
+        self._lender: Addresses | None = None
+        if give_up is not None:
+            weakref.finalize(self, give_up).atexit = False
+
+    def lend(self) -> Addresses:
+        """The same, for tensors whose end is to be noticed."""
+        lent = Addresses(self.address, self.size, self._view)
+        lent._lender = self
+        return lent
+
+    def tensor(self, dtype: torch.dtype) -> Tensor:
+        """All of them as one dimension of `dtype`, which may be written to where something is mapped."""
+        with torch.inference_mode(False):  # outlives the call, as all blocks do
+            return self._view(self).view(dtype)
+
+
+class Pages(Protocol):
+    """What maps pages. Sizes, offsets and addresses are in bytes, in whole multiples of `granularity`."""
+
+    granularity: int
+    maps_over: bool  # whether `map` may replace what is mapped, and `release` take pages that are mapped
+    is_sparse: bool  # whether pages that are mapped take no memory before they are written to
+
+    def reserve(self, size: int) -> Addresses:
+        """Raises `MemoryError` where there are none."""
+
+    def extend(self, size: int) -> int:
+        """The first of `size` more offsets, which may be mapped from now on."""
+
+    def map(self, address: int, offset: int, size: int) -> None:
+        """Pages `[offset, offset + size)`, made where they are not, at an address. Raises `MemoryError`."""
+
+    def unmap(self, address: int, size: int) -> None:
+        """Nothing is mapped there any more; it may have been so before."""
+
+    def release(self, offset: int, size: int) -> None:
+        """Pages go back to the system, where there are any."""
+
+    def physical_bytes(self) -> int:
+        """Of memory that pages take."""
+
+    def fresh(self) -> Pages:
+        """One without pages that knows the same offsets: what a child process maps in the place of its parent's."""
+
+
+def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
+    """What maps pages of this device, in groups of `page_bytes`. Raises `ValueError` where nothing does, if
+    `cuda.bindings` is missing, or if no group of whole pages has so many bytes."""
+    pages: Pages | None = None
+    if device.type == "cuda":
+        pages = CudaPages(device)
+    elif device.type == "cpu" and sys.platform == "linux" and hasattr(os, "memfd_create"):
+        pages = MemoryFile()
+    if pages is not None:
+        if page_bytes is not None and page_bytes % pages.granularity:
+            raise ValueError(
+                f"`page_bytes` is {page_bytes:,}, and pages of {device} have {pages.granularity:,} bytes: it must be a "
+                "multiple of that"
+            )
+        pages.granularity = page_bytes or pages.granularity
+        return pages
+    raise ValueError(
+        f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}: it needs Linux for "
+        "models on the CPU, or a CUDA device. Leave it out"
+    )
+
+
+# -- Linux ----------------------------------------------------------------------------------------------------------
+
+_READ, _WRITE = 1, 2
+_SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 1, 2, 0x10, 0x20, 0x4000
+_PUNCH_HOLE_KEEP_SIZE = 3
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return libc
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    found: int = _libc().mmap(address, size, protection, flags, fd, offset)
+    if found == _FAILED:
+        error = os.strerror(ctypes.get_errno())
+        raise MemoryError(f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)")
+    return found
+
+
+def _munmap(address: int, size: int) -> None:
+    _libc().munmap(address, size)
+
+
+class MemoryFile:
+    """Pages of a sparse file in memory (`memfd_create`). Addresses at which nothing is mapped read as zeros."""
+
+    maps_over, is_sparse = True, True
+
+    def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
+        self.granularity = granularity
+        self._fd, self._size = os.memfd_create("hf_paged"), 0
+        weakref.finalize(self, os.close, self._fd).atexit = False
+
+    def reserve(self, size: int) -> Addresses:
+        address = _mmap(None, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE)
+        return Addresses(address, size, self._tensor, functools.partial(_munmap, address, size))
+
+    @staticmethod
+    def _tensor(addresses: Addresses) -> Tensor:
+        buffer: Any = (ctypes.c_char * addresses.size).from_address(addresses.address)
+        buffer.addresses = addresses  # the tensor holds the buffer
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def extend(self, size: int) -> int:
+        first = self._size
+        os.ftruncate(self._fd, first + size)
+        self._size += size
+        return first
+
+    def map(self, address: int, offset: int, size: int) -> None:
+        _mmap(address, size, _READ | _WRITE, _SHARED | _FIXED, self._fd, offset)
+
+    def unmap(self, address: int, size: int) -> None:
+        _mmap(address, size, _READ, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
+
+    def release(self, offset: int, size: int) -> None:
+        if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def physical_bytes(self) -> int:
+        return os.fstat(self._fd).st_blocks * 512
+
+    def fresh(self) -> MemoryFile:
+        twin = MemoryFile(self.granularity)
+        twin.extend(self._size)
+        return twin
+
+
+# -- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+class CudaPages:
+    """Pages of a CUDA device, by its driver's virtual memory management. `api`: the module `cuda.bindings.driver`."""
+
+    maps_over, is_sparse = False, False
+
+    def __init__(self, device: torch.device, api: Any = None) -> None:
+        self.device, self._api = device, api or _cuda_driver()
+        cuda = self._api
+        self._properties = cuda.CUmemAllocationProp()
+        self._properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = device.index or 0
+        self._access = cuda.CUmemAccessDesc()
+        self._access.location = self._properties.location
+        self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self._call("cuMemGetAllocationGranularity", self._properties, least))
+        self._handles: dict[int, Any] = {}  # by offset, of `granularity` bytes each
+        self._mapped: set[int] = set()  # addresses at which one is mapped
+        self._size = 0  # of the space of offsets
+
+    def _call(self, name: str, *args: Any) -> Any:
+        error, *found = getattr(self._api, name)(*args)
+        if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"{name}: CUDA out of memory")
+        if error != self._api.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name}: {error}")
+        return found[0] if found else None
+
+    def reserve(self, size: int) -> Addresses:
+        address = int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+        return Addresses(address, size, self._tensor, functools.partial(self._give_up, address, size))
+
+    def _give_up(self, address: int, size: int) -> None:
+        self.unmap(address, size)
+        self._call("cuMemAddressFree", address, size)
+
+    def _tensor(self, addresses: Addresses) -> Tensor:
+        return torch.as_tensor(_CudaArray(addresses), device=self.device)
+
+    def extend(self, size: int) -> int:
+        first, self._size = self._size, self._size + size
+        return first
+
+    def map(self, address: int, offset: int, size: int) -> None:
+        page = self.granularity
+        try:
+            for at in range(0, size, page):
+                handle = self._handles.get(offset + at)
+                if handle is None:
+                    handle = self._handles[offset + at] = self._call("cuMemCreate", page, self._properties, 0)
+                self._call("cuMemMap", address + at, page, 0, handle, 0)
+                self._mapped.add(address + at)
+            self._call("cuMemSetAccess", address, size, [self._access], 1)
+        except BaseException:
+            self.unmap(address, size)
+            raise
+
+    def unmap(self, address: int, size: int) -> None:
+        found = [at for at in range(address, address + size, self.granularity) if at in self._mapped]
+        if found:
+            self._call("cuCtxSynchronize")  # kernels in flight may read there
+        for at in found:
+            self._call("cuMemUnmap", at, self.granularity)
+            self._mapped.discard(at)
+
+    def release(self, offset: int, size: int) -> None:
+        for found in [each for each in self._handles if offset <= each < offset + size]:
+            self._call("cuMemRelease", self._handles.pop(found))
+
+    def physical_bytes(self) -> int:
+        return len(self._handles) * self.granularity
+
+    def fresh(self) -> CudaPages:
+        twin = CudaPages(self.device, self._api)
+        twin.granularity, twin._size = self.granularity, self._size
+        return twin
+
+
+class _CudaArray:
+    """Addresses of a device, for torch, whose tensor holds them."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self._addresses = addresses
+        self.__cuda_array_interface__ = {
+            "shape": (addresses.size,),
+            "typestr": "|u1",
+            "data": (addresses.address, False),
+            "version": 2,
+        }
+
+
+def _cuda_driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ValueError(
+            "`storage` is 'virtual', which needs `cuda.bindings` on a CUDA device: "
+            'pip install "hf_paged[cuda]", or leave it out'
+        ) from error
+    return driver

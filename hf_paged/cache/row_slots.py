@@ -1,0 +1,159 @@
+"""Which row is in which slot of a layer's addresses, the same in all layers. No tensors are read or written."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, field
+
+from .. import forks
+from ..step import StepMetadata
+
+MIN_ROWS, MAX_ROWS = 64, 1024
+MIN_ROW_TOKENS = 4096  # addresses of a slot, which take no memory
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What is to be mapped in one slot, in all layers."""
+
+    first: int = 0  # position, in blocks, of the first
+    block_ids: list[int] = field(default_factory=list)
+    hides: bool = False  # whether there is padding in front of it
+    version: int = 0  # counts changes
+    owner: int = 0  # counts rows that had nothing in common with the one before
+    user: weakref.ref[StepMetadata] | None = None  # the last step that reads it
+    used: int = 0  # when that was
+
+    @property
+    def is_free(self) -> bool:
+        return self.user is None or self.user() is None
+
+    def holds(self, position: int, block_id: int) -> bool:
+        place = position - self.first
+        return 0 <= place < len(self.block_ids) and self.block_ids[place] == block_id
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    slots: list[int]  # of each row of a step
+    firsts: list[int]  # of each row the position in its slot, in tokens, of what the step counts as its first
+
+
+class RowSlots:
+    """Which row is in which slot, the same in all layers of a storage."""
+
+    def __init__(self) -> None:
+        self.lock = forks.rlock()
+        self.num_slots, self.max_len = MIN_ROWS, MIN_ROW_TOKENS
+        self.rows = [Row() for _ in range(MIN_ROWS)]
+        self.is_full = False  # the system maps no more
+        self._tails: dict[int, int] = {}  # the slot of a row, by its last block
+        self._runs: dict[int, int] = {}  # the first of the neighbours that were taken last for so many rows
+        self._clock = 0
+
+    def place(self, step: StepMetadata, together: bool) -> Placement | None:
+        """Slots for the rows of a step, neighbours in the step's order if `together`; `None` if they cannot be had."""
+        if self.is_full or len(step.seq_lens) != step.num_rows or not step.num_rows:
+            return None
+        size, known = step.block_size, len(step.block_ids) == step.num_rows
+        tables = list(step.block_ids) if known else step.block_tables.tolist()
+        origins = step.origins or (0,) * step.num_rows
+        # a row whose first block is number `n` of its sequence, or column, begins there
+        rows = [(at // size, ids[: -(-end // size)]) for at, ids, end in zip(origins, tables, step.seq_lens)]
+        with self.lock:
+            slots = self._choose(rows, together)
+            if slots is None:
+                return None
+            self._clock += 1
+            for slot, (first, ids) in zip(slots, rows):
+                self._write(step, slot, first, ids, step.has_padding)
+            self._fit_length(max((first + len(ids)) * size for first, ids in rows))
+        return Placement(slots, [first * size for first, _ in rows])
+
+    def _fit_length(self, num_tokens: int) -> None:
+        while self.max_len < num_tokens:
+            self.max_len *= 2
+
+    def _choose(self, rows: list[tuple[int, list[int]]], together: bool) -> list[int] | None:
+        taken: set[int] = set()
+        found: list[int | None] = []
+        for first, ids in rows:
+            slot = self._find(first, ids, taken)
+            found.append(slot)
+            if slot is not None:
+                taken.add(slot)
+        begin = found[0]
+        if begin is not None and found == list(range(begin, begin + len(rows))):
+            return list(range(begin, begin + len(rows)))
+        if together:
+            return self._neighbours(len(rows))
+        spare = sorted(
+            (slot for slot, row in enumerate(self.rows) if slot not in taken and row.is_free),
+            key=lambda slot: self.rows[slot].used,
+        )
+        missing = found.count(None)
+        if missing > len(spare):
+            first = len(self.rows)
+            if not self._grow(first + missing):
+                return None
+            spare += range(first, len(self.rows))
+        free = iter(spare)
+        return [next(free) if slot is None else slot for slot in found]
+
+    def _find(self, first: int, ids: list[int], taken: set[int]) -> int | None:
+        """The slot where a row was in its last step, which appended to it at most."""
+        for place in range(len(ids) - 1, max(-1, len(ids) - 3), -1):
+            slot = self._tails.get(ids[place])
+            if slot is None or slot in taken:
+                continue
+            row = self.rows[slot]
+            if row.holds(first + place, ids[place]) and (row.is_free or self._only_grows(row, first, ids)):
+                return slot
+        return None
+
+    def _only_grows(self, row: Row, first: int, ids: list[int]) -> bool:
+        shift = first - row.first
+        return shift >= 0 and row.block_ids[shift:] == ids[: len(row.block_ids) - shift]
+
+    def _neighbours(self, count: int) -> list[int] | None:
+        begin = self._runs.get(count)
+        if begin is None or not all(row.is_free for row in self.rows[begin : begin + count]):
+            begin = self._free_run(count)
+            if begin is None:
+                begin = len(self.rows)
+                if not self._grow(begin + count):
+                    return None
+            self._runs[count] = begin
+        return list(range(begin, begin + count))
+
+    def _free_run(self, count: int) -> int | None:
+        """The run of slots that were all unused for longest."""
+        best, best_used, begin = None, math.inf, 0
+        for slot, row in enumerate(self.rows):
+            if not row.is_free:
+                begin = slot + 1
+            elif slot + 1 - begin >= count:
+                used = max(each.used for each in self.rows[slot + 1 - count : slot + 1])
+                if used < best_used:
+                    best, best_used = slot + 1 - count, used
+        return best
+
+    def _grow(self, num_slots: int) -> bool:
+        if num_slots > MAX_ROWS:
+            return False
+        while len(self.rows) < num_slots:
+            self.rows += [Row() for _ in self.rows]
+        self.num_slots = len(self.rows)
+        return True
+
+    def _write(self, step: StepMetadata, slot: int, first: int, ids: list[int], hides: bool) -> None:
+        row = self.rows[slot]
+        if (row.first, row.block_ids, row.hides) != (first, ids, hides):
+            overlaps = any(row.holds(first + place, block_id) for place, block_id in enumerate(ids[:1]))
+            row.owner += not overlaps
+            row.first, row.block_ids, row.hides = first, ids, hides
+            row.version += 1
+        if ids:
+            self._tails[ids[-1]] = slot
+        row.user, row.used = weakref.ref(step), self._clock

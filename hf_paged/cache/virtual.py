@@ -1,0 +1,298 @@
+"""Blocks whose rows also lie side by side in addresses (vAttention, arXiv 2405.04437): the pages of a block are mapped
+twice, where blocks lie, which all kernels, copies and files read and write, and in the place of each row that reads.
+
+A place belongs to whichever row has its blocks mapped there: the next step of the same row finds it by its last block,
+maps what is new, and reads plain strided tensors. So nothing is to be told of rows that begin, fork or end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import MAX_BLOCK_SIZE, PagedConfig, VirtualStorage
+from ..step import StepMetadata
+from . import background
+from .block_pool import BlockPool
+from .copies import copy_portable
+from .groups import GroupSpec
+from .pages import Pages, pages_for
+from .places import Places, Planes, Region
+from .row_slots import Placement, RowSlots
+from .storage import KVBlocks, Storage, limits_addresses
+
+logger = logging.getLogger(__name__)
+
+MAX_ROOM_BYTES = 64 << 30  # of addresses for the blocks of a layer, beyond which they are mapped anew as they grow
+
+
+def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
+    """With blocks of as many tokens as whole pages hold of one head's keys, or, where pages are large, of all heads'
+    keys and values; of a model as its configuration tells, in half precision. Raises `ValueError` where pages cannot be
+    mapped."""
+    if not isinstance(config.storage, VirtualStorage):
+        return config
+    page = pages_for(device, config.storage.page_bytes).granularity
+    heads, width = _widths(model_config)
+    tokens = page // math.gcd(page, 2 * width)
+    if tokens > MAX_BLOCK_SIZE:
+        tokens = page // math.gcd(page, 2 * width * 2 * heads)
+    return config if config.block_size >= tokens else dataclasses.replace(config, block_size=tokens)
+
+
+def _widths(config: Any) -> tuple[int, int]:
+    """Heads of keys, and numbers of a token in one of them."""
+    text = config.get_text_config(decoder=True) if config is not None else None
+    heads = getattr(text, "num_attention_heads", None) or 1
+    latent = getattr(text, "kv_lora_rank", None)
+    if isinstance(latent, int):
+        return 1, latent + (getattr(text, "qk_rope_head_dim", None) or 0)
+    width = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or 64 * heads) // heads
+    return getattr(text, "num_key_value_heads", None) or heads, width if isinstance(width, int) else 64
+
+
+class LayerRows:
+    """The rows of one layer, as strided tensors."""
+
+    def __init__(self, storage: MappedStorage, regions: Sequence[Region], form: tuple[Any, ...]) -> None:
+        self.slots, self.config, self.regions, self._form = storage.slots, storage.config, list(regions), form
+        self.is_read = True  # whether code of a model's own takes tensors that are not contiguous
+
+    def place(self, step: StepMetadata, together: bool = False) -> Placement | None:
+        """Where each row of a step is to be read, which is mapped then; `None` if it cannot be."""
+        placement: Placement | None = step.plan(self.slots.place, together)
+        if placement is not None:
+            slots = self.slots
+            with slots.lock:
+                try:
+                    self._follow(placement)
+                except MemoryError as error:
+                    logger.warning("rows are gathered, as no more of them can be mapped: %s", error)
+                    slots.is_full = True
+                    return None
+        return placement
+
+    def _follow(self, placement: Placement) -> None:
+        slots = self.slots
+        for region in self.regions:
+            places = region.places
+            fits = places is not None and (places.num_slots, places.max_len) == (slots.num_slots, slots.max_len)
+            stale = [
+                slot
+                for slot in placement.slots
+                if not fits or places.versions[slot] != slots.rows[slot].version  # type: ignore[union-attr]
+            ]
+            if not stale:
+                continue
+            if places is not None:
+                places.settle()
+            if not fits or region.places is None:
+                region.places, stale = Places(region, slots.num_slots, slots.max_len), placement.slots
+            config, ahead = self.config, 0 if self.config.background else self.config.blocks_ahead
+            for slot in stale:
+                region.places.follow(slot, slots.rows[slot], ahead, config.keep_mappings)
+            if config.background:
+                background.submit(self, stale)
+
+    def map_ahead(self, some: Sequence[int]) -> None:
+        """What the next steps of rows in these slots will need, while this one computes."""
+        for region in self.regions:
+            for slot in some:
+                with self.slots.lock:
+                    if region.places is not None and slot < region.places.num_slots and not self.slots.is_full:
+                        region.places.map_ahead(slot, self.slots.rows[slot], self.config.blocks_ahead)
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `(slots, heads, max_len, dim)`; what is not placed there must not be read."""
+        found = [view for region in self.regions for view in region.places.views]  # type: ignore[union-attr]
+        if len(found) == 2:
+            return found[0], found[1]
+        both = KVBlocks.view((found[0],), *self._form)
+        return both.keys, both.values
+
+    def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
+        """All `step.columns` of every row, `(rows, heads, len(columns), dim)`, padding as zeros; `None` if rows do not
+        lie so that one tensor shows them."""
+        columns, size = step.columns, step.block_size
+        if columns is None or not len(columns) or not step.num_rows or not self.is_read:
+            return None
+        shift = step.origins[0] % size
+        if any(origin % size != shift for origin in step.origins):
+            return None
+        if step.has_padding and not self.regions[0].pages.maps_over:
+            return None  # nothing is mapped there
+        placement = self.place(step, together=True)
+        if placement is None:
+            return None
+        first, end = columns.start - shift, columns.stop - shift
+        if first < 0:
+            return None
+        slots, number = range(placement.slots[0], placement.slots[-1] + 1), int(is_value)
+        regions, planes = self.regions, self.regions[0].planes
+        if len(regions) == 2 or planes.parts == 2:
+            region, part = (regions[number], 0) if len(regions) == 2 else (regions[0], number)
+            return region.places.lend(part, slots, first, end)  # type: ignore[union-attr]
+        both = KVBlocks.view((regions[0].places.lend(0, slots, first, end),), *self._form)  # type: ignore[union-attr]
+        return both.values if is_value else both.keys
+
+    def settle(self) -> None:
+        """Blocks are about to be written to (`Places.settle`)."""
+        for region in self.regions:
+            if region.places is not None and region.places.loans:
+                with self.slots.lock:
+                    region.places.settle()
+
+    def close(self) -> None:
+        with self.slots.lock:
+            for region in self.regions:
+                region.close()
+
+
+class MappedStorage(Storage):
+    """The blocks of a layer group in pages that are mapped for its rows, too. Layers whose blocks fill no whole pages
+    have blocks alone."""
+
+    def __init__(self, block_size: int, spec: GroupSpec, config: VirtualStorage, pool: BlockPool) -> None:
+        super().__init__(block_size, spec)
+        self.config, self.slots, self._pool = config, RowSlots(), pool
+        self.pages: Pages | None = None
+        self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
+        _storages.add(self)
+
+    @property
+    def _mapped(self) -> list[LayerRows]:
+        return [layer.rows for layer in self.layers.values() if layer.rows is not None]
+
+    @property
+    def physical_bytes(self) -> int:
+        """Of pages that are in memory."""
+        return 0 if self.pages is None else self.pages.physical_bytes()
+
+    @property
+    def num_rows(self) -> int:
+        backed = [region.num_mapped for rows in self._mapped for region in rows.regions]
+        return min([super().num_rows, *backed])
+
+    @property
+    def is_elastic(self) -> bool:
+        return super().is_elastic and (self.pages is None or self.pages.is_sparse)
+
+    @property
+    def nbytes(self) -> int:
+        others = (layer for layer in self.layers.values() if layer.rows is None)
+        return self.physical_bytes + sum(tensor.nbytes for layer in others for tensor in layer.data)
+
+    def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
+        """Addresses cost nothing, so that blocks need not move as they grow."""
+        room = 0 if limits_addresses() else MAX_ROOM_BYTES // max(block_bytes, 1)
+        return max(room, super()._num_reserved(block_bytes, device))
+
+    def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        if keys.device.type == "meta":
+            return super()._allocate(num_blocks, keys, values)
+        like = super()._allocate(1, keys[:, :, :0].to("meta"), values[:, :, :0].to("meta"))
+        if self.pages is None:
+            self.pages = pages_for(keys.device, self.config.page_bytes)
+        parts = 2 if len(like.data) == 1 and like.data[0].shape[1] == 2 * like.keys.shape[1] else 1
+        fits = [Planes.fit(tuple(x.shape[1:]), x.dtype, parts, self.pages.granularity) for x in like.data]
+        planes = [found for found in fits if found is not None]
+        if len(planes) < len(fits):
+            logger.warning(
+                "blocks of %d tokens of %s fill no whole pages of %d bytes: they are gathered; raise `block_size`",
+                *(self.block_size, " and ".join(str(tuple(x.shape[1:])) for x in like.data), self.pages.granularity),
+            )
+            return super()._allocate(num_blocks, keys, values)
+        regions = [Region(self.pages, each, num_blocks) for each in planes]
+        return self._mapped_blocks(like, regions, num_blocks if self.pages.is_sparse else self.capacity)
+
+    def _mapped_blocks(self, like: KVBlocks, regions: Sequence[Region], num_mapped: int) -> KVBlocks:
+        for region in regions:
+            region.back(num_mapped)
+        blocks = like.like([region.blocks for region in regions])
+        blocks.rows = LayerRows(self, regions, like.form)
+        return blocks
+
+    def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
+        if layer.rows is None:
+            return super()._grown(layer, num_blocks)
+        regions = [region.grown(num_blocks) for region in layer.rows.regions]
+        return self._mapped_blocks(layer, regions, regions[0].num_mapped)
+
+    def grow(self, num_blocks: int, most: int) -> None:
+        super().grow(num_blocks, most)
+        for rows in self._mapped:
+            for region in rows.regions:
+                region.back(num_blocks)
+
+    def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        before = self.layers[index]
+        after = super().promote(index, keys, values)
+        if after is not before and before.rows is not None:
+            before.rows.close()
+        return after
+
+    def clear(self) -> None:
+        for rows in self._mapped:
+            rows.close()
+        super().clear()
+        self.pages, self.slots = None, RowSlots()
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        for rows in self._mapped:
+            rows.settle()
+        pairs = torch.tensor(copies, dtype=torch.int64, device="cpu")
+        for layer in self.layers.values():
+            copy_portable(layer.data, pairs.to(layer.keys.device))
+
+    def before_fork(self) -> None:
+        """Copies what blocks hold, for the child: pages that are mapped are the parent's there, too."""
+        if self.pages is None or not self.pages.is_sparse:
+            return
+        ids = [block_id for block_id, count in enumerate(self._pool.states()) if count]
+        for index, layer in self.layers.items():
+            if layer.rows is not None:
+                layer.rows.settle()
+                if ids:
+                    self._for_child[index] = ids, layer.at(ids)
+
+    def after_in_parent(self) -> None:
+        self._for_child = {}
+
+    def after_in_child(self) -> None:
+        """The child has pages of its own at the same addresses."""
+        if self.pages is None or not self.pages.is_sparse:
+            return
+        self.pages, self.slots, found = self.pages.fresh(), RowSlots(), self._for_child
+        self._for_child = {}
+        for index, layer in self.layers.items():
+            if layer.rows is not None:
+                layer.rows.slots = self.slots
+                for region in layer.rows.regions:
+                    region.map_anew(self.pages)
+                if index in found:
+                    layer.put(*found[index])
+
+
+_storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
+
+
+def _tell(name: str) -> None:
+    for storage in list(_storages):
+        getattr(storage, name)()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=functools.partial(_tell, "before_fork"),
+        after_in_parent=functools.partial(_tell, "after_in_parent"),
+        after_in_child=functools.partial(_tell, "after_in_child"),
+    )

@@ -1,0 +1,163 @@
+"""Processes that compute every forward of one model together, each with its shard of the weights: which they are, and
+what they tell one another."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import compat, forks
+from .state import fingerprint
+
+_ENGINE = -1  # in the place of a thread's number
+_MESSAGE = 1 << 14  # bytes of the first part of a message, which most fit into
+_IDLE = datetime.timedelta(days=365)  # for which a process may wait for the next message; one that ended is noticed
+_FAILED = datetime.timedelta(seconds=20)  # within which all processes must have come to the end of a failed forward
+
+
+_lock = forks.lock()
+
+
+class RankLostError(RuntimeError):
+    """A process that holds a shard of the model has ended, or does something else than the others: no forward can be
+    computed any more."""
+
+
+class Ranks:
+    """The members of a process group (gloo, on the CPU) of their own. All methods but those that say who uses the model
+    are collectives: all members call them, in the same order."""
+
+    def __init__(self, members: list[int]) -> None:
+        self.size, self.world = len(members), dist.group.WORLD
+        self._first = members[0]
+        self._group = dist.new_group(members, timeout=_IDLE, backend="gloo", use_local_synchronization=True)
+        self.rank = dist.get_rank(self._group)
+        self._user: int | None = None  # the thread of a call, or `_ENGINE`
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """For a call. Raises `RuntimeError` while one of another thread, or an engine, uses the model: forwards of
+        several would meet those of the other processes in any order."""
+        outer = self.take(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._user = outer
+
+    def take(self, user: int = _ENGINE) -> int | None:
+        """As `alone`, until `give_back`; returns who had it."""
+        with _lock:
+            outer = self._user
+            if outer is not None and (outer != user or user == _ENGINE):
+                raise RuntimeError(
+                    "this model's weights are in shards over several processes, and an engine or a call of another "
+                    "thread uses them: close the engine first, make one call at a time, or add requests to one engine"
+                )
+            self._user = user
+        return outer
+
+    def give_back(self) -> None:
+        self._user = None
+
+    def send(self, message: bytes) -> None:
+        """From the first member to the others, which call `receive`."""
+        head = len(message).to_bytes(8, "little") + message[: _MESSAGE - 8]
+        self._broadcast(torch.frombuffer(bytearray(head.ljust(_MESSAGE, b"\0")), dtype=torch.uint8))
+        if len(message) > _MESSAGE - 8:
+            self._broadcast(torch.frombuffer(bytearray(message[_MESSAGE - 8 :]), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        head = self._broadcast(torch.empty(_MESSAGE, dtype=torch.uint8, device="cpu")).numpy().tobytes()
+        length = int.from_bytes(head[:8], "little")
+        message, left = head[8 : 8 + length], length - (_MESSAGE - 8)
+        if left > 0:
+            message += self._broadcast(torch.empty(left, dtype=torch.uint8, device="cpu")).numpy().tobytes()
+        return message
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        with self._reaching():
+            dist.broadcast(tensor, self._first, group=self._group)
+        return tensor
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """These int64 numbers of every member."""
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with self._reaching():
+            dist.all_gather(found, own, group=self._group)
+        return [each.tolist() for each in found]
+
+    def least(self, number: int) -> int:
+        return min(each for (each,) in self.gather(number))
+
+    def of_first(self, number: int) -> int:
+        """The first member's."""
+        return self.gather(number)[0][0]
+
+    def check_same(self, number: int, what: str) -> None:
+        """Raises [`RankLostError`] in every member unless all pass the same number."""
+        found = [each for (each,) in self.gather(number)]
+        others = [rank for rank, each in enumerate(found) if each != found[0]]
+        if others:
+            raise RankLostError(
+                f"processes {others} of {self.size} that hold shards of the model have {what} than process 0: call "
+                "`generate` in every process alike, with the same inputs, options and seeds, on the same weights"
+            )
+
+    def fingerprint(self, model: nn.Module) -> bytes | None:
+        """`state.fingerprint` of the shards of all members together; `None` if one cannot be read."""
+        own = fingerprint(model)
+        words = [own[start : start + 8] for start in range(0, len(own), 8)] if own is not None else [b"\0" * 8] * 4
+        found = self.gather(own is not None, *(int.from_bytes(word, "little", signed=True) for word in words))
+        return hashlib.blake2b(repr(found).encode(), digest_size=32).digest() if all(x[0] for x in found) else None
+
+    def check_failed(self) -> None:
+        """After a forward that failed here: raises [`RankLostError`] unless every member has come to its end, too."""
+        with self._reaching():
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(_FAILED)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward that every member computes: an error is raised as it is if it is everyone's."""
+        try:
+            yield
+        except Exception:
+            self.check_failed()
+            raise
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of gloo
+            raise RankLostError(
+                f"process {self.rank} of the {self.size} that hold the model's shards cannot reach the others: one has "
+                "ended, or failed alone; its own output says why. Start all of them again"
+            ) from error
+
+
+_known: dict[tuple[int, ...], Ranks] = {}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether every forward of the model is computed by several processes together."""
+    return compat.shard_ranks(model) is not None
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """The processes that compute the model's forwards together, which must all ask the first time; `None` if this one
+    does alone."""
+    members = compat.shard_ranks(model)
+    if members is None:
+        return None
+    found = _known.get(tuple(members))
+    if found is None or found.world is not dist.group.WORLD:  # else of an earlier `init_process_group`
+        found = _known[tuple(members)] = Ranks(members)
+    return found

@@ -1,0 +1,24 @@
+"""The benchmark of rows side by side runs, on tiny models."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks import virtual
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
+
+
+def test_pages_of_beams_and_samples_are_counted() -> None:
+    rows = virtual.physical("")
+    assert [row["bytes after"] for row in rows] == [0, 0]
+    assert all(row["verdict"].endswith(" met") and "not met" not in row["verdict"] for row in rows)
+
+
+@pytest.mark.slow
+def test_every_part_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    virtual.main(["--quick", "--only", "decode step of gpt_neo|mechanisms|decode 8x512, qwen"])
+    out = capsys.readouterr().out
+    assert "decode step of gpt_neo" in out and "in the background" in out

@@ -1,0 +1,187 @@
+"""Rows that lie side by side: what is mapped where, against a model of it, on both drivers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged.cache import virtual
+from hf_paged.cache.block_pool import BlockPool, BlockTable
+from hf_paged.cache.groups import FULL_ATTENTION
+from hf_paged.cache.handles import gather
+from hf_paged.cache.pages import MemoryFile, Pages
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.cache.virtual import MappedStorage
+from hf_paged.config import VirtualStorage
+from hf_paged.step import StepMetadata
+from tests.support.cuda_driver import Driver, StandInPages
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
+
+HEADS, DIM = 2, 8
+
+
+def make_storage(
+    monkeypatch: pytest.MonkeyPatch, pages: Pages, size: int, dims: tuple[int, int] = (DIM, DIM), **options: Any
+) -> tuple[MappedStorage, BlockPool, KVBlocks]:
+    """With one layer, of no blocks yet."""
+    monkeypatch.setattr(virtual, "pages_for", lambda device, page_bytes: pages)
+    pool = BlockPool()
+    storage = MappedStorage(size, FULL_ATTENTION, VirtualStorage(**options), pool)
+    states = [torch.zeros(1, HEADS, 0, dim) for dim in dims]
+    return storage, pool, storage.make(0, *states)
+
+
+DRIVERS: dict[str, tuple[Callable[[], Pages], int]] = {  # and tokens that fill a page
+    "file": (MemoryFile, MemoryFile().granularity // (4 * DIM)),
+    "cuda": (lambda: StandInPages(Driver(1 << 16)), (1 << 16) // (4 * DIM)),
+    "cuda, all heads in a plane": (lambda: StandInPages(Driver(1 << 16)), (1 << 16) // (4 * DIM * HEADS * 2)),
+}
+
+
+class Model:
+    """Rows of one number a token, the same in all heads and dims of its keys; values are the negative of it."""
+
+    def __init__(self, storage: MappedStorage, pool: BlockPool, layer: KVBlocks, size: int, seed: int) -> None:
+        self.storage, self.pool, self.layer, self.size = storage, pool, layer, size
+        self.random, self.rows = random.Random(seed), [(BlockTable(pool, size), [])]
+        self.rows: list[tuple[BlockTable, list[float]]]
+        self.loans: list[tuple[Tensor, Tensor]] = []
+        self.number = 0.0
+
+    def _take(self, count: int) -> list[int]:
+        if self.pool.num_available < count:
+            self.storage.grow(self.pool.num_blocks + count, most=1 << 30)
+            self.pool.grow(count)
+            self.layer = self.storage.layers[0]
+        return self.pool.allocate(count)
+
+    def begin(self) -> None:
+        self.rows.append((BlockTable(self.pool, self.size), []))
+
+    def append(self) -> None:
+        table, tokens = self.random.choice(self.rows)
+        count = self.random.choice([1, 1, self.size // 2, self.size + 3])
+        copy = table.append(count, self._take(table.num_needed(count)))
+        if copy is not None:
+            self.storage.copy_blocks([copy])
+        new = [self.number + i for i in range(count)]
+        self.number = (self.number + count) % (1 << 23)
+        tokens += new
+        end = table.num_tokens - table.first_token
+        slots = torch.tensor([table.slots(end - count, end)])
+        states = torch.tensor(new).view(1, 1, count, 1).expand(1, HEADS, count, DIM).contiguous()
+        self.layer.store((), states, -states, slots)
+        self.layer.look = None
+
+    def fork(self) -> None:
+        table, tokens = self.random.choice(self.rows)
+        self.rows.append((table.fork(), list(tokens)))
+
+    def end(self) -> None:
+        table, _ = self.rows.pop(self.random.randrange(len(self.rows)))
+        table.free()
+        if not self.rows:
+            self.begin()
+
+    def shuffle(self) -> None:
+        self.random.shuffle(self.rows)
+
+    def truncate(self) -> None:
+        table, tokens = self.random.choice(self.rows)
+        count = self.random.randint(table.first_token, table.num_tokens)
+        table.truncate(count)
+        del tokens[count:]
+
+    def drop(self) -> None:
+        table, _ = self.random.choice(self.rows)
+        table.drop_before(self.random.randint(0, table.num_tokens))
+
+    def step(self, rows: list[tuple[BlockTable, list[float]]], **fields: Any) -> StepMetadata:
+        width = max(len(table.block_ids) for table, _ in rows)
+        ids = [table.block_ids + [0] * (width - len(table.block_ids)) for table, _ in rows]
+        lengths = [table.num_tokens - table.first_token for table, _ in rows]
+        tables = torch.tensor(ids, dtype=torch.int32).view(len(rows), width)
+        return StepMetadata.rectangle(tables, lengths, self.size, **fields)
+
+    def read(self) -> None:
+        """Some rows, each in a slot of its own."""
+        rows = self.random.sample(self.rows, self.random.randint(1, len(self.rows)))
+        step = self.step(rows, origins=tuple(table.first_token for table, _ in rows))
+        placement = self.layer.rows.place(step)
+        keys, values = self.layer.rows.views()
+        for (table, tokens), slot, first in zip(rows, placement.slots, placement.firsts):
+            expected = torch.tensor(tokens[table.first_token :])
+            found = keys[slot, :, first : first + len(expected)]
+            assert torch.equal(found, expected.view(1, -1, 1).expand_as(found))
+            assert torch.equal(values[slot, :, first : first + len(expected)], -found)
+
+    def lend(self) -> None:
+        """Rows of the same length as one tensor, as a model's own code gets them."""
+        count = min(len(tokens) for _, tokens in self.rows)
+        rows = [row for row in self.rows if row[0].first_token <= count]
+        first = max((table.first_token for table, _ in rows), default=0)
+        if not rows or first >= count:
+            return
+        origins = tuple(table.first_token for table, _ in rows)
+        step = self.step(rows, origins=origins, columns=range(first, count), query_len=0)
+        for is_value, blocks in enumerate((self.layer.keys, self.layer.values)):
+            found = self.layer.rows.lend(step, bool(is_value))
+            assert found is not None and torch.equal(found, gather(step, blocks, torch.float32))
+            if self.random.random() < 0.2:
+                self.loans.append((found, found.clone()))
+        if len(self.loans) > 3:
+            self.loans.pop(self.random.randrange(4))
+
+    def check(self) -> None:
+        self.pool.check_integrity([table.block_ids for table, _ in self.rows])
+        for found, expected in self.loans:
+            assert torch.equal(found, expected)
+
+
+def walk(model: Model, count: int) -> None:
+    for number in range(count):
+        kinds = (
+            [model.append] * 6 + [model.read] * 4 + [model.lend, model.shuffle, model.fork, model.truncate, model.drop]
+        )
+        kinds += [model.end] * (1 + len(model.rows) // 3) + [model.begin]
+        model.random.choice(kinds)()
+        if number % 25 == 0:
+            model.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_mappings": False, "blocks_ahead": 3}], ids=["kept", "ahead"])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_rows_are_where_a_model_says(driver: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    walks(driver, options, 600, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_hundred_thousand_operations(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks(driver, {"blocks_ahead": 1}, 100_000, monkeypatch)
+
+
+def walks(driver: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, size = DRIVERS[driver]
+    pages = make()
+    storage, pool, layer = make_storage(monkeypatch, pages, size, **options)
+    model = Model(storage, pool, layer, size, seed=1)
+    walk(model, count)
+    assert pages.physical_bytes() > 0
+    for table, _ in model.rows:
+        table.free()
+    model.loans, model.layer = [], None  # type: ignore[assignment]
+    storage.clear()
+    del layer
+    gc.collect()
+    assert pages.physical_bytes() == 0
+    if isinstance(pages, StandInPages):
+        assert not pages._api.broken and not pages._api.reserved and not pages._api.handles

@@ -1,0 +1,380 @@
+"""Cases that two processes run together, each with a shard of one model: `run` starts them under torchrun, and gives
+back what each process found. As a module it is such a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.distributed import DistributedConfig
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine
+from tests.support import models
+from tests.support.engine_helpers import MANY_ENDS
+
+BLOCK_SIZE = models.BLOCK_SIZE
+SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}  # two of four prompts at a time
+PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 11, 19, 30)]
+SHARED = models.token_ids(1, 4 * BLOCK_SIZE, seed=7)[0].tolist()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 12},
+    "samples": {"do_sample": True, "max_new_tokens": 10, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
+    "beams": {"do_sample": False, "max_new_tokens": 10, "num_beams": 4, "num_return_sequences": 2},
+}
+
+
+def load(folder: str, **options: Any) -> Any:
+    """This process's shard of a model that was saved there."""
+    config = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+    return model.eval()
+
+
+def led(model: Any, config: Any, work: Callable[[PagedEngine], Any]) -> Any:
+    """What `work` finds on an engine, in process 0; the others serve it."""
+    if dist.get_rank():
+        hf_paged.serve_rank(model)
+        return None
+    with PagedEngine(model, config) as engine:
+        found = work(engine)
+        engine.check_integrity()
+    return found
+
+
+def plain(model: Any, prompt: list[int], options: dict[str, Any], seed: int = 0, **more: Any) -> list[list[int]]:
+    ids = torch.tensor([prompt])
+    torch.manual_seed(seed)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
+    ends = options.get("eos_token_id", [])
+    counts = [next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in out[:, len(prompt) :]]
+    return [row[:count] for row, count in zip(out[:, len(prompt) :].tolist(), counts)]
+
+
+def tokens_of(results: list[hf_paged.RequestResult]) -> list[list[list[int]]]:
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return [[sequence.token_ids for sequence in result.sequences] for result in results]
+
+
+# -- cases: of a model's shard, to what is written as JSON -------------------------------------------------------
+
+
+def plain_calls(model: Any) -> Any:
+    return {name: [plain(model, prompt, options) for prompt in PROMPTS] for name, options in OPTIONS.items()}
+
+
+def paged_calls(model: Any) -> Any:
+    found: dict[str, Any] = {
+        name: [plain(model, prompt, options, **models.PAGED) for prompt in PROMPTS] for name, options in OPTIONS.items()
+    }
+    found["road"] = hf_paged.last_route(model).road
+    found["reason"] = hf_paged.last_route(model).reason
+    hf_paged.check_integrity(model)
+    return found
+
+
+def engine_calls(model: Any) -> Any:
+    def work(engine: PagedEngine) -> Any:
+        found = {name: tokens_of(engine.generate(PROMPTS, options, seed=0)) for name, options in OPTIONS.items()}
+        return {**found, "route": engine.route.reason, "used": engine.stats().used_blocks}
+
+    return led(model, {"block_size": BLOCK_SIZE}, work)
+
+
+def preempted(model: Any) -> Any:
+    """With room for two of four prompts, by each way of preemption, on an engine and in `generate`."""
+    found: dict[str, Any] = {}
+    ids = torch.tensor([prompt[:5] for prompt in PROMPTS])
+    options = {"do_sample": False, "max_new_tokens": 30}
+    found["plain"] = [plain(model, prompt, options)[0] for prompt in PROMPTS]
+    found["plain rows"] = model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
+    for how in ("recompute", "swap", "auto"):
+
+        def work(engine: PagedEngine) -> Any:
+            tokens = [rows[0] for rows in tokens_of(engine.generate(PROMPTS, options))]
+            stats = engine.stats()
+            return {"tokens": tokens, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+
+        found[how] = led(model, {**SHORT, "preemption": how}, work)
+        config = {**SHORT, "preemption": how}
+        paged = {"cache_implementation": "paged", "cache_config": config}
+        found[f"{how} rows"] = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **paged).tolist()
+    return found
+
+
+def prefix_hits(model: Any) -> Any:
+    prompts = [[*SHARED, *prompt] for prompt in PROMPTS]
+    options = OPTIONS["greedy"]
+    found: dict[str, Any] = {"plain": [plain(model, prompt, options)[0] for prompt in prompts]}
+
+    def work(engine: PagedEngine) -> Any:
+        one_by_one = [tokens_of(engine.generate([prompt], options))[0][0] for prompt in prompts]
+        hits = engine.stats().num_prefix_hit_tokens
+        return {"tokens": one_by_one, "hits": hits}
+
+    found["engine"] = led(model, {"block_size": BLOCK_SIZE}, work)
+    found["generate"] = [plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts]
+    change_one_shard(model)
+    found["plain after"] = [plain(model, prompt, options)[0] for prompt in prompts]
+    found["generate after"] = [plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts]
+    return found
+
+
+def changed_weights(model: Any) -> Any:
+    """Weights of the second process alone are changed while blocks are cached."""
+    prompt, options = [*SHARED, *PROMPTS[0]], OPTIONS["greedy"]
+    before = plain(model, prompt, options)[0]
+    numbers: dict[str, Any] = {}
+
+    def work(engine: PagedEngine) -> Any:
+        tokens = [tokens_of(engine.generate([prompt], options))[0][0]]
+        change_one_shard(model)
+        tokens.append(tokens_of(engine.generate([prompt], options))[0][0])
+        return tokens
+
+    if dist.get_rank():  # within a message of the engine's, so that it is between its calls
+        numbers["orders"] = 0
+        receive = hf_paged.model.ranks.Ranks.receive
+
+        def observed(ranks: Any) -> bytes:
+            message = receive(ranks)
+            numbers["orders"] += b"choose_layout" in message
+            if numbers["orders"] == 2:
+                change_one_shard(model)
+                numbers["orders"] += 1
+            return message
+
+        hf_paged.model.ranks.Ranks.receive = observed
+        try:
+            found = led(model, {"block_size": BLOCK_SIZE}, work)
+        finally:
+            hf_paged.model.ranks.Ranks.receive = receive
+    else:
+        found = led(model, {"block_size": BLOCK_SIZE}, work)
+    return {"before": before, "after": plain(model, prompt, options)[0], "engine": found}
+
+
+def change_one_shard(model: Any) -> None:
+    if dist.get_rank():
+        with torch.no_grad():
+            model.model.layers[0].self_attn.v_proj.weight.to_local().mul_(-1)
+
+
+def memory(model: Any) -> Any:
+    """Bytes of the blocks of one call in this process."""
+    hf_paged.free(model)
+    plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED)
+    stats = hf_paged.memory_stats(model)
+    return {"bytes": stats.peak_bytes, "blocks": stats.peak_blocks}
+
+
+def random_requests(model: Any, count: int = 500) -> Any:
+    """Requests of all kinds that come, go and are cancelled, under a memory that is short."""
+    chance = random.Random(0)
+    cases = []
+    for number in range(count):
+        prompt = [chance.randrange(models.FIRST_WORD, models.VOCAB_SIZE) for _ in range(chance.randrange(1, 40))]
+        if chance.random() < 0.3:
+            prompt = SHARED[: chance.randrange(1, len(SHARED))] + prompt
+        options = dict(OPTIONS[chance.choice(list(OPTIONS))], max_new_tokens=chance.randrange(1, 20))
+        cases.append((f"r{number}", prompt, options, number))
+    cancelled = set(chance.sample(range(count), count // 20))
+
+    def work(engine: PagedEngine) -> Any:
+        left, found = list(enumerate(cases)), {}
+        while left or engine.has_unfinished:
+            for _ in range(chance.randrange(0, 6)):
+                if left:
+                    number, (name, prompt, options, seed) = left.pop(0)
+                    engine.add_request(prompt, options, request_id=name, seed=seed, priority=number % 3)
+                    if number in cancelled:
+                        engine.cancel(name)
+            for output in engine.step():
+                if output.result is not None and output.result.finish_reason != "cancelled":
+                    found[output.request_id] = tokens_of([output.result])[0]
+        stats = engine.stats()
+        return {"tokens": found, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+
+    config = {"block_size": BLOCK_SIZE, "num_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 24}
+    found = led(model, PagedConfig(**config), work)
+    expected = {
+        name: plain(model, prompt, options, seed)
+        for number, (name, prompt, options, seed) in enumerate(cases)
+        if number not in cancelled
+    }
+    return {"engine": found, "plain": expected}
+
+
+def slow_rank(model: Any) -> Any:
+    """The second process takes 50 ms more for each forward."""
+    if dist.get_rank():
+        forward = model.model.forward
+        model.model.forward = lambda *args, **kwargs: (time.sleep(0.05), forward(*args, **kwargs))[1]
+    try:
+        return engine_calls(model)
+    finally:
+        if dist.get_rank():
+            del model.model.forward
+
+
+def killed(model: Any) -> Any:
+    """The second process ends in the middle of a forward."""
+    start = time.perf_counter()
+    if dist.get_rank():
+        forward, count = model.model.forward, iter(range(1000))
+        model.model.forward = lambda *args, **kwargs: os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
+    try:
+        led(model, {"block_size": BLOCK_SIZE}, lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}))
+    except hf_paged.RankLostError as error:
+        return {"error": str(error), "seconds": time.perf_counter() - start}
+    return None
+
+
+def killed_leader(model: Any) -> Any:
+    start = time.perf_counter()
+    if not dist.get_rank():
+        forward, count = model.model.forward, iter(range(1000))
+        model.model.forward = lambda *args, **kwargs: os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
+    try:
+        led(model, {"block_size": BLOCK_SIZE}, lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}))
+    except hf_paged.RankLostError as error:
+        return {"error": str(error), "seconds": time.perf_counter() - start}
+    return None
+
+
+def refusals(model: Any) -> Any:
+    """What is refused, before a forward; then the engine still serves."""
+    found: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def refused(name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+
+    with refused("other rank"):
+        if dist.get_rank():
+            PagedEngine(model)
+    with refused("serve"):
+        if not dist.get_rank():
+            hf_paged.serve_rank(model)
+
+    def work(engine: PagedEngine) -> Any:
+        with refused("second engine"):
+            PagedEngine(model)
+        with refused("generate"):
+            plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED)
+        with refused("inputs"):
+            engine.add_request([5, 6], inputs={"pixel_values": torch.zeros(1, 3, 4, 4)})
+        with refused("prefix"):
+            engine.save_prefix(SHARED, "nowhere.safetensors")
+        with refused("sharded assistant"):
+            engine.add_request([5, 6], assistant_model=model)
+        return tokens_of(engine.generate(PROMPTS, OPTIONS["greedy"]))
+
+    tokens = led(model, {"block_size": BLOCK_SIZE}, work)
+    (result,) = led_alone(model, {"batch_invariant": True}) or (None,)
+    found["invariant"] = repr(result and result.error)
+    return {"refused": found, "tokens": tokens}
+
+
+def led_alone(model: Any, config: Any) -> Any:
+    return led(model, config, lambda engine: engine.generate([PROMPTS[0]], OPTIONS["greedy"]))
+
+
+def other_seeds(model: Any) -> Any:
+    """Processes that draw otherwise say so, and do not hang."""
+    ids = torch.tensor([PROMPTS[0]])
+    torch.manual_seed(dist.get_rank())
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), **{**OPTIONS["samples"], **models.PAGED})
+    except hf_paged.RankLostError as error:
+        return str(error)
+    return None
+
+
+def failing_forward(model: Any) -> Any:
+    """A forward that fails alike in all processes fails its requests; the next ones are served."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a fault")
+
+    def work(engine: PagedEngine) -> Any:
+        first = tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"]))
+        fails[0] = True
+        error = repr(engine.generate([PROMPTS[1]], OPTIONS["greedy"])[0].error)
+        fails[0] = False
+        return {"first": first, "error": error, "then": tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"]))}
+
+    own, fails = model.lm_head.forward, [False]
+
+    def forward(x: Any) -> Any:
+        flag = torch.tensor([float(fails[0])])
+        dist.broadcast(flag, 0)  # process 0 says whether this one fails
+        return fail() if flag.item() else own(x)
+
+    model.lm_head.forward = forward
+    try:
+        return led(model, {"block_size": BLOCK_SIZE, "prefix_caching": False}, work)
+    finally:
+        model.lm_head.forward = own
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each
+    for each in (
+        *(plain_calls, paged_calls, engine_calls, preempted, prefix_hits, changed_weights, memory, random_requests),
+        *(slow_rank, killed, killed_leader, refusals, other_seeds, failing_forward),
+    )
+}
+
+
+def run(model: Any, *cases: str, world_size: int = 2, timeout: float = 300.0) -> list[dict[str, Any]]:
+    """What each process found in these cases, by name; nothing of a case that it did not come to the end of. With
+    `world_size` 1 in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"),
+            *("-m", "tests.support.ranks", folder, *cases),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        found = []
+        for rank in range(world_size):
+            path = Path(folder, f"{rank}.json")
+            found.append(json.loads(path.read_text()) if path.exists() else {})
+        if not any(found):
+            raise AssertionError(done.stderr[-4000:])
+        return found
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    model = load(folder)
+    model.generation_config = GenerationConfig(**model.generation_config.to_dict())
+    found: dict[str, Any] = {}
+    for name in names:
+        found[name] = CASES[name](model)
+        Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

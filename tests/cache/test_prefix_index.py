@@ -35,6 +35,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.windows = [None, window]
         self.pools = [BlockPool(num_blocks) for _ in self.windows]
         self.index = PrefixIndex(self.pools, self.windows, SIZE)
+        self.index.begin_step()
         self.entries: dict[Key, Entry] = {}
         self.step: list[tuple[Key, int, int]] = []
         self.held: list[list[list[int]]] = []  # of each sequence, the block ids in each group

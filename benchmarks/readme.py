@@ -36,6 +36,8 @@ ARCHITECTURES = "architectures"
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
 BATCHES = "grpo-cpu-llama-24m-avx2"
 SPECULATION = ("speculation-cpu-1", "speculation-cpu-2")
+TIERS = ("tiers-cpu-1", "tiers-cpu-2", "tiers-w3-cpu-1", "tiers-w3-cpu-2")
+QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
 LINEARS = ("linears-cpu", "linears-cpu-avx2")
 PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
 PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
@@ -356,6 +358,70 @@ def speculation(runs: Sequence[Data]) -> str:
     return f"{said}\n\n{report.markdown(speculation_rows(runs))}"
 
 
+def tiers(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.tiers`, of the turns of all runs."""
+    groups: dict[tuple[str, str], list[Data]] = {}
+    for run in runs:
+        for row in run["rows"]:
+            groups.setdefault((run["model"], row["what"]), []).append(row)
+    rows = []
+    for (model, what), parts in groups.items():
+        ratios = [ratio for part in parts for ratio in part["ratios"]]
+        span = paired.interval(ratios) or (min(ratios), max(ratios))
+        limit = 5.0 if what.startswith("first token") else 1.0
+        rows.append(
+            {
+                "model": model,
+                "what": what,
+                "turns, processes": f"{len(ratios)}, {len(parts)}",
+                "from the disk, s": statistics.median(part["disk_s"] for part in parts),
+                "computed, s": statistics.median(part["computed_s"] for part in parts),
+                "computed / from the disk": f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})",
+                "tokens, blocks found": "equal, all" if all(part["equal"] == "yes" for part in parts) else "NOT equal",
+                "target": f"at least {limit:g}: {paired.said(span[1] >= limit)}",
+            }
+        )
+    said = flow(
+        f"""**Prefixes from the disk** (`prefix_tiers`), against computing them, float32, `python -m benchmarks.tiers`,
+        {machine_of(runs[0]["facts"])}; alternating turns, 95% intervals. A target is met where the interval reaches
+        it:"""
+    )
+    return f"{said}\n\n{report.markdown(rows)}"
+
+
+def quantized(runs: Sequence[Data]) -> str:
+    """The rows of `benchmarks.attention` for `kv_dtype="int8"`, of the turns of all runs."""
+    times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for run in runs:
+        for row in run["rows"]:
+            if row["contender"] in ("ours", "ours: int8") and "us" in row:
+                setting = row["heads"], row["case"], row["block_size"], row["dtype"]
+                times.setdefault(setting, {}).setdefault(row["contender"], []).extend(row["us"])
+    rows = []
+    for (heads, case, block, dtype), found in times.items():
+        ratios = paired.ratios(found["ours: int8"], found["ours"])
+        span = paired.interval(ratios) or (min(ratios), max(ratios))
+        rows.append(
+            {
+                "heads": heads,
+                "rows x tokens": case,
+                "block": block,
+                "blocks of the dtype": dtype,
+                "their time, µs": statistics.median(found["ours"]),
+                "int8, µs": statistics.median(found["ours: int8"]),
+                "int8 / theirs": f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})",
+                "turns": len(ratios),
+                "target": paired.at_most(span[0], 0.8),
+            }
+        )
+    said = flow(
+        f"""**Attention of decodes over int8 blocks** (`kv_dtype="int8"`), a layer, `{runs[0]["command"]}`,
+        {machine_of(runs[0]["facts"])}; turns of {len(runs)} processes, 95% intervals. A target is met where the
+        interval reaches it:"""
+    )
+    return f"{said}\n\n{report.markdown(rows)}"
+
+
 def side_by_side(data: Data) -> str:
     """The tables of `benchmarks.side_by_side`, one for each run."""
     parts = [
@@ -433,6 +499,8 @@ def benchmarks_section() -> str:
         rollouts(read(GRPO)),
         rollouts(read(BATCHES)),
         speculation([read(name) for name in SPECULATION]),
+        tiers([read(name) for name in TIERS]),
+        quantized([read(name) for name in QUANTIZED]),
         side_by_side(read(SIDE_BY_SIDE)),
         paper(read(PAPER)),
         attention(read(ATTENTION)),

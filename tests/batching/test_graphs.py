@@ -342,9 +342,10 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
     assert not graphs.graphs
 
 
-def test_every_adapter_has_its_graphs(graphs: FakeGraphs) -> None:
+def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: for every order of them and number of rows one of its own."""
     pytest.importorskip("peft")
+    monkeypatch.setattr(recording, "MIN_MIXED_USES", 8)
     from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
 
     model = lora_model()

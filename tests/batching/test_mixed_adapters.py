@@ -14,6 +14,7 @@ import torch
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.batching.execution import graphs
 from hf_paged.kernels.lora import LoraWeights, add_each
 from tests.support import models
 from tests.support.checks import model_state
@@ -25,6 +26,11 @@ peft = pytest.importorskip("peft")
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
 TARGETS = ["q_proj", "v_proj"], ["gate_proj", "down_proj", "lm_head"], ["k_proj", "o_proj", "up_proj"]
+
+
+@pytest.fixture(autouse=True)
+def soon_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MIN_MIXED_USES", 8)
 
 
 def many(count: int, name: str = "llama", **options: Any) -> Any:

@@ -52,7 +52,7 @@ Check = Callable[[Callable[[], None]], None]
 
 # steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
 MIN_USES = 3
-# of one with several adapters, whose order may soon be another: its recording takes as long as what some 50 replays save
+# of one with several adapters, whose order may soon be another: about as many replays save what its recording takes
 MIN_MIXED_USES = 64
 MAX_GRAPHS = 64  # that are kept: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
 MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow

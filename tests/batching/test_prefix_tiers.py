@@ -170,6 +170,8 @@ def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
     paged = {**GREEDY, "cache_implementation": "paged"}
     with PagedEngine(model, config(tmp_path)) as engine:
         expected = run(engine, texts[0])[0]
+        (store,) = tiers.stores_of(engine.memory)
+    store.wait()
     found = model.generate(torch.tensor([texts[0]]), **paged, cache_config=config(tmp_path))
     assert found[0, 160:].tolist() == expected
     assert hf_paged.memory_stats(model).tier_restored_blocks == 159 // SIZE

@@ -757,6 +757,7 @@ def test_the_interpreter_ends_with_a_running_manager() -> None:
 def test_an_interrupt_ends_a_batch() -> None:
     ended = run(
         """
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             model.generate_batch([prompt] * 3, config)

@@ -28,7 +28,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "seed a fraction": ({"seed": 1.5}, f"`seed` is 1.5: {SEEDS}"),
     "seed a bool": ({"seed": True}, f"`seed` is True: {SEEDS}"),
     "request id": ({"request_id": ["a"]}, "`request_id` is ['a']: it must be hashable, a string for instance"),
-    "adapter": ({"adapter": ["a"]}, "`adapter` is ['a']: it must be None or the name of an adapter, a string"),
+    "adapter": ({"adapter": ["a"]}, "`adapter` is ['a']: it must be None or an adapter's name or folder"),
     "priority": ({"priority": 10**400}, f"`priority` is 100000000000000000...0000000000000000000: {PRIORITIES}"),
     "priority without digits": ({"priority": 10**5000}, f"`priority` is {{}}: {PRIORITIES}"),
     "streamer": ({"streamer": 5}, "`streamer` is 5: it must have the methods `put` and `end`"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import hf_paged
@@ -299,6 +300,40 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
         assert result.num_prefix_hit_tokens == 0
         assert_same_as_lone(lone_with(model, "a1", prompt, GREEDY), result, GREEDY, "changed")
         assert_drained(engine)
+
+
+def test_a_file_that_is_written_to_while_a_request_runs(tmp_path: Path) -> None:
+    """What safetensors gives is mapped from the file."""
+    model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
+    first, second = (Path(folder) / "adapter_model.safetensors" for folder in saved(model, tmp_path))
+    expected = lone_with(model, "a0", prompt, GREEDY)
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        request_id = engine.add_request(prompt, GREEDY, adapter=first.parent)
+        for _ in range(3):
+            engine.step()
+        with first.open("r+b") as file:
+            file.write(second.read_bytes())
+        assert_same_as_lone(expected, run_all(engine)[request_id], GREEDY, "a0")
+
+
+@pytest.mark.parametrize("kind", ["empty", "half", "none", "pickled"])
+def test_weights_that_are_not_whole_are_refused_at_once(kind: str, tmp_path: Path) -> None:
+    model, prompt = many(1), prompts(12)[0]
+    (folder,) = saved(model, tmp_path)
+    path = Path(folder) / "adapter_model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    key = sorted(weights)[0]
+    if kind == "pickled":
+        path.rename(path.with_suffix(".bin"))
+    else:
+        rest = {name: weight for name, weight in weights.items() if name != key}
+        changed = {"empty": {**rest, key: weights[key][:0].clone()}, "half": rest, "none": {}}
+        safetensors.torch.save_file(changed[kind], path)
+    said = {"empty": "rank is at least 1", "half": "a part of the weights", "none": "no weights", "pickled": "has no"}
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        with pytest.raises(ValueError, match=f"cannot be read: .*{said[kind]}"):
+            engine.add_request(prompt, GREEDY, adapter=folder)
+        assert not engine.has_unfinished and not engine.memory.is_used
 
 
 def test_an_adapter_of_another_model_fails_alone(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ import logging
 import math
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from ...cache.storage import free_bytes
 from ...kernels.lora import LoraWeights
@@ -63,18 +63,29 @@ def read_adapter_file(name: str) -> AdapterFile:
     path = os.path.realpath(name)
     try:
         _find_config(path)
+        if not os.path.isfile(os.path.join(path, WEIGHTS)):
+            raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
         version = _version(path)
-        num_numbers, kinds = 0, set[str]()
+        num_numbers, layers = 0, defaultdict[str, set[str]](set)  # those that have weights of a kind
         with safe_open(os.path.join(path, WEIGHTS), "pt") as file:
             for key in file.keys():
-                num_numbers += math.prod(file.get_slice(key).get_shape())
-                kinds.add(next((part for part in _PARTS if key.endswith(part)), key))
+                numbers = math.prod(file.get_slice(key).get_shape())
+                if not numbers:
+                    raise ValueError(f"{key} is empty: an adapter's rank is at least 1")
+                num_numbers += numbers
+                part = next((part for part in _PARTS if key.endswith(part)), key)
+                layers[part].add(key.removesuffix(part))
+        if other := sorted(layers.keys() - set(_PARTS)):
+            raise _not_served(name, f"it has {other[0]!r}, which is not of a linear layer")
+        a, b, bias = (layers[part] for part in _PARTS)
+        if odd := sorted((a ^ b) | (bias - a)):
+            raise ValueError(f"of {odd[0]} it has but a part of the weights: save it again")
+        if not a:
+            raise ValueError("it has no weights")
     except AdapterError:
         raise
     except Exception as error:
         raise AdapterError(name, f"the adapter in {name!r} cannot be read: {error}") from error
-    if other := sorted(kinds.difference(_PARTS)):
-        raise _not_served(name, f"it has {other[0]!r}, which is not of a linear layer")
     return AdapterFile(path, version, 4 * num_numbers)
 
 
@@ -114,8 +125,6 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
     from peft.utils.other import get_pattern_key
 
     try:
-        if _version(file.path) != file.version:
-            raise ValueError("its files were changed since the request was added: add it again")
         config, tensors = _find_config(file.path), load_peft_weights(file.path, device="cpu")
         parts: dict[nn.Module, LoraWeights] = {}
         names = [key.removesuffix(_PARTS[0]) for key in tensors if key.endswith(_PARTS[0])]
@@ -131,13 +140,18 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
                 raise ValueError(f"{own} takes {depth} numbers and gives {width}, its weights are of another model")
             alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), own), config.lora_alpha)
             scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-            a, b, bias = (None if x is None else x.float() if x.dtype.itemsize < 4 else x for x in (a, b, bias))
+            # copies, as what safetensors gives is mapped from the file, which may be written to
+            a, b, bias = (None if x is None else x.to(_dtype(x), copy=True) for x in (a, b, bias))
             parts[module] = LoraWeights(a, b, bias, scaling)
-        if 3 * len(parts) < len(tensors) or not parts:
-            raise ValueError("some of its weights belong to no layer")
+        if _version(file.path) != file.version:
+            raise ValueError("its files were changed since the request was added: add it again")
         return parts
     except Exception as error:
         raise AdapterError(file, f"the adapter in {file.path!r} cannot be loaded: {error}") from error
+
+
+def _dtype(weight: Tensor) -> torch.dtype:
+    return torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:

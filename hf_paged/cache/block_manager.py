@@ -374,6 +374,16 @@ class BlockManager:
             for group, block_ids, new_ids in zip(self.groups, held, taken or [[] for _ in held]):
                 group.pool.release(reversed([*block_ids, *new_ids]))
 
+    def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
+        """Named blocks of a sequence that more tables hold than those of its request's `num_rows` rows."""
+        if not self.prefix_caching or self.keeps_states:
+            return 0
+        return sum(
+            table.pool.refcount(block_id) > num_rows
+            for table in blocks.tables
+            for block_id in table.block_ids[: blocks.num_registered]
+        )
+
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each
         block."""

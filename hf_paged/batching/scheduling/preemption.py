@@ -270,7 +270,10 @@ class Preemption:
             if self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                how = PREEMPTION[self.agree(PREEMPTION.index(self.cost.choose(num_tokens, num_bytes)))]
+                # what others hold stays, and is found again; a copy of it would take blocks of its own
+                is_shared = any(self.blocks.num_shared(sequence.blocks, len(rows)) for sequence in rows)
+                choice = "recompute" if is_shared else self.cost.choose(num_tokens, num_bytes)
+                how = PREEMPTION[self.agree(PREEMPTION.index(choice))]
             if how == "swap":
                 self.blocks.flush_copies()
                 start = time.perf_counter()

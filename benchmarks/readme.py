@@ -360,12 +360,12 @@ def speculation(runs: Sequence[Data]) -> str:
 
 def tiers(runs: Sequence[Data]) -> str:
     """The table of `benchmarks.tiers`, of the turns of all runs."""
-    groups: dict[tuple[str, str], list[Data]] = {}
+    groups: dict[tuple[str, str, str], list[Data]] = {}
     for run in runs:
         for row in run["rows"]:
-            groups.setdefault((run["model"], row["what"]), []).append(row)
+            groups.setdefault((run["model"], row["what"], run["facts"]["revision"]), []).append(row)
     rows = []
-    for (model, what), parts in groups.items():
+    for (model, what, revision), parts in groups.items():
         ratios = [ratio for part in parts for ratio in part["ratios"]]
         span = paired.interval(ratios) or (min(ratios), max(ratios))
         limit = 5.0 if what.startswith("first token") else 1.0
@@ -373,6 +373,7 @@ def tiers(runs: Sequence[Data]) -> str:
             {
                 "model": model,
                 "what": what,
+                "revision": revision,
                 "turns, processes": f"{len(ratios)}, {len(parts)}",
                 "from the disk, s": statistics.median(part["disk_s"] for part in parts),
                 "computed, s": statistics.median(part["computed_s"] for part in parts),

@@ -102,7 +102,7 @@ class VirtualStorage:
             reclamation, section 6.1.2). `False`: its addresses are unmapped before another row gets them.
         blocks_ahead (`int`, defaults to 0):
             How many blocks more are mapped behind a row's last one in the same call (eager mapping). They are the ones
-            that follow it in the pool, which then gives rows their blocks in runs of so many.
+            that follow it in the pool, which then gives rows their blocks in runs.
         background (`bool`, defaults to `False`):
             Map `blocks_ahead` in a thread, while the step computes (section 6.1.1), which needs at least one.
 

@@ -78,7 +78,7 @@ class Pages(Protocol):
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
     """What maps pages of this device, in groups of `page_bytes`. Raises `ValueError` where nothing does, if
-    `cuda.bindings` is missing, or if no group of whole pages has so many bytes."""
+    `cuda.bindings` is missing, or if no group of whole pages has `page_bytes`."""
     pages: Pages | None = None
     if device.type == "cuda":
         pages = CudaPages(device)

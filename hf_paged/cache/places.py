@@ -75,12 +75,12 @@ class Region:
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
-        """The same pages at other addresses, where there is room for so many blocks."""
+        """The same pages at other addresses, where there is room for `num_blocks` blocks."""
         region = Region(self.pages, self.planes, num_blocks, self.offset)
         region.back(num_blocks if self.pages.is_sparse else self.num_mapped)
         return region
 
-    def map_anew(self, pages: Pages) -> None:
+    def map_fresh(self, pages: Pages) -> None:
         """In a child process: other pages at the same addresses."""
         num_mapped, self.pages, self.num_mapped, self.places = self.num_mapped, pages, 0, None
         self.back(num_mapped)

@@ -49,7 +49,7 @@ class RowSlots:
         self.rows = [Row() for _ in range(MIN_ROWS)]
         self.is_full = False  # the system maps no more
         self._tails: dict[int, int] = {}  # the slot of a row, by its last block
-        self._runs: dict[int, int] = {}  # the first of the neighbours that were taken last for so many rows
+        self._runs: dict[int, int] = {}  # the first of the neighbours that were taken last, by their number
         self._clock = 0
 
     def place(self, step: StepMetadata, together: bool) -> Placement | None:

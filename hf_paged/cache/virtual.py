@@ -32,7 +32,7 @@ from .storage import KVBlocks, Storage, limits_addresses
 
 logger = logging.getLogger(__name__)
 
-MAX_ROOM_BYTES = 64 << 30  # of addresses for the blocks of a layer, beyond which they are mapped anew as they grow
+MAX_ROOM_BYTES = 64 << 30  # of addresses for the blocks of a layer, beyond which they are mapped again as they grow
 
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
@@ -277,7 +277,7 @@ class MappedStorage(Storage):
             if layer.rows is not None:
                 layer.rows.slots = self.slots
                 for region in layer.rows.regions:
-                    region.map_anew(self.pages)
+                    region.map_fresh(self.pages)
                 if index in found:
                     layer.put(*found[index])
 

@@ -129,8 +129,9 @@ def measure(
         folders = {name: str(Path(path) / name) for name in model.peft_config}
         with hf_paged.PagedEngine(bare, config) as first:
             own = room(first, folders["a0"], texts(1, shape.vocab, 0, longest)[0])
-        per_row = -(-(longest + new_tokens) // config.block_size) + 1
-        small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=own * max(1, count // 2) + rows * per_row)
+        prompts = texts(rows, shape.vocab, 0, longest)
+        needed = sum(-(-(len(prompt) + new_tokens) // config.block_size) for prompt in prompts)
+        small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=own * max(1, count // 2) + needed)
         systems = {
             MIXED: System(hf_paged.PagedEngine(model, config), names),
             APART: System(hf_paged.PagedEngine(model, config), names),

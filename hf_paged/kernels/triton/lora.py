@@ -22,7 +22,7 @@ MAX_RANK = 128  # of a tile, which lies in registers
 FIELDS = tl.constexpr(6)  # of a part: start, end, addresses of A, B and bias (0: none), rank
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 ROWS, WIDTH = 16, 64  # of tiles: an estimate, not a measurement
-DEPTHS = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64}  # larger ones spill registers
+DEPTH = 32  # of a step; larger ones spill registers
 
 
 class Table(NamedTuple):
@@ -108,7 +108,7 @@ def add_deltas(out: Tensor, x: Tensor, table: Table) -> None:
     grid = len(table.parts), triton.cdiv(table.most, ROWS)
     launch(
         _shrink_kernel, grid, x, middle, table.parts, x.stride(0), x.shape[1],
-        RANK=table.rank, ROWS=ROWS, DEPTH=DEPTHS[table.dtype], TYPE=kind, writes=(middle,),
+        RANK=table.rank, ROWS=ROWS, DEPTH=DEPTH, TYPE=kind, writes=(middle,),
     )  # fmt: skip
     launch(
         _expand_kernel, (*grid, triton.cdiv(out.shape[1], WIDTH)),

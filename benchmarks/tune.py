@@ -2,6 +2,7 @@
 
 Every candidate is first compared with `attention/backends/reference.py`, then timed in a CUDA graph on K and V that no
 cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the kernels read; commit it.
+`--block-sizes` measures what blocks of each size cost instead, on the CPU, too (`benchmarks.block_costs`).
 
 Compiling takes longer than measuring, and needs no GPU: `--compile-only --target sm_90 --cache DIR` does so on any
 machine with the same version of Triton, `--cache DIR` then uses it.
@@ -22,12 +23,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from benchmarks import block_costs
 from benchmarks.chips import CHIPS
-from benchmarks.machine import facts
+from benchmarks.machine import devices, facts
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
+from hf_paged.kernels import costs
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig
 from hf_paged.step import StepMetadata
@@ -236,9 +239,16 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels (Triton's own)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     parser.add_argument("--quick", action="store_true", help="two candidates of each entry: shows that it runs")
+    parser.add_argument("--block-sizes", action="store_true", help="a table of what block sizes cost instead")
+    parser.add_argument("--device", choices=devices(), default=devices()[-1], help="of --block-sizes (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=240, help="that --block-sizes takes, about (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=costs.FOLDER, help="of tables of --block-sizes (the package's)")
     options = parser.parse_args()
     if options.cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
+    if options.block_sizes:
+        block_costs.run(options.device, options.seconds, options.quick, options.folder)
+        return
     shapes = list(itertools.product(options.kernels, options.dims, options.dtypes))
     most = 2 if options.quick else None
     if options.compile_only:

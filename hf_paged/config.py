@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
+AUTO = "auto"
 MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # of pages of 2 MiB
 SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
@@ -154,8 +155,10 @@ class PagedConfig:
     variable HF_PAGED_CONFIG, which `python -m hf_paged run --set` writes, holds other defaults as JSON.
 
     Args:
-        block_size (`int`, defaults to 16):
-            Tokens in a block; a power of two from 8 to 256 (PagedAttention, arXiv 2309.06180, section 7.2).
+        block_size (`int` or `str`, defaults to 16):
+            Tokens in a block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`:
+            of each layer group what wastes least of memory and of the kernels' time, by the lengths of the sequences
+            seen and the times that `benchmarks.tune` measured (docs/guide/memory.md); not with `num_blocks`.
         num_blocks (`int`, *optional*):
             Most blocks that may be in use at once, over all layer groups (full attention, each sliding window, cross
             attention, the states of a sequence). `None`: as many as the call needs.
@@ -224,7 +227,7 @@ class PagedConfig:
         ValueError: if a value is outside what is allowed; the message names the option, the value and the limits.
     """
 
-    block_size: int = 16
+    block_size: int | str = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
     prefix_caching: bool = True
@@ -245,10 +248,13 @@ class PagedConfig:
         size, fraction = self.block_size, self.memory_fraction
         most = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
         is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= most and not size & (size - 1)
-        self._check("block_size", is_size, f"a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)")
+        is_auto = isinstance(size, str) and size == AUTO
+        self._check("block_size", is_size or is_auto, f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)")
         for name in ("num_blocks", "max_chunk_tokens"):
             value = getattr(self, name)
             self._check(name, value is None or _is_count(value), "None or a whole number of at least 1")
+        allowed = "None with `block_size` 'auto', whose blocks have no one size: bound bytes by `memory_fraction`"
+        self._check("num_blocks", self.num_blocks is None or not is_auto, f"{allowed} or `hf_paged.budget`")
         if fraction is not None:
             is_number = isinstance(fraction, Real) and not isinstance(fraction, bool)
             self._check("memory_fraction", is_number and 0 < fraction <= 1, "None or a number above 0 and at most 1")

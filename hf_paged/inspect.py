@@ -1,6 +1,6 @@
 """Bytes of keys and values, what fits this machine, the road and the kernels that a model would take.
 
-    python -m hf_paged.inspect MODEL [--block-size N] [--dtype DTYPE] [--device DEVICE] [--length TOKENS]
+    python -m hf_paged.inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE] [--length TOKENS]
                               [--kv-dtype DTYPE] [--json]
 
 MODEL is a folder with a config.json or such a file, a model type (llama), or a class of transformers (Qwen2Config,
@@ -23,9 +23,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .cache.block_sizes import BlockSizes, Choice, Costs
 from .cache.groups import GroupSpec
 from .cache.storage import KVBlocks, free_bytes
-from .config import KV_DTYPES, PagedConfig
+from .config import AUTO, KV_DTYPES, PagedConfig
+from .kernels.costs import find_costs
 from .model.registry import Route
 from .tools.models import build, find_model, find_route, kernels, measure, stores_latents
 from .tools.pictures import format_bytes, group_label
@@ -42,6 +44,7 @@ class Group:
     layers: dict[str, int]  # how many layers store keys and values of which shape
     is_latent: bool
     block_size: int  # tokens
+    reason: str | None  # why, where it was left to us
     block_bytes: int  # over all these layers
     token_bytes: int
     kernels: dict[str, str]  # the backend of a decode and of a prefill chunk
@@ -80,14 +83,15 @@ class Report:
 
 def examine(
     model: str,
-    block_size: int = PagedConfig.block_size,
+    block_size: int | str = PagedConfig.block_size,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     length: int | None = None,
     kv_dtype: str | None = None,
 ) -> Report:
     """Looks at a model (as in `find_model`) without its weights. `dtype` is the configuration's unless given, else
-    float32; `length` 2,048 tokens, or the model's positions if fewer; `kv_dtype` as in `PagedConfig`. Raises
+    float32; `length` 2,048 tokens, or the model's positions if fewer; `kv_dtype` as in `PagedConfig`, and `block_size`,
+    which `"auto"` chooses for sequences of `length` tokens. Raises
     `ValueError` for what is not allowed."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
@@ -98,11 +102,15 @@ def examine(
         dtype = config.dtype or text.dtype or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     built = build(config, cls, dtype, "meta")
-    stored, other_layers = measure(built, block_size, kv_dtype)
-    route = find_route(built)
-    groups = [_group(built, spec, blocks, device if route.in_place else None) for spec, blocks in stored.items()]
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
+    sizes = BlockSizes(Costs(*find_costs(device, dtype, kv_dtype)) if block_size == AUTO else None, [length])
+    stored, other_layers = measure(built, sizes.of if block_size == AUTO else lambda spec: int(block_size), kv_dtype)
+    route = find_route(built)
+    groups = [
+        _group(built, spec, blocks, device if route.in_place else None, sizes.chosen.get(spec))
+        for spec, blocks in stored.items()
+    ]
     weight_bytes, free = built.get_memory_footprint(), free_bytes(device)
     left_bytes, token_bytes = max(0, free - weight_bytes), sum(group.token_bytes for group in groups)
     fits = []
@@ -130,7 +138,13 @@ def examine(
     )
 
 
-def _group(model: PreTrainedModel, spec: GroupSpec, blocks: list[KVBlocks], device: torch.device | None) -> Group:
+def _group(
+    model: PreTrainedModel,
+    spec: GroupSpec,
+    blocks: list[KVBlocks],
+    device: torch.device | None,
+    choice: Choice | None = None,
+) -> Group:
     is_latent = stores_latents(model, blocks)
     block_size, block_bytes = blocks[0].keys.shape[2], sum(layer.block_bytes for layer in blocks)
     return Group(
@@ -141,6 +155,7 @@ def _group(model: PreTrainedModel, spec: GroupSpec, blocks: list[KVBlocks], devi
         layers=dict(Counter(_shape(layer, is_latent) for layer in blocks)),
         is_latent=is_latent,
         block_size=block_size,
+        reason=None if choice is None else choice.reason,
         block_bytes=block_bytes,
         token_bytes=block_bytes // block_size,
         kernels=kernels(blocks[0], spec.window, is_latent, device) if device is not None else {},
@@ -168,6 +183,8 @@ def print_report(report: Report) -> None:
         lines.append(f"  {group.num_layers} layers with {group.name}: {shapes}")
         block = f"{format_bytes(group.block_bytes)} a block of {group.block_size} tokens"
         lines.append(f"    {format_bytes(group.token_bytes)} a token, {block}")
+        if group.reason is not None:
+            lines.append(f"    {group.block_size} tokens a block: {group.reason}")
     if len(groups) > 1:
         lines.append(f"  all: {format_bytes(report.token_bytes)} a token")
     for name, num_layers in report.other_layers.items():
@@ -205,7 +222,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     dtypes = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--block-size", type=int, default=PagedConfig.block_size, help="tokens (%(default)s)")
+    parser.add_argument(
+        "--block-size",
+        type=lambda text: text if text == AUTO else int(text),
+        default=PagedConfig.block_size,
+        help="tokens, or auto: what suits sequences of --length (%(default)s)",
+    )
     parser.add_argument("--dtype", choices=dtypes, default="auto", help="auto: what the configuration says")
     parser.add_argument("--device", type=device, default=devices[-1], help="whose memory (%(default)s)")
     parser.add_argument("--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)")

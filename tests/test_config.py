@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_paged import PagedConfig, PrefixTiers, VirtualStorage, config
 
 VALID: dict[str, st.SearchStrategy[Any]] = {
-    "block_size": st.sampled_from([8, 16, 32, 64, 128, 256]),
+    "block_size": st.sampled_from([4, 8, 16, 32, 64, 128, 256, "auto"]),
     "num_blocks": st.none() | st.integers(1, 10**9),
     "memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),
     "prefix_caching": st.booleans(),
@@ -43,6 +43,7 @@ OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
     lambda options: (
         (options.get("prefix_caching", True) or options.get("prefix_tiers") is None)
         and (options.get("kv_dtype") is None or options.get("storage", "blocks") == "blocks")
+        and (options.get("block_size") != "auto" or options.get("num_blocks") is None)
     )
 )
 
@@ -57,10 +58,10 @@ def test_a_saved_config_is_the_same_config(options: dict[str, Any]) -> None:
 
 @given(st.integers() | st.floats() | st.booleans() | st.text("16 ") | st.none())
 def test_block_sizes_are_powers_of_two(size: Any) -> None:
-    if type(size) is int and size in (8, 16, 32, 64, 128, 256):
+    if type(size) is int and size in (4, 8, 16, 32, 64, 128, 256):
         assert PagedConfig(block_size=size).block_size == size
     else:
-        with pytest.raises(ValueError, match=r"`block_size` is .*power of two from 8 to 256"):
+        with pytest.raises(ValueError, match=r"`block_size` is .*power of two from 4 to 256"):
             PagedConfig(block_size=size)
 
 

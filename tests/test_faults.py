@@ -293,8 +293,8 @@ def test_a_cache_of_the_user_survives_a_failure() -> None:
 # option, value, what of the message says what is allowed
 BAD_VALUES: list[tuple[str, Any, str]] = [
     *[
-        ("block_size", value, r"power of two.*\b8\b.*\b256\b")
-        for value in (0, -1, 7, 12, 4, 512, 16.0, "16", True, None)
+        ("block_size", value, r"'auto'.*power of two.*\b4\b.*\b256\b")
+        for value in (0, -1, 7, 12, 2, 512, 16.0, "16", "Auto", "large", True, None)
     ],
     *[("num_blocks", value, r"at least 1|positive|>= ?1") for value in (0, -1, 1.5, "4", True)],
     *[("memory_fraction", value, r"\b0\b.*\b1\b") for value in (0, 0.0, -0.1, 1.01, "0.5", float("nan"), True)],

@@ -1050,8 +1050,8 @@ def test_every_door_leads_to_the_same_tokens(door: str, mode: str, cache_config:
     assert_pool_empty(model)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-def test_every_block_size(block_size: int) -> None:
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64, 128, 256, "auto"])
+def test_every_block_size(block_size: int | str) -> None:
     model = models.get("llama")
     inputs = models.padded_prompt("llama", (37, 4, 65))
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)

@@ -29,7 +29,7 @@ from .streams import RequestStream
 
 _MEMORY = (
     *("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "budget_bytes"),
-    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks"),
+    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks", "block_sizes"),
 )
 
 

@@ -19,15 +19,16 @@ from transformers import PreTrainedModel
 from .. import forks
 from ..cache import budget
 from ..cache.block_pool import OutOfBlocksError
+from ..cache.block_sizes import BlockSizes
 from ..cache.idle import begin_use, end_use
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..config import PagedConfig
+from ..config import AUTO, PagedConfig
 from ..interrupts import PatientLock, let_in
 from ..model.capability import Layout
 from ..model.forwards import compute_device
 from ..model.ranks import is_sharded
-from ..model.registry import Route, note_route, route_of
+from ..model.registry import Route, block_sizes, note_route, route_of
 from .arguments import Prompt, RequestOptions, as_list, check_assistant, check_names, split_inputs
 from .decoding.grammar import Grammars
 from .execution.executor import Window
@@ -315,7 +316,8 @@ class EngineCore:
             )
         device = compute_device(model)
         made_for = (_layers(empty), layout, model.dtype, device, autocast_dtype(device))
-        if self.loop is None or made_for != self._made_for:
+        sizes = None if self.loop is None else self.memory.better_sizes()
+        if self.loop is None or made_for != self._made_for or sizes is not None:
             self.retire()
             cache = empty_cache(model, self.memory)
             # growing step by step would copy what is there
@@ -422,8 +424,11 @@ class EngineCore:
         if options.assistant_model is not None and is_sharded(options.assistant_model):
             raise ValueError("`assistant_model` is in shards over several processes: load it in process 0 alone")
 
-    def _new_memory(self) -> PagedMemory:
-        memory = PagedMemory(self.config)
+    def _new_memory(self, seen: BlockSizes | None = None) -> PagedMemory:
+        sizes = None
+        if self.config.block_size == AUTO:
+            sizes = block_sizes(self.model, self.config, seen=() if seen is None else seen.seen)
+        memory = PagedMemory(self.config, sizes=sizes)
         if self.leader is not None:
             memory.least, memory.mirror = self.leader.least, self.leader
         memory.outer_lock = self.lock.lock
@@ -436,7 +441,7 @@ class EngineCore:
             self.leader.retire()
         self.memory.give_up_cached()
         self.memory.graphs = {}  # a cache that is held has no use for graphs
-        self.loop, self.memory = None, self._new_memory()
+        self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
     def counts(self) -> Counter[str]:
         """The fields of [`EngineStats`] that only grow."""

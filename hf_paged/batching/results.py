@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cache.block_sizes import Choice
 from ..model.registry import Route
 
 
@@ -156,7 +157,8 @@ class EngineStats:
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence; by more than one;
             kept for the prefix cache; the most that were held since `PagedEngine.memory` was made.
         used_bytes, peak_bytes (`int`): Bytes of those blocks over all layers.
-        budget_bytes, tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks: As in [`MemoryStats`].
+        budget_bytes, tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks, block_sizes: As in
+            [`MemoryStats`].
         waste_percent (`float`): Slots allocated and not used at the peak.
         num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
@@ -213,6 +215,7 @@ class EngineStats:
     tier_disk_bytes: int = 0
     tier_kept_blocks: int = 0
     tier_restored_blocks: int = 0
+    block_sizes: dict[str, Choice] = field(default_factory=dict)
 
 
 class TextTracker:

@@ -7,12 +7,13 @@ import errno
 import json
 import os
 import uuid
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..cache.block_files import Corrupt, Layers, from_bytes, to_bytes
 from ..cache.block_pool import OutOfBlocksError
+from ..cache.prefix_index import Link
 from ..cache.swap import HostLayer
 from ..cache.tiers import PrefixStore
 from ..config import PrefixTiers
@@ -49,10 +50,9 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 loop.executor.rest()
 
 
-def _needed(loop: StepLoop, num_blocks: int) -> list[range]:
-    """The blocks of each group that a sequence behind that many blocks needs."""
-    first_needed = loop.blocks.index.first_needed
-    return [range(first_needed(group, num_blocks), num_blocks) for group in range(len(loop.blocks.groups))]
+def _needed(loop: StepLoop, links: Sequence[Link]) -> list[range]:
+    """The blocks of each group that a sequence behind this path needs."""
+    return [loop.blocks.index.needed(group, len(links)) for group in range(len(loop.blocks.groups))]
 
 
 def saved_to(path: Any) -> Path:
@@ -69,27 +69,28 @@ def save(core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...]
     """Writes the cached full blocks of these tokens; returns how many tokens they hold."""
     with _between_steps(core) as (loop, store):
         manager, rope = loop.blocks, loop.scheduler.rope
-        num_blocks = len(token_ids) // manager.block_size
-        if not num_blocks:
+        num_tokens = len(token_ids) // manager.block_size * manager.block_size
+        if not num_tokens:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, and whole blocks of {manager.block_size} are saved"
             )
         if rope is not None and rope.factors(len(token_ids)):
             raise ValueError("the rotary factors of its tokens depend on the length of the whole prompt")
-        links = manager.index.reach(token_ids, namespace, num_blocks, lambda group, digest: False)
-        if len(links) < num_blocks:
+        num_nodes = num_tokens // manager.index.block_size
+        links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
+        if len(links) < num_nodes:
             raise OutOfBlocksError(
-                f"{len(links)} of the {num_blocks} blocks of the prompt stayed in the pool: raise `num_blocks` "
-                f"({core.config.num_blocks})"
+                f"{manager.num_tokens(links):,} of the {num_tokens:,} tokens of the prompt stayed in the pool: raise "
+                f"`num_blocks` ({core.config.num_blocks})"
             )
         parts: dict[int, Layers] = {}
-        for group, numbers in enumerate(_needed(loop, num_blocks)):
+        for group, numbers in enumerate(_needed(loop, links)):
             nodes = [links[number].node for number in numbers]
             ids = [block for node in nodes if node is not None and (block := node.block_ids[group]) is not None]
             if ids:
                 parts[group] = store.copy_out(group, ids)
         name = f"{store.weights}/{links[-1].digest.hex()}"
-    kept = token_ids[: num_blocks * manager.block_size]
+    kept = token_ids[:num_tokens]
     content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
@@ -122,20 +123,20 @@ def load(core: EngineCore, path: Any) -> int:
                 "code, dtype, adapters, `block_size`, `kv_dtype` or `batch_invariant`"
             )
         manager = loop.blocks
-        num_blocks = len(token_ids) // manager.block_size
-        links = manager.index.reach(token_ids, namespace, num_blocks, lambda group, digest: True)
+        num_nodes = len(token_ids) // manager.index.block_size
+        links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
         if links[-1].digest.hex() != digest:
             raise ValueError(f"{path} holds other tokens than its name says")
         contents: list[dict[int, Any]] = []
-        for group, numbers in enumerate(_needed(loop, num_blocks)):
+        for group, numbers in enumerate(_needed(loop, links)):
             missing = {n: place for place, n in enumerate(numbers) if n in manager.missing(group, links)}
             contents.append({n: _row(parts[group], place) for n, place in missing.items()})
         if not manager.adopt(links, namespace, contents, store):
             raise manager.refusal or OutOfBlocksError(
-                f"needs {sum(map(len, contents))} blocks of {manager.block_size} tokens, {manager.num_free} can be "
+                f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens, {manager.num_free} can be "
                 f"had: raise `num_blocks` ({core.config.num_blocks})"
             )
-    return num_blocks * manager.block_size
+    return manager.num_tokens(links)
 
 
 def _row(layers: Layers, place: int) -> Layers:

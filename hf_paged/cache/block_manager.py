@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .block_pool import BlockTable, OutOfBlocksError
-from .groups import BlockGroup, StateSpec
+from .groups import UNBOUNDED, BlockGroup, StateSpec
 from .prefix_index import Link, Node, PrefixIndex
 
 UNCACHED = object()
@@ -73,9 +73,15 @@ class BlockManager:
         num_free: Callable[[], int] | None = None,
         prefix_caching: bool = True,
     ) -> None:
-        self.groups, self.block_size, self.prefix_caching = list(groups), block_size, prefix_caching
+        self.groups, self.prefix_caching = list(groups), prefix_caching
+        self._block_sizes = [group.spec.block_size(group.block_size or block_size) for group in groups]
+        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [block_size]
+        # sizes are powers of two: behind so many tokens blocks of all groups end, and prefixes that are shared
+        self.block_size = max(sizes)
+        self._unit = min(sizes)  # tokens of a node of the index
+        ratios = [1 if size == UNBOUNDED else size // self._unit for size in self._block_sizes]
         windows = [group.spec.prefix_window for group in groups]
-        self.index = PrefixIndex([group.pool for group in groups], windows, block_size)
+        self.index = PrefixIndex([group.pool for group in groups], windows, self._unit, ratios)
         self.has_windows = any(group.spec.window is not None for group in groups)
         self.tier: Tier | None = None  # what keeps blocks that the prefix cache gives up (`set_tier`)
         self.num_withheld: Callable[[], int] = lambda: (
@@ -85,7 +91,6 @@ class BlockManager:
         self.release_unused: Callable[[], bool] = lambda: False
         self._num_free = num_free
         self._alive: dict[SequenceBlocks, None] = {}
-        self._block_sizes = [group.spec.block_size(block_size) for group in groups]
         specs = enumerate(group.spec for group in groups)
         self._states = next((i for i, spec in specs if isinstance(spec, StateSpec) and not spec.is_empty), None)
         self.has_states = any(isinstance(group.spec, StateSpec) for group in groups)  # which no `truncate` takes back
@@ -93,12 +98,19 @@ class BlockManager:
         self._epoch = 0  # counts windows and drops
         self._window = 0  # first epoch of the window that is open; 0: blocks of all epochs are vouched for in it
         self._dropped = 0  # blocks of earlier epochs must not be named
+        self.num_hits = 0  # sequences that began with a cached prefix, and prefixes that were brought back
+        self.note_length: Callable[[int], None] = lambda length: None  # told of each sequence that ends (`end`)
         self.refusal: OutOfBlocksError | None = None  # why blocks were not given last, where it was not by their number
 
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups; cached ones count."""
         return sum(group.pool.num_available for group in self.groups) if self._num_free is None else self._num_free()
+
+    @property
+    def size_text(self) -> str:
+        """Tokens in a block, for messages."""
+        return f"{self._unit}" if self._unit == self.block_size else f"{self._unit} to {self.block_size}"
 
     @property
     def num_used(self) -> int:
@@ -186,7 +198,7 @@ class BlockManager:
                 source, target = copy
                 # a source that is itself still to be copied to has its content elsewhere
                 copies[target] = copies.get(source, source)
-        blocks.capacity = -(-end // self.block_size) * self.block_size
+        blocks.capacity = -(-end // self._unit) * self._unit
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
@@ -260,7 +272,7 @@ class BlockManager:
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
-        if blocks.num_registered * self.block_size > num_tokens:
+        if blocks.num_registered * self._unit > num_tokens:
             blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
@@ -271,6 +283,12 @@ class BlockManager:
         twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # the tail is shared now
         self._alive[twin] = None
         return twin
+
+    def end(self, blocks: SequenceBlocks) -> None:
+        """`free`, of a sequence that has all the tokens that it will have."""
+        if blocks.tables and (length := blocks.tables[0].num_tokens):
+            self.note_length(length)
+        self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Gives every block back. The sequence is no longer the manager's."""
@@ -295,17 +313,18 @@ class BlockManager:
         last token, whose logits are needed, if it has at least so many tokens. Returns the number of its tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
-        size = self.block_size
+        size = self._unit
         path = self.index.find(token_ids, namespace, (len(token_ids) - 1) // size)
         if not path or len(path) * size < least:
             return 0
+        self.num_hits += 1
         for group, table in enumerate(blocks.tables):
-            first = self.index.first_needed(group, len(path))
-            held = [block_id for node in path[first:] if (block_id := node.block_ids[group]) is not None]
-            if table.block_size == size:
-                table.attach(held, first)
-            else:
+            needed = self.index.needed(group, len(path))
+            held = [block_id for n in needed if (block_id := path[n].block_ids[group]) is not None]
+            if table.block_size == UNBOUNDED:
                 table.attach(held, 0, len(path) * size)
+            else:
+                table.attach(held, needed.start * size // table.block_size)
         blocks.node, blocks.num_registered, blocks.epoch = path[-1], len(path), min(node.epoch for node in path)
         blocks.capacity = len(path) * size
         return blocks.capacity
@@ -321,7 +340,7 @@ class BlockManager:
         """The path with which `match` would let a sequence begin if the pools had the blocks that the tier has."""
         if self.tier is None or not self.prefix_caching or namespace is UNCACHED:
             return []
-        return self.index.reach(token_ids, namespace, (len(token_ids) - 1) // self.block_size, self.tier.has)
+        return self.index.reach(token_ids, namespace, (len(token_ids) - 1) // self._unit, self.tier.has)
 
     def restore(self, token_ids: Sequence[Hashable], namespace: Hashable, num_tokens: int) -> bool:
         """Brings blocks from the tier back, where they make a prefix longer than `num_tokens`, for `match` to find;
@@ -329,12 +348,16 @@ class BlockManager:
         tier = self.tier
         while tier is not None:
             links = self.restorable(token_ids, namespace)
-            if len(links) * self.block_size <= num_tokens:
+            if self.num_tokens(links) <= num_tokens:
                 return False
             contents = [{n: tier.read(g, links[n].digest) for n in self.missing(g, links)} for g in self._group_range]
             if all(content is not None for of_group in contents for content in of_group.values()):
                 return self.adopt(links, namespace, contents, tier)
         return False  # what `read` did not find the tier has no more
+
+    def num_tokens(self, path: Sequence[Any]) -> int:
+        """That the nodes, or links, of a path hold."""
+        return len(path) * self._unit
 
     @property
     def _group_range(self) -> range:
@@ -342,8 +365,7 @@ class BlockManager:
 
     def missing(self, group: int, links: Sequence[Link]) -> list[int]:
         """Which blocks of a path a sequence behind it needs of this group that the pool does not have."""
-        needed = range(self.index.first_needed(group, len(links)), len(links))
-        return [n for n in needed if _block_of(links[n], group) is None]
+        return [n for n in self.index.needed(group, len(links)) if _block_of(links[n], group) is None]
 
     def adopt(self, links: Sequence[Link], namespace: Hashable, contents: Sequence[dict[int, Any]], tier: Tier) -> bool:
         """Takes blocks for `contents`, by their number on the path for each group, and names them, cached. `False`,
@@ -351,7 +373,7 @@ class BlockManager:
         held = [
             [
                 block
-                for n in range(self.index.first_needed(g, len(links)), len(links))
+                for n in self.index.needed(g, len(links))
                 if (block := _block_of(links[n], g)) is not None
             ]
             for g in self._group_range
@@ -369,6 +391,7 @@ class BlockManager:
             node = self.index.root(namespace)
             for n, link in enumerate(links):
                 node = self.index.add(node, link.tokens, [of_group.get(n) for of_group in named], self._epoch)
+            self.num_hits += 1
             return True
         finally:
             for group, block_ids, new_ids in zip(self.groups, held, taken or [[] for _ in held]):
@@ -381,13 +404,13 @@ class BlockManager:
         return sum(
             table.pool.refcount(block_id) > num_rows
             for table in blocks.tables
-            for block_id in table.block_ids[: blocks.num_registered]
+            for block_id in table.block_ids[: blocks.num_registered * self._unit // table.block_size]
         )
 
     def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Tokens with which `match` would let a sequence begin if there were a snapshot of the state behind each
         block."""
-        size = self.block_size
+        size = self._unit
         return size * len(self.index.find(token_ids, namespace, (len(token_ids) - 1) // size, without=self._states))
 
     def register(
@@ -396,8 +419,9 @@ class BlockManager:
         """Names the full blocks below `num_tokens` that have no name yet, and at one of the sequence's stops the state
         there, which the step that begins now is to copy. Costs nothing where no block got full. What is named must be
         computed, or be so before another sequence reads it."""
-        size = self.block_size
-        full, is_cached = num_tokens // size, self.prefix_caching and namespace is not UNCACHED
+        size = self._unit
+        full = num_tokens // self.block_size * self.index.stride  # as far as blocks of all groups are full
+        is_cached = self.prefix_caching and namespace is not UNCACHED
         if full <= blocks.num_registered or not is_cached or blocks.epoch < self._dropped:
             return
         names_state = self._states is not None and num_tokens == full * size and num_tokens in blocks.stops
@@ -408,7 +432,11 @@ class BlockManager:
             node, first = self.index.root(namespace), 0
         for number in range(first, full):
             tokens = tuple(token_ids[number * size : (number + 1) * size])
-            held = [table.full_block(number) if table.block_size == size else None for table in blocks.tables]
+            end = (number + 1) * size
+            held = [
+                table.full_block(end // table.block_size - 1) if end % table.block_size == 0 else None
+                for table in blocks.tables
+            ]
             if self._states is not None and names_state and number + 1 == full:
                 (held[self._states],) = blocks.tables[self._states].block_ids
             node = self.index.add(node, tokens, held, blocks.epoch)

@@ -85,8 +85,9 @@ class BlockGroup:
 
     can_grow = False
 
-    def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION) -> None:
-        self.pool, self.spec = pool, spec
+    def __init__(self, pool: BlockPool, spec: GroupSpec = FULL_ATTENTION, block_size: int = 0) -> None:
+        """`block_size`: tokens in a block of this group; 0: as many as the manager says."""
+        self.pool, self.spec, self.block_size = pool, spec, block_size
 
     @property
     def block_bytes(self) -> int:

@@ -7,18 +7,20 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from .. import forks
-from ..config import PagedConfig, VirtualStorage
+from ..config import AUTO, PagedConfig, VirtualStorage
 from ..interrupts import held
+from ..tools.pictures import group_label
 from . import budget
 from .block_manager import BlockManager
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
-from .groups import BlockGroup, GroupSpec, StateSpec
+from .block_sizes import MIN_UNSERVED, BlockSizes, Choice
+from .groups import FULL_ATTENTION, UNBOUNDED, BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
 from .virtual import MappedStorage
@@ -35,7 +37,9 @@ class MemoryStats:
     What a paged memory holds. "Peak" is since it was made or since the last reset.
 
     Args:
-        block_size (`int`): Tokens in a block.
+        block_size (`int`): Tokens in a block; with `"auto"` in one of full attention.
+        block_sizes (`dict`): With `"auto"`, by the name of each layer group, its `block_size` and the `reason` of the
+            choice (`cache.block_sizes.Choice`).
         kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
         used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
@@ -66,6 +70,7 @@ class MemoryStats:
     tier_disk_bytes: int = 0
     tier_kept_blocks: int = 0
     tier_restored_blocks: int = 0
+    block_sizes: dict[str, Choice] = field(default_factory=dict)
 
 
 class Mirror(Protocol):
@@ -86,11 +91,10 @@ class GroupMemory(BlockGroup):
     can_grow = True
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
-        super().__init__(BlockPool(), spec)
+        self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
+        super().__init__(BlockPool(), spec, UNBOUNDED if self.holds_states else memory.block_size_of(spec))
         # no cycle: a pool goes with its last user, who holds the memory, not with the next collection
         self.memory: PagedMemory = weakref.proxy(memory)
-        self.block_size = spec.block_size(memory.config.block_size)
-        self.holds_states = isinstance(spec, StateSpec)  # its blocks are slots for states
         self.storage: Any = self._make_storage(memory.config)
         self._expected_bytes = 0  # of a block in all layers, as far as the first that wrote tells
         self._is_short = False  # a layer got no memory for all blocks of the pool
@@ -200,7 +204,7 @@ class GroupMemory(BlockGroup):
                 f"needs {needed} blocks of {self.block_size} tokens, {free} can be had: {_budget_text()}"
             )
         option = f"`memory_fraction` ({config.memory_fraction})"
-        return _over_budget(needed, config.block_size, free, free + self.pool.num_used, option)
+        return _over_budget(needed, self.memory.block_size, free, free + self.pool.num_used, option)
 
     def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
@@ -280,9 +284,11 @@ class PagedMemory:
     """Pools, storages and the budget of one model or one standalone cache. `lock` guards allocation, growth and writes.
     Readers need no lock: growing a tensor leaves the old one as it was."""
 
-    def __init__(self, config: PagedConfig, is_bounded: bool = True) -> None:
-        """`is_bounded`: whether `hf_paged.budget` counts it; not so where a model is checked for a moment."""
+    def __init__(self, config: PagedConfig, is_bounded: bool = True, sizes: BlockSizes | None = None) -> None:
+        """`is_bounded`: whether `hf_paged.budget` counts it; not so where a model is checked for a moment. `sizes`: of
+        blocks where the config leaves them to us; without it all are of the default size."""
         self.config, self.is_bounded = config, is_bounded
+        self.sizes = (sizes or BlockSizes()) if config.block_size == AUTO else None
         self.lock = forks.rlock()
         self.outer_lock: Any = None  # an engine's, which is taken before `lock`, in finalizers of its streams, too
         self.groups: dict[GroupSpec, GroupMemory] = {}
@@ -307,7 +313,27 @@ class PagedMemory:
         return self  # blocks are shared by refcount; a copied cache forks its tables
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PagedMemory, (self.config,)  # each layer group pickles the blocks it holds
+        return PagedMemory, (self.config, True, self.sizes)  # each layer group pickles the blocks it holds
+
+    def block_size_of(self, spec: GroupSpec) -> int:
+        """Tokens in a block of the group, unless it holds states."""
+        size = self.config.block_size
+        return self.sizes.of(spec) if isinstance(size, str) and self.sizes is not None else int(size)
+
+    @property
+    def block_size(self) -> int:
+        """That of full attention."""
+        return self.block_size_of(FULL_ATTENTION)
+
+    def better_sizes(self) -> BlockSizes | None:
+        """What a memory made now would have, where that is better by the lengths seen since; `None` as long as a table
+        holds a block, or cached prefixes are worth more: one has served, or few sequences came that it could have."""
+        if self.sizes is None or self.is_used:
+            return None
+        has_served = any(manager.num_hits for manager in self.managers.values())
+        if self.num_cached and (has_served or self.sizes.num_ended < MIN_UNSERVED):
+            return None
+        return self.sizes.renewed()
 
     def group(self, spec: GroupSpec) -> GroupMemory:
         with self.lock:
@@ -322,7 +348,9 @@ class PagedMemory:
             if specs not in self.managers:
                 memory = weakref.proxy(self)  # nothing that hangs on the memory may hold it
                 groups = [self.group(spec) for spec in specs]
-                made = BlockManager(groups, self.config.block_size, lambda: memory.num_obtainable(groups))
+                made = BlockManager(groups, self.block_size, lambda: memory.num_obtainable(groups))
+                if self.sizes is not None:
+                    made.note_length = self.sizes.note
                 made.num_withheld, made.release_unused = lambda: memory.num_withheld, lambda: memory.release_unused()
                 self.managers[specs] = made
             return self.managers[specs]
@@ -377,7 +405,7 @@ class PagedMemory:
         if total is None or not first.spec.is_counted:
             return
         if needed > total - used:
-            raise _over_budget(needed, self.config.block_size, total - used, total, "`num_blocks`")
+            raise _over_budget(needed, self.block_size, total - used, total, "`num_blocks`")
         excess = used + self.num_cached + needed - total
         for group in (first, *self.groups.values()):
             if excess <= 0:
@@ -496,7 +524,8 @@ class PagedMemory:
             groups = self.groups.values()
             tiers: list[Any] = [manager.tier for manager in self.managers.values() if manager.tier is not None]
             return MemoryStats(
-                block_size=self.config.block_size,
+                block_size=self.block_size,
+                block_sizes=self._choices(),
                 kv_dtype=self.config.kv_dtype,
                 used_blocks=self.num_used,
                 peak_blocks=self._peak_blocks,
@@ -513,6 +542,11 @@ class PagedMemory:
                 tier_kept_blocks=sum(tier.num_kept for tier in tiers),
                 tier_restored_blocks=sum(tier.num_restored for tier in tiers),
             )
+
+    def _choices(self) -> dict[str, Choice]:
+        found = {} if self.sizes is None else self.sizes.chosen
+        names = {spec: f"{spec.kind}, " if spec.kind.startswith("assistant") else "" for spec in found}
+        return {f"{names[spec]}{group_label(spec.label)}": choice for spec, choice in found.items()}
 
     def block_map(self) -> dict[Hashable, list[int]]:
         """By layer group, of every block the tables that hold it; 0 if it is free, -1 if it is cached."""

@@ -172,15 +172,19 @@ class PagedCache(DynamicCache):
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Expect up to `num_blocks` blocks a layer, of `num_sequences` at a time, so that memory need not grow step by
-        step."""
+        """Expect up to `num_blocks` blocks a layer of full attention, and as many tokens in others, of `num_sequences`
+        at a time, so that memory need not grow step by step."""
         config, groups = self.memory.config, [group.blocks for group in self.groups.values()]
-        size, chunk = config.block_size, config.max_num_batched_tokens // config.block_size
-        each = {spec: spec.num_spanned(0, num_blocks * size, 1, 0, size) for spec in self.groups}
-        live = {spec: num_sequences * (count + 1) + chunk for spec, count in each.items()}
+        num_tokens, sizes = num_blocks * self.memory.block_size, {group.spec: group.block_size for group in groups}
+        live = {
+            spec: num_sequences * (spec.num_spanned(0, num_tokens, 1, 0, size) + 1)
+            + config.max_num_batched_tokens // size
+            for spec, size in sizes.items()
+        }
+        wanted = {spec: -(-num_tokens // size) for spec, size in sizes.items()}
         counts = Counter(layer.group.spec for layer in self.layers if isinstance(layer, PagedLayer))
         num_layers = {spec: max(1, counts[spec]) for spec in self.groups}  # of a cache that was told no layers: one
-        reservation = Reservation(num_blocks, live, num_layers, config.memory_fraction or SHARE)
+        reservation = Reservation(wanted, live, num_layers, config.memory_fraction or SHARE)
         with held(), self.memory.lock:
             for blocks in groups:
                 blocks.storage.reserve(reservation, drops=not (blocks.pool.num_used or blocks.pool.num_cached))

@@ -44,10 +44,19 @@ class PrefixIndex:
     arXiv 2312.07104, section 3, in steps of whole blocks). A look-up compares the tokens, never only their hash. Only
     the first of several blocks with the same content has a name. A node without its block in a full-attention group is
     forgotten with everything below it; in a window group blocks may be missing. A group of states is one with a window
-    that needs the last block alone: the snapshot after its tokens."""
+    that needs the last block alone: the snapshot after its tokens. Nodes hold `block_size` tokens, as the smallest
+    blocks of a group do; a group whose blocks are `ratios[group]` times as large has one at each so many-th node."""
 
-    def __init__(self, pools: Sequence[BlockPool], windows: Sequence[int | None], block_size: int) -> None:
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        windows: Sequence[int | None],
+        block_size: int,
+        ratios: Sequence[int] | None = None,
+    ) -> None:
         self.block_size = block_size
+        self._ratios = [1] * len(pools) if ratios is None else list(ratios)
+        self.stride = max(self._ratios, default=1)  # nodes from one where blocks of all groups end to the next
         self._pools, self._windows = list(pools), list(windows)
         self._roots: dict[Hashable, Node] = {}
         self._named: list[dict[int, Node]] = [{} for _ in pools]
@@ -63,15 +72,16 @@ class PrefixIndex:
             self._roots[namespace] = Node(None, (), len(self._pools), namespace)
         return self._roots[namespace]
 
-    def first_needed(self, group: int, num_blocks: int) -> int:
-        """First of `num_blocks` blocks that a query right behind them can see in the group."""
-        window = self._windows[group]
-        return 0 if window is None else max(0, num_blocks * self.block_size - window + 1) // self.block_size
+    def needed(self, group: int, num_nodes: int) -> range:
+        """Those of `num_nodes` nodes whose blocks of the group a query right behind them can see."""
+        window, ratio = self._windows[group], self._ratios[group]
+        visible = 0 if window is None else max(0, num_nodes * self.block_size - window + 1)
+        return range((visible // (self.block_size * ratio) + 1) * ratio - 1, num_nodes, ratio)
 
     def find(
-        self, token_ids: Sequence[Hashable], namespace: Hashable, max_blocks: int, without: int | None = None
+        self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, without: int | None = None
     ) -> list[Node]:
-        """The longest path of at most `max_blocks` nodes along `token_ids` behind which a sequence can start; or could,
+        """The longest path of at most `max_nodes` nodes along `token_ids` behind which a sequence can start; or could,
         `without` what it needs of this group."""
         node: Node | None = self._roots.get(namespace)
         if node is None:
@@ -79,28 +89,29 @@ class PrefixIndex:
         size, usable = self.block_size, 0
         path: list[Node] = []
         present = [0] * len(self._pools)  # blocks in a row, up to and with this node's, that the group has
-        while len(path) < max_blocks:
+        while len(path) < max_nodes:
             found = node.children.get(tuple(token_ids[len(path) * size : (len(path) + 1) * size]))
             if found is None:
                 break
             node = found
             path.append(node)
-            can_start = True
+            can_start = len(path) % self.stride == 0
             for group, block_id in enumerate(node.block_ids):
-                present[group] = 0 if block_id is None else present[group] + 1
-                can_start &= group == without or len(path) - self.first_needed(group, len(path)) <= present[group]
+                if len(path) % self._ratios[group] == 0:
+                    present[group] = 0 if block_id is None else present[group] + 1
+                    can_start &= group == without or len(self.needed(group, len(path))) <= present[group]
             if can_start:
                 usable = len(path)
         return path[:usable]
 
     def reach(
-        self, token_ids: Sequence[Hashable], namespace: Hashable, max_blocks: int, has: Callable[[int, bytes], bool]
+        self, token_ids: Sequence[Hashable], namespace: Hashable, max_nodes: int, has: Callable[[int, bytes], bool]
     ) -> list[Link]:
         """As `find`, as if the pools had the blocks, too, that something below them has: `has(group, digest)`."""
         node, digest = self._roots.get(namespace), _first_digest(namespace)
         links: list[Link] = []
         usable, size, present = 0, self.block_size, [0] * len(self._pools)
-        while len(links) < max_blocks:
+        while len(links) < max_nodes:
             tokens = tuple(token_ids[len(links) * size : (len(links) + 1) * size])
             node = None if node is None else node.children.get(tokens)
             digest = (node is not None and node.digest) or _next_digest(digest, tokens)
@@ -111,13 +122,13 @@ class PrefixIndex:
             links.append(Link(tokens, digest, node))
             missing = []
             for group in range(len(self._pools)):
-                if self._windows[group] == 1:  # it needs no blocks
+                if self._windows[group] == 1 or len(links) % self._ratios[group]:  # it needs no blocks, or none ends here
                     continue
                 is_there = (node is not None and node.block_ids[group] is not None) or has(group, digest)
                 present[group] = present[group] + 1 if is_there else 0
-                if len(links) - self.first_needed(group, len(links)) > present[group]:
+                if len(self.needed(group, len(links))) > present[group]:
                     missing.append(group)
-            if not missing:
+            if not missing and len(links) % self.stride == 0:
                 usable = len(links)
             elif any(self._windows[group] is None for group in missing):
                 break
@@ -246,17 +257,17 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless names and nodes agree, and every node can be reached and has its blocks."""
         seen: list[dict[int, Node]] = [{} for _ in self._pools]
-        pending = list(self._roots.values())
+        pending = [(root, 1) for root in self._roots.values()]
         while pending:
-            node = pending.pop()
+            node, depth = pending.pop()
             for tokens, child in node.children.items():
                 if child.parent is not node or child.tokens != tokens or len(tokens) != self.block_size:
                     raise AssertionError(f"node {child.tokens} is not where its parent looks for it")
-                pending.append(child)
+                pending.append((child, depth + 1))
                 for group, block_id in enumerate(child.block_ids):
                     if block_id is not None:
                         seen[group][block_id] = child
-                    elif self._windows[group] is None:
+                    elif self._windows[group] is None and depth % self._ratios[group] == 0:
                         raise AssertionError(f"node {child.tokens} lacks its block in group {group}")
         for group, pool in enumerate(self._pools):
             if seen[group] != self._named[group]:

@@ -297,7 +297,7 @@ class CacheRows:
                     self.keep_snapshots()
             finally:
                 for blocks in () if self.borrows else self.held:
-                    self.manager.free(blocks)
+                    self.manager.end(blocks)
                 self.held = []
                 self._snapshots.clear()
                 for group in self.groups.values():

@@ -199,12 +199,18 @@ def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
 
 
 class Reservation:
-    """What a call, or an engine, is expected to use, so that memory need not grow step by step: `num_blocks` blocks of
-    each layer, as far as `share` of the memory that is free when the first of them is made allows. Where memory is
+    """What a call, or an engine, is expected to use, so that memory need not grow step by step: `num_blocks[spec]`
+    blocks of each layer, as far as `share` of the memory that is free when the first of them is made allows. Where memory is
     taken when it is allocated, no more than `live[spec]`, which running sequences hold; what layers do not take is left
     to the others, `num_layers[spec]` of each spec, all alike."""
 
-    def __init__(self, num_blocks: int, live: dict[GroupSpec, int], num_layers: dict[GroupSpec, int], share: float):
+    def __init__(
+        self,
+        num_blocks: dict[GroupSpec, int],
+        live: dict[GroupSpec, int],
+        num_layers: dict[GroupSpec, int],
+        share: float,
+    ) -> None:
         self.num_blocks, self._live, self._num_layers = num_blocks, live, num_layers
         self._share, self._budget = share, -1  # bytes, once they are known
 
@@ -226,9 +232,9 @@ class Reservation:
             left = budget.left()
             if left is not None and not commits_when_touched(device):
                 self._budget = min(self._budget, left)
-        most = dict.fromkeys(self._live, self.num_blocks)
+        most = self.num_blocks
         if not commits_when_touched(device):
-            most = {each: min(self.num_blocks, count) for each, count in self._live.items()}
+            most = {each: min(most[each], count) for each, count in self._live.items()}
         left = self._budget // max(block_bytes, 1)
         others = sorted(most[each] for each, count in self._num_layers.items() for _ in range(count))
         for number, wanted in enumerate(others):
@@ -278,8 +284,8 @@ class Storage:
         """Layers made from now on, or that grow, do as it says. With `drops` layers go that hold fewer blocks, and for
         which fewer were wanted; no table holds their content."""
         before, self._reservation = self._reservation, reservation
-        num_blocks = reservation.num_blocks
-        if drops and (before is None or before.num_blocks < num_blocks):
+        num_blocks = reservation.num_blocks[self.spec]
+        if drops and (before is None or before.num_blocks.get(self.spec, 0) < num_blocks):
             self.layers = {index: layer for index, layer in self.layers.items() if layer.keys.shape[0] >= num_blocks}
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:

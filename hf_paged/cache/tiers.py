@@ -50,7 +50,8 @@ class PrefixStore:
         self._memory: PagedMemory = weakref.proxy(memory)
         self._groups = [weakref.proxy(group) for group in groups]
         given = memory.config
-        options = given.block_size, given.kv_dtype, given.batch_invariant
+        sizes = [group.block_size for group in groups if not group.holds_states]
+        options = sizes if len(set(sizes)) > 1 else max(sizes, default=0), given.kv_dtype, given.batch_invariant
         self._form = FORMAT, options, [repr(group.spec) for group in groups]
         self._disk = None if config.disk_path is None else DiskFolder(config.disk_path, config.disk_bytes)
         self._host_bytes = 0 if device is not None and device.type == "cpu" else config.host_bytes

@@ -46,7 +46,8 @@ def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> 
     tokens = page // math.gcd(page, 2 * width)
     if tokens > MAX_BLOCK_SIZE:
         tokens = page // math.gcd(page, 2 * width * 2 * heads)
-    return config if config.block_size >= tokens else dataclasses.replace(config, block_size=tokens)
+    size = config.block_size  # "auto": as few as there can be
+    return config if not isinstance(size, str) and size >= tokens else dataclasses.replace(config, block_size=tokens)
 
 
 def _widths(config: Any) -> tuple[int, int]:

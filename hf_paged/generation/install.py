@@ -112,12 +112,13 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
             call = Call(model)
             prepared.set(call)
         if config is not None and not passed:
-            blocks_per_row = (arguments.get("max_cache_length") or 0) // config.block_size + 1
+            length = arguments.get("max_cache_length") or 0
             num_rows = (arguments.get("batch_size") or 1) * rows_per_prompt(generation_config)
             if call.is_running and (ranks := ranks_of(model)) is not None:
                 call.stack.enter_context(ranks.alone())
-            call.memory = memory = memory_for(model, config)
+            call.memory = memory = memory_for(model, config, [length] * num_rows if length else [])
             is_assistant = generation_config.is_assistant
+            blocks_per_row = length // memory.block_size + 1
             _swap(memory, num_rows * blocks_per_row, num_rows, model_kwargs, is_assistant)
         parts = (part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
         if caches := [part for part in parts if isinstance(part, PagedCache)]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from .. import forks
+from ..cache.block_sizes import BlockSizes, Costs
 from ..cache.budget import limit
 from ..cache.idle import begin_use
 from ..cache.memory import MemoryStats, PagedMemory, autocast_dtype
 from ..cache.storage import trim
 from ..cache.virtual import fit_blocks
-from ..config import PagedConfig
+from ..config import AUTO, PagedConfig
+from ..kernels.costs import find_costs
 from ..step import ReadCounters
 from .forwards import compute_device
 from .ranks import ranks_of
@@ -80,19 +82,39 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
     os.register_at_fork(after_in_child=lambda: _memories.clear())
 
 
-def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
+def block_sizes(
+    model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = (), seen: Iterable[int] = ()
+) -> BlockSizes:
+    """What `block_size="auto"` chooses by: the lengths that were `seen`, or else are `expected`, and the kernel's times.
+    Where others than this memory must have the same blocks, they are of the default size."""
+    if config.prefix_tiers is not None:
+        return BlockSizes(Costs({}, "blocks of `prefix_tiers` are found by processes that saw other lengths"))
+    if config.batch_invariant:
+        return BlockSizes(Costs({}, "`batch_invariant` gives the same bits whatever lengths were seen"))
+    if ranks_of(model) is not None:
+        return BlockSizes(Costs({}, "shards of a block lie in several processes"))
+    costs = find_costs(compute_device(model), autocast_dtype(compute_device(model)) or model.dtype, config.kv_dtype)
+    return BlockSizes(Costs(*costs), expected, seen)
+
+
+def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()) -> PagedMemory:
     """The memory of `model`, made again when block size, budget, storage, dtypes, device or the order of sums are
-    others than before. It is in use from here on (`idle.end_use`). Raises `ValueError` for a storage that the device
-    has not."""
+    others than before; with sizes that are left to us also when others are better (`PagedMemory.better_sizes`).
+    `expected`: lengths of this call's rows. It is in use from here on (`idle.end_use`). Raises `ValueError` for a
+    storage that the device has not."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
     budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
-    key = (budget, config.storage, model.dtype, autocast_dtype(device), device)
+    has_tiers = config.block_size == AUTO and config.prefix_tiers is not None
+    key = (budget, has_tiers, config.storage, model.dtype, autocast_dtype(device), device)
     with _lock:
         known, before = _memories.get(model, (None, None))
         memory = before
-        if memory is None or known != key:
-            memory, ranks = PagedMemory(config), ranks_of(model)
+        sizes = before.better_sizes() if before is not None and known == key else None
+        if memory is None or known != key or sizes is not None:
+            if config.block_size == AUTO:
+                sizes = sizes or block_sizes(model, config, expected)
+            memory, ranks = PagedMemory(config, sizes=sizes), ranks_of(model)
             memory.least = None if ranks is None else ranks.least
         _memories[model] = key, memory
         memory.config = config

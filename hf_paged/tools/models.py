@@ -6,6 +6,7 @@ import contextlib
 import copy
 import difflib
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,11 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
 
 
 def measure(
-    model: PreTrainedModel, block_size: int, kv_dtype: str | None = None
+    model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """For each layer group of a model on the meta device a block of every layer, with the shapes that a forward hands
-    to its cache; and how many layers hold something else, by class. Raises `ValueError` if the forward fails."""
+    """For each layer group of a model on the meta device a block of every layer, of `block_size(spec)` tokens, with the
+    shapes that a forward hands to its cache; and how many layers hold something else, by class. Raises `ValueError` if
+    the forward fails."""
     cache = _forward_cache(model)
     parts: dict[str, DynamicCache] = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
@@ -114,7 +116,7 @@ def measure(
                 others[type(layer).__name__] += 1
             elif layer.keys is not None:
                 states = layer.keys.to("meta"), layer.values.to("meta")
-                groups[spec].append(KVBlocks.allocate(1, block_size, *states, kv_dtype=kv_dtype))
+                groups[spec].append(KVBlocks.allocate(1, block_size(spec), *states, kv_dtype=kv_dtype))
     return groups, dict(others)
 
 

@@ -157,12 +157,14 @@ TestPrefixIndex = PrefixIndexMachine.TestCase
 TestPrefixIndex.settings = settings(max_examples=100, stateful_step_count=30)
 
 
+@pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, *range(1, 12)])
-def test_first_needed_is_the_first_block_that_the_next_token_sees(window: int | None) -> None:
-    index = PrefixIndex([BlockPool()], [window], 4)
-    for num_blocks in range(5):
-        seen = [p for p in range(4 * num_blocks) if window is None or 4 * num_blocks - p < window]
-        assert index.first_needed(0, num_blocks) == (seen[0] // 4 if seen else num_blocks)
+def test_needed_is_what_the_next_token_sees(window: int | None, ratio: int) -> None:
+    """A block of the group ends with each `ratio`-th node."""
+    index = PrefixIndex([BlockPool()], [window], 4, [ratio])
+    for num_nodes in range(0, 17, ratio):
+        seen = {p // (4 * ratio) for p in range(4 * num_nodes) if window is None or 4 * num_nodes - p < window}
+        assert list(index.needed(0, num_nodes)) == [block * ratio + ratio - 1 for block in sorted(seen)]
 
 
 def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:

@@ -26,7 +26,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
     """Blocks of 100 bytes of two layers with full attention, and of six with a window; of half of 200,000 bytes."""
     counts = {FULL_ATTENTION: 2, WINDOW: 6}
-    reservation = Reservation(most, {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5)
+    reservation = Reservation(dict.fromkeys(counts, most), {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5)
     full, window = (reservation.num_rows(spec, 100, device) for spec in counts)
     return full, window
 
@@ -42,7 +42,7 @@ def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(free: Non
 def test_what_is_free_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = iter((1000, 10))
     monkeypatch.setattr(storage, "free_bytes", lambda device: next(told))
-    reservation = Reservation(1 << 30, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
+    reservation = Reservation({FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
     assert [reservation.num_rows(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
 
 
@@ -53,7 +53,7 @@ def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> 
     unknown: Any = torch.device("privateuseone")
     with pytest.raises(ValueError, match=r"how much memory is free on privateuseone.*`num_blocks`"):
         free_bytes(unknown)
-    reservation = Reservation(1 << 30, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
+    reservation = Reservation({FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5)
     assert reservation.num_rows(FULL_ATTENTION, 10, unknown) == 0
 
 

@@ -156,7 +156,7 @@ class StepGraphs:
         self._backend = backend
         self.runs_ahead = backend.runs_ahead
         self._windows = [group.spec.window for group in groups]
-        self._block_size = groups[0].memory.config.block_size
+        self._block_sizes = [group.block_size for group in groups]
         self._signature: Hashable = None  # of the model that the graphs were recorded of
         self._graphs: dict[Key, RecordedStep] = {}  # the one used last at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
@@ -241,13 +241,13 @@ class StepGraphs:
 
     def _sizes(self, tokens: PackedTokens, prefixes: Prefixes) -> Sizes:
         """Powers of two, or as few, so that few graphs serve many steps; what a graph launches is sized for them."""
-        least = -(-MIN_TABLE_TOKENS // self._block_size)
-        widths = tuple(_power(least, max(map(len, group.tables))) for group in tokens.groups)
+        least = [-(-MIN_TABLE_TOKENS // size) for size in self._block_sizes]
+        widths = tuple(_power(each, max(map(len, group.tables))) for each, group in zip(least, tokens.groups))
         shared = tuple(
-            (_power(MIN_PREFIXES, len(found)), _power(least, max(prefix.num_blocks for prefix in found)))
+            (_power(MIN_PREFIXES, len(found)), _power(each, max(prefix.num_blocks for prefix in found)))
             if found
             else (0, 0)
-            for found in prefixes
+            for each, found in zip(least, prefixes)
         )
         decodes, num_tokens = tokens.num_decodes, len(tokens.token_ids)
         if num_tokens == decodes:
@@ -278,7 +278,7 @@ class StepGraphs:
         start = time.perf_counter()
         outputs: list[Tensor] = []
         try:
-            inputs = StaticInputs(key.sizes, self._windows, self._block_size, self._device)
+            inputs = StaticInputs(key.sizes, self._windows, self._block_sizes, self._device)
             # autocast converts weights in every replay: what its cache holds goes when autocast ends
             dtype = autocast_dtype(self._device)
             uncached = torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False)
@@ -359,10 +359,11 @@ class StepGraphs:
         if all(len({table[0] for table in group}) == num_decodes for group in tables):
             return ()  # no two begin with the same block, as in most steps
         self._costs = self._costs or self._cascade_costs()
-        for group, own, window, costs in zip(tokens.groups, tables, self._windows, self._costs):
+        groups = zip(tokens.groups, tables, self._windows, self._block_sizes, self._costs)
+        for group, own, window, size, costs in groups:
             # as `find_cascade` does: rows whose window ends within them share nothing
             lengths = [length if window is None or length <= window else 0 for length in group.seq_lens[:num_decodes]]
-            found.append(plan_cascade(own, lengths, self._block_size, costs))
+            found.append(plan_cascade(own, lengths, size, costs))
         return tuple(found) if any(found) else ()
 
     def _cascade_costs(self) -> list[CascadeCosts]:

@@ -161,8 +161,10 @@ class StaticInputs:
     `token_ids` and `positions` are `(1, tokens)` int64; `kept`, of steps with chunks, `(decodes + chunks,)` int64, the
     tokens whose logits are wanted."""
 
-    def __init__(self, sizes: Sizes, windows: list[int | None], block_size: int, device: torch.device) -> None:
-        self.sizes, self.windows, self.block_size = sizes, windows, block_size
+    def __init__(
+        self, sizes: Sizes, windows: list[int | None], block_sizes: list[int], device: torch.device
+    ) -> None:
+        self.sizes, self.windows, self.block_sizes = sizes, windows, block_sizes
         has_chunks, num_kept = sizes.chunks > 0, sizes.decodes + sizes.chunks
         num_longs = (2 + len(sizes.widths)) * sizes.tokens + has_chunks * num_kept
         num_ints = sum((3 + width) * sizes.rows for width in sizes.widths) + has_chunks * (sizes.rows + 1)
@@ -211,7 +213,7 @@ class StaticInputs:
             _write_changed(own.tables.host, own.width, own.known, group.tables[:decodes])
             _write_changed(own.tables.host, own.width, own.known, group.tables[decodes:], sizes.decodes)
             if own.prefixes is not None:
-                own.prefixes.fill(prefixes[number], group.tables, self.block_size)
+                own.prefixes.fill(prefixes[number], group.tables, self.block_sizes[number])
         if self._query_start is not None and self._kept is not None:
             shift = sizes.decodes - decodes
             starts = [shift + start for start in tokens.query_start[decodes:]]
@@ -228,10 +230,10 @@ class StaticInputs:
         decodes, rows = self.sizes.decodes, self.sizes.rows
         query_start = (*range(decodes + 1), *[self.sizes.tokens] * (rows - decodes))
         begins, found = None if self._query_start is None else self._query_start.device, []
-        for window, own in zip(self.windows, self._groups):
+        for window, size, own in zip(self.windows, self.block_sizes, self._groups):
             lengths = Lengths(own.seq_lens.device, own.starts.device, begins, own.origins.device)
             step = StepMetadata(
-                own.tables.device.view(rows, own.width), query_start, (), (), self.block_size,
+                own.tables.device.view(rows, own.width), query_start, (), (), size,
                 window=window, slots=own.slots.device[None], lengths=lengths,
             )  # fmt: skip
             if own.prefixes is not None:

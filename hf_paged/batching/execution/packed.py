@@ -58,7 +58,7 @@ class PackedRunner(Runner):
         self.device = compute_device(model)
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
         """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
-        self._block_size = cache.memory.config.block_size
+        self._block_sizes = [group.blocks.block_size for group in cache.groups.values()]
         self._rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
         self.takes_drafts = self.rope is None
@@ -215,7 +215,7 @@ class PackedRunner(Runner):
                 query_start,
                 tuple(seq_lens),
                 (0,) * len(seq_lens),
-                self._block_size,
+                self._block_sizes[number],
                 window=self.windows[number],
                 slots=inputs[2 + number : 3 + number],
                 block_ids=tables[: tokens.num_decodes],
@@ -325,7 +325,7 @@ class PackedRunner(Runner):
         return PackedTokens(token_ids, positions, last, query_start, num_decodes, groups, factors, axes, has_drafts)
 
     def _lay_out_group(self, items: Items[tuple[Sequence, int]], number: int, ahead: int) -> GroupTokens:
-        size = self._block_size
+        size = self._block_sizes[number]
         slots: list[int] = []
         tables: list[list[int]] = []
         seq_lens: list[int] = []

@@ -101,7 +101,8 @@ class Preemption:
                 needed, total = group_needs, group.pool.num_blocks
         if needed > total:
             raise OutOfBlocksError(
-                f"request {request.request_id!r} needs {needed} blocks of {size} tokens, at most {total} can be had: "
+                f"request {request.request_id!r} needs {needed} blocks of {self.blocks.size_text} tokens, at most "
+                f"{total} can be had: "
                 "raise `num_blocks`, `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`, the prompt "
                 "length or the number of sequences"
             )
@@ -151,7 +152,7 @@ class Preemption:
         return True
 
     def _num_encoder_blocks(self, request: Request) -> int:
-        return -(-request.num_encoder_tokens // self.blocks.block_size)
+        return 0 if self.encoder_blocks is None else -(-request.num_encoder_tokens // self.encoder_blocks.block_size)
 
     def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
         assert self.swapper is not None
@@ -204,7 +205,7 @@ class Preemption:
             return False
         (sequence,) = request.open_sequences
         links = self.blocks.restorable(sequence.keys, request.namespace)
-        return len(links) * self.blocks.block_size > sequence.num_computed_tokens
+        return self.blocks.num_tokens(links) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
         """Lets its row begin with that, in blocks that are taken for it, as those of a request that was swapped out."""
@@ -298,6 +299,7 @@ class Preemption:
         if sequence.swapped is None:
             self._register(sequence)
         sequence.is_finished = True
+        self.blocks.end(sequence.blocks)
         self._free(sequence)
         if not sequence.request.open_sequences:
             self._free_encoder_blocks(sequence.request)

@@ -25,18 +25,19 @@ from hf_paged.cache.block_manager import NO_BLOCKS, BlockManager
 from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from hf_paged.cache.groups import BlockGroup, GroupSpec
 
-SIZE = 4
+SIZES = [(4, 4, 4)] * 3 + [(4, 2, 8), (8, 2, 2), (2, 8, 4)]  # tokens in a block of each layer group
 GARBAGE = ("garbage",)
 
 
 class Memory:
     """What the slots of one layer group hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
         self.slots: dict[tuple[int, int], Any] = {}
+        self.block_size = block_size
 
     def block(self, block_id: int) -> list[Any]:
-        return [self.slots.get((block_id, offset), GARBAGE) for offset in range(SIZE)]
+        return [self.slots.get((block_id, offset), GARBAGE) for offset in range(self.block_size)]
 
     def fill(self, block_id: int, content: list[Any]) -> None:
         for offset, value in enumerate(content):
@@ -49,7 +50,7 @@ class Memory:
             self.fill(target, content)
 
     def slot(self, table: BlockTable, position: int) -> tuple[int, int]:
-        return table.block_ids[position // SIZE - table.num_dropped], position % SIZE
+        return table.block_ids[position // self.block_size - table.num_dropped], position % self.block_size
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class Group(BlockGroup):
     """A group whose blocks hold what `Memory` says."""
 
     def __init__(self, pool: BlockPool, spec: GroupSpec, memory: Memory) -> None:
-        super().__init__(pool, spec)
+        super().__init__(pool, spec, memory.block_size)
         self.copy_blocks = memory.copy_blocks  # type: ignore[method-assign]
 
 
@@ -150,6 +151,7 @@ class Engine(RuleBasedStateMachine):
 
     @initialize(
         windows=st.sampled_from([(None,), (None,), (None, 6), (5,), (None, 9, 3)]),
+        sizes=st.sampled_from(SIZES),
         num_blocks=st.integers(6, 24),
         is_shared=st.booleans(),
         prefix_caching=st.sampled_from([True, True, False]),
@@ -161,11 +163,22 @@ class Engine(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
     )
     def begin(
-        self, windows, num_blocks, is_shared, prefix_caching, max_tokens, max_chunk, max_seqs, preempt, watermark, seed
+        self,
+        windows,
+        sizes,
+        num_blocks,
+        is_shared,
+        prefix_caching,
+        max_tokens,
+        max_chunk,
+        max_seqs,
+        preempt,
+        watermark,
+        seed,
     ) -> None:
         self.random = random.Random(seed)
         self.windows, self.num_blocks, self.is_shared = windows, num_blocks, is_shared
-        self.memories = [Memory() for _ in windows]
+        self.memories = [Memory(size) for _, size in zip(windows, sizes)]
         pools = [BlockPool(0 if is_shared else num_blocks) for _ in windows]
         self.groups = [
             Group(pool, GroupSpec(window=window), memory) for pool, window, memory in zip(pools, windows, self.memories)
@@ -174,7 +187,7 @@ class Engine(RuleBasedStateMachine):
             for group, pool in zip(self.groups, pools):
                 group.make_room, group.can_grow = self.room(pool, pools), True
         num_free = (lambda: num_blocks - sum(pool.num_used for pool in pools)) if is_shared else None
-        self.manager = BlockManager(self.groups, SIZE, num_free, prefix_caching)
+        self.manager = BlockManager(self.groups, 16, num_free, prefix_caching)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
         self.scheduler = Scheduler(
             Preemption(self.manager, preempt, self.swapper, cost=AnyCost(self.random) if preempt == "auto" else None),
@@ -217,7 +230,7 @@ class Engine(RuleBasedStateMachine):
             try:
                 self.scheduler.add(request)
             except OutOfBlocksError as error:
-                assert "blocks of 4 tokens, at most" in str(error)
+                assert f"blocks of {self.manager.size_text} tokens, at most" in str(error)
                 continue
             decoding.append(request)
             self.answered[request], self.is_beam[request] = set(), is_beam
@@ -277,7 +290,7 @@ class Engine(RuleBasedStateMachine):
         self.groups[group].make_room(count)
         self.outside[group] = pool.allocate(count)
         for block_id in self.outside[group]:
-            self.memories[group].fill(block_id, [GARBAGE] * SIZE)
+            self.memories[group].fill(block_id, [GARBAGE] * self.memories[group].block_size)
 
     # -- the simulated forward ------------------------------------------------------------------------------------
 

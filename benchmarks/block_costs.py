@@ -1,0 +1,157 @@
+"""What attention takes for a token by the size of blocks: `python -m benchmarks.tune --block-sizes`.
+
+Every size is first compared with `attention/backends/reference.py`. Then all take turns, each on steps of its own, whose
+preparation counts, too, over layers that share the step as a model's do, on keys and values that no cache holds. The
+medians go to `hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import facts
+from hf_paged.attention import backends
+from hf_paged.attention.backends import reference
+from hf_paged.attention.backends.reference import AttentionCall
+from hf_paged.cache.storage import KVBlocks
+from hf_paged.config import KV_DTYPES, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+from hf_paged.kernels import costs, quantized
+from hf_paged.step import StepMetadata
+
+SIZES = [size for size in (1 << power for power in range(12)) if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE]
+HEADS = {64: (32, 8), 128: (32, 8)}  # by head dim: query heads and K/V heads
+SMALL = (3, 5, 300)
+LOADS = {  # rows, queries and tokens of each, layers
+    "cpu": [(8, 1, 512, 4), (1, 64, 1024, 2)],
+    "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
+}
+TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2, "int8": 2e-4, "fp8_e4m3": 2e-4, "fp8_e5m2": 2e-4}
+FEWEST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The last `query_len` tokens of rows of `seq_len` tokens, over layers of blocks in random order."""
+
+    tables: torch.Tensor
+    seq_lens: tuple[int, ...]
+    query_len: int
+    block_size: int
+    query: torch.Tensor
+    layers: list[KVBlocks]
+
+    @classmethod
+    def make(cls, stored: str, dim: int, block_size: int, load: tuple[int, int, int, int], device: str) -> Problem:
+        """`stored`: a dtype of torch, or of `PagedConfig.kv_dtype`, of blocks for float32."""
+        rows, query_len, seq_len, num_layers = load
+        heads, kv_heads = HEADS[dim]
+        dtype = torch.float32 if stored in KV_DTYPES else getattr(torch, stored)
+        per_row = -(-seq_len // block_size)
+        shape = rows * per_row, kv_heads, block_size, dim
+        layers = []
+        for _ in range(num_layers):
+            keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+            kv_dtype = stored if stored in KV_DTYPES else None
+            blocks = KVBlocks.allocate(shape[0], block_size, keys, values, kv_dtype=kv_dtype)
+            quantized.write(blocks.keys, slice(None), keys)
+            quantized.write(blocks.values, slice(None), values)
+            layers.append(blocks)
+        tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
+        query = torch.randn(rows * query_len, heads, dim, dtype=dtype, device=device)
+        return cls(tables, (seq_len,) * rows, query_len, block_size, query, layers)
+
+    def run(self, backend: Any) -> list[torch.Tensor]:
+        """A step: of each layer `(rows * query_len, heads, dim)`."""
+        step = StepMetadata.rectangle(self.tables, self.seq_lens, self.block_size, query_len=self.query_len)
+        scale = self.query.shape[-1] ** -0.5
+        return [backend.attend(AttentionCall(self.query, blocks, step, scale)) for blocks in self.layers]
+
+    def check(self, backend: Any, stored: str) -> None:
+        """Raises `RuntimeError` if the backend gives other numbers than the reference."""
+        (output,), (expected,) = self.run(backend), self.run(reference)
+        if not torch.allclose(output.float(), expected.float(), atol=TOLERANCE[stored], rtol=TOLERANCE[stored]):
+            raise RuntimeError(f"{stored} in blocks of {self.block_size} tokens gives other numbers than the reference")
+
+    def time(self, backend: Any) -> float:
+        """Nanoseconds for a token of the context and a layer."""
+        is_cuda = self.query.is_cuda
+        if is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.run(backend)
+        if is_cuda:
+            torch.cuda.synchronize()
+        return 1e9 * (time.perf_counter() - start) / (sum(self.seq_lens) * len(self.layers))
+
+
+def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
+    """Kernels, and what blocks hold keys and values in."""
+    kernels = ["gather"] if device == "cpu" else []
+    if (preferred := costs.preferred_kernel(torch.device(device))) not in kernels:
+        kernels.insert(0, preferred)
+    dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]
+    return itertools.product(kernels, dtypes)
+
+
+def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:
+    """By kernel and dtype, then size: nanoseconds for a token, the geometric mean of loads of the medians of rounds,
+    of which there are as many as the seconds allow."""
+    begin = time.monotonic()
+    loads = [(2, 1, 64, 1)] if quick else LOADS[device]
+    dims = [64] if quick else list(HEADS)
+    times: dict[tuple[str, str, int, int, int], list[float]] = {}
+    chosen = list(cells(device, quick))
+    for kernel, stored in chosen:
+        for dim, size in itertools.product(dims, SIZES):
+            Problem.make(stored, dim, size, (*SMALL, 1), device).check(backends.BACKENDS[kernel], stored)
+    # problems are made again in every round, or all together would take gigabytes: other places in memory, too
+    for number in itertools.count():
+        for stored, dim, (place, load) in itertools.product(
+            dict.fromkeys(stored for _, stored in chosen), dims, enumerate(loads)
+        ):
+            problems = {size: Problem.make(stored, dim, size, load, device) for size in SIZES}
+            for kernel in dict.fromkeys(kernel for kernel, _ in chosen):
+                for size in SIZES if number % 2 else reversed(SIZES):
+                    problems[size].run(backends.BACKENDS[kernel])  # what is first in memory, or compiled
+                    found = min(problems[size].time(backends.BACKENDS[kernel]) for _ in range(3))
+                    times.setdefault((kernel, stored, size, dim, place), []).append(found)
+        passed = time.monotonic() - begin
+        if quick or (number + 1 >= FEWEST_ROUNDS and passed * (number + 2) / (number + 1) > seconds):
+            break
+    medians: dict[tuple[str, str, int], list[float]] = {}
+    for (kernel, stored, size, _, _), values in times.items():
+        medians.setdefault((kernel, stored, size), []).append(statistics.median(values))
+    table: dict[str, dict[str, float]] = {}
+    for (kernel, stored, size), values in sorted(medians.items()):
+        mean = math.exp(sum(map(math.log, values)) / len(values))
+        table.setdefault(costs.key(kernel, stored), {})[str(size)] = round(mean, 3)
+    return table
+
+
+def write(path: Path, table: dict[str, dict[str, float]], seconds: float, where: dict[str, Any]) -> None:
+    """The table of a machine, with where its figures come from."""
+    measured = {**where, "command": " ".join(sys.argv[1:]), "seconds": round(seconds)}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"costs": table, "measured": measured}, indent=2) + "\n")
+
+
+def run(device: str, seconds: float, quick: bool, folder: Path) -> None:
+    """Measures, writes the table and prints it as times over those of 16 tokens."""
+    start = time.monotonic()
+    table = measure(device, seconds, quick)
+    path = folder / f"{costs.machine(torch.device(device))}.json"
+    write(path, table, time.monotonic() - start, facts(device))
+    for name, times in table.items():
+        print(f"{name:16}", *(f"{size}: {found / times['16']:.3f}" for size, found in times.items()), sep="  ")
+    print(f"in {path}")

@@ -1,0 +1,66 @@
+"""What attention takes for a token by the size of blocks: tables that `benchmarks.tune --block-sizes` writes, by machine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import cpp, forced, uses_triton
+from .cpp.compiler import cpu_flags
+from .cpp.prebuilt import LEVELS
+
+FOLDER = Path(__file__).with_name("tables")
+SHIPPED = "x86-64-v3"  # whose table stands for machines of which there is none
+
+
+class KernelCosts(NamedTuple):
+    """Nanoseconds for a token of the context by the tokens in a block, as far as they were measured."""
+
+    times: dict[int, float]
+    source: str  # what was measured where; or why there are no times
+
+
+def preferred_kernel(device: torch.device) -> str:
+    """The backend of attention that is asked first there. Raises as `kernels.forced`."""
+    if uses_triton(torch.empty(0, device=device)):
+        return "triton"
+    return forced() or ("cpp" if device.type == "cpu" and cpp.is_available() else "gather")
+
+
+def machine(device: torch.device) -> str:
+    """Names the table of a device: the level of instructions of a processor (`"x86-64-v3"`), or a GPU's chip."""
+    if device.type != "cpu":
+        from .triton import configs
+
+        return configs.chip(device)
+    flags = cpu_flags() if platform.machine() == "x86_64" else set()
+    levels = (level for level, (_, needed) in LEVELS.items() if flags.issuperset(needed.split()))
+    return next(levels, platform.machine())
+
+
+def key(kernel: str, stored: str) -> str:
+    """Names an entry of a table; `stored`: the dtype in which keys and values lie in blocks, such as `"int8"`."""
+    return f"{kernel}/{stored}"
+
+
+def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = None) -> KernelCosts:
+    """Of the kernel that serves a model in `dtype` there: measured on such a machine, else on the one whose table
+    ships."""
+    kernel, stored = preferred_kernel(device), kv_dtype or str(dtype).removeprefix("torch.")
+    own = machine(device) if device.type == "cpu" or kernel == "triton" else device.type
+    for name in dict.fromkeys((own, SHIPPED)):
+        times = _table(FOLDER / f"{name}.json").get(key(kernel, stored))
+        if times:
+            return KernelCosts(times, f"times of {key(kernel, stored)} on {name}")
+    return KernelCosts({}, f"no times of {key(kernel, stored)} were measured on {own} (`benchmarks.tune --block-sizes`)")
+
+
+@functools.cache
+def _table(path: Path) -> dict[str, dict[int, float]]:
+    table = json.loads(path.read_text())["costs"] if path.exists() else {}
+    return {name: {int(size): float(time) for size, time in times.items()} for name, times in table.items()}

@@ -1,8 +1,8 @@
 """What attention takes for a token by the size of blocks: `python -m benchmarks.tune --block-sizes`.
 
-Every size is first compared with `attention/backends/reference.py`. Then all take turns, each on steps of its own, whose
-preparation counts, too, over layers that share the step as a model's do, on keys and values that no cache holds. The
-medians go to `hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
+Every size is first compared with `attention/backends/reference.py`. Then all take turns, each on steps of its own,
+whose preparation counts, too, over layers that share the step as a model's do, on keys and values that no cache holds.
+The medians go to `hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
 """
 
 from __future__ import annotations

@@ -225,3 +225,21 @@ def test_free_memory_is_the_machines(tmp_path: Path) -> None:
     report: Report = examine(saved_test_model(tmp_path, "llama"))
     assert abs(report.free_bytes - free_bytes(torch.device("cpu"))) < 2 << 30
     assert report.left_bytes == report.free_bytes - report.weight_bytes
+
+
+def test_block_sizes_that_are_left_to_us(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, dtype = saved_test_model(tmp_path, "gemma3"), torch.float32
+    times = {4: 1.4, 8: 1.2, 16: 1.1, 32: 1.05, 64: 1.02, 128: 1.0}
+    monkeypatch.setattr("hf_paged.inspect.find_costs", lambda device, dtype, kv_dtype: (times, "made up"))
+    for length, size in ((40, 8), (300, 32)):
+        report = examine(path, block_size="auto", dtype=dtype, length=length)
+        assert {group.window: group.block_size for group in report.groups} == {None: size, models.WINDOW: 4}
+        assert all(f"sequences of {length} tokens (1 of them); made up" in str(group.reason) for group in report.groups)
+    assert {group.reason for group in examine(path, dtype=dtype).groups} == {None}
+    assert main([path, "--block-size", "auto", "--length", "300", "--dtype", "float32"]) == 0
+    assert "32 tokens a block: 5.1% of memory" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        main([path, "--block-size", "large"])
+    assert "--block-size" in capsys.readouterr().err

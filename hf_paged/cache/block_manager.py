@@ -371,11 +371,7 @@ class BlockManager:
         """Takes blocks for `contents`, by their number on the path for each group, and names them, cached. `False`,
         with nothing changed, if there is no room. Raises `ValueError` where they do not fit the layers."""
         held = [
-            [
-                block
-                for n in self.index.needed(g, len(links))
-                if (block := _block_of(links[n], g)) is not None
-            ]
+            [block for n in self.index.needed(g, len(links)) if (block := _block_of(links[n], g)) is not None]
             for g in self._group_range
         ]
         for group, block_ids in zip(self.groups, held):  # what makes room must not take these

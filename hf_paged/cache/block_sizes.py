@@ -69,8 +69,8 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     memory, time = held.losses(best, times)
     return Choice(
         best,
-        f"{memory:.1%} of memory and {time:.1%} of attention's time are lost with {len(lengths)} sequences of "
-        f"{sum(lengths) / len(lengths):.0f} tokens; {costs.source}",
+        f"{memory:.1%} of memory and {time:.1%} of attention's time are lost with sequences of "
+        f"{sum(lengths) / len(lengths):.0f} tokens ({len(lengths)} of them); {costs.source}",
     )
 
 
@@ -79,7 +79,7 @@ class BlockSizes:
     the lengths of sequences that end since, for the next memory of the model."""
 
     def __init__(self, costs: Costs | None = None, known: Iterable[int] = (), seen: Iterable[int] = ()) -> None:
-        """Without `costs` all are of the default size. `known`: lengths that are expected, as long as none was `seen`."""
+        """Without `costs` all are of the default size. `known`: lengths that are expected, where none was `seen`."""
         self.costs, self.chosen = costs or NO_COSTS, dict[GroupSpec, Choice]()
         self.seen = deque(seen, MAX_LENGTHS)
         self.num_ended = 0  # sequences since this was made

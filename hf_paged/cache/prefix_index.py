@@ -122,7 +122,9 @@ class PrefixIndex:
             links.append(Link(tokens, digest, node))
             missing = []
             for group in range(len(self._pools)):
-                if self._windows[group] == 1 or len(links) % self._ratios[group]:  # it needs no blocks, or none ends here
+                if (
+                    self._windows[group] == 1 or len(links) % self._ratios[group]
+                ):  # it needs no blocks, or none ends here
                     continue
                 is_there = (node is not None and node.block_ids[group] is not None) or has(group, digest)
                 present[group] = present[group] + 1 if is_there else 0

@@ -200,9 +200,9 @@ def _sizes(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
 
 class Reservation:
     """What a call, or an engine, is expected to use, so that memory need not grow step by step: `num_blocks[spec]`
-    blocks of each layer, as far as `share` of the memory that is free when the first of them is made allows. Where memory is
-    taken when it is allocated, no more than `live[spec]`, which running sequences hold; what layers do not take is left
-    to the others, `num_layers[spec]` of each spec, all alike."""
+    blocks of each layer, as far as `share` of the memory that is free when the first of them is made allows. Where
+    memory is taken when it is allocated, no more than `live[spec]`, which running sequences hold; what layers do not
+    take is left to the others, `num_layers[spec]` of each spec, all alike."""
 
     def __init__(
         self,

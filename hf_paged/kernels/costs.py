@@ -1,4 +1,4 @@
-"""What attention takes for a token by the size of blocks: tables that `benchmarks.tune --block-sizes` writes, by machine."""
+"""What attention takes for a token by the size of blocks: tables by machine that `benchmarks.tune` writes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = 
         times = _table(FOLDER / f"{name}.json").get(key(kernel, stored))
         if times:
             return KernelCosts(times, f"times of {key(kernel, stored)} on {name}")
-    return KernelCosts({}, f"no times of {key(kernel, stored)} were measured on {own} (`benchmarks.tune --block-sizes`)")
+    return KernelCosts(
+        {}, f"no times of {key(kernel, stored)} were measured on {own} (`benchmarks.tune --block-sizes`)"
+    )
 
 
 @functools.cache

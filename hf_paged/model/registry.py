@@ -85,7 +85,7 @@ if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the
 def block_sizes(
     model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = (), seen: Iterable[int] = ()
 ) -> BlockSizes:
-    """What `block_size="auto"` chooses by: the lengths that were `seen`, or else are `expected`, and the kernel's times.
+    """What `block_size="auto"` chooses by: the lengths that were `seen`, or are `expected`, and the kernel's times.
     Where others than this memory must have the same blocks, they are of the default size."""
     if config.prefix_tiers is not None:
         return BlockSizes(Costs({}, "blocks of `prefix_tiers` are found by processes that saw other lengths"))

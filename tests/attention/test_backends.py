@@ -174,6 +174,8 @@ CASES = [
     Case(),
     Case(seq_lens=(512, 5, 129), block=8, dtype=torch.bfloat16),
     Case(seq_lens=(300, 257, 256, 255), block=256, heads=4, kv_heads=4, key_dim=128, value_dim=128),
+    Case(seq_lens=(130, 4, 33), block=4),
+    Case(seq_lens=(130, 70), queries=20, block=4, window=11, dtype=torch.bfloat16),
     Case(seq_lens=(31, 32, 33), queries=2, heads=4, kv_heads=2, key_dim=8, value_dim=8),
     Case(seq_lens=(40, 3), queries=3, heads=6, kv_heads=2, key_dim=40, value_dim=40, dtype=torch.float16),
     Case(seq_lens=(2, 70, 4), queries=5, key_dim=80, value_dim=80, block=32),  # rows shorter than query_len
@@ -240,7 +242,7 @@ def any_cases(draw: st.DrawFn, max_queries: int = 33) -> Case:
         seq_lens=seq_lens,
         starts=tuple(draw(st.integers(0, max(0, length))) if draw(st.booleans()) else 0 for length in seq_lens),
         queries=draw(st.sampled_from([n for n in (1, 2, 3, 5, 16, 33) if n <= max_queries])),
-        block=draw(st.sampled_from((8, 16, 32, 64))),
+        block=draw(st.sampled_from((4, 8, 16, 32, 64))),
         heads=kv_heads * draw(st.sampled_from((1, 2, 3, 7))),
         kv_heads=kv_heads,
         key_dim=key_dim,

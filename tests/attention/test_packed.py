@@ -67,6 +67,7 @@ CASES = [
     Case(((12, 23),)),
     Case(MIXED, block=16, heads=4, kv_heads=4, key_dim=24, value_dim=8),
     Case(MIXED, window=7),
+    Case(MIXED, window=7, block=4),
     Case(PROMPTS, window=11),
     Case(MIXED, softcap=5.0),
     Case(MIXED, sinks=True),

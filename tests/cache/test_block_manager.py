@@ -299,3 +299,35 @@ def test_a_sequence_may_be_freed_while_tables_are_looked_at() -> None:
     assert next(tables) is first.tables[0]
     blocks.free(second)
     assert [table.block_ids for table in tables] == [[]]
+
+
+def test_groups_with_blocks_of_other_sizes_share_prefixes_in_steps_of_the_largest() -> None:
+    full, window = BlockGroup(BlockPool(16), GroupSpec(), 8), BlockGroup(BlockPool(16), GroupSpec(window=5), 2)
+    blocks = BlockManager([full, window], SIZE)
+    sequence = stored(blocks, range(21))
+    assert [len(table.block_ids) for table in sequence.tables] == [3, 11]
+    assert [hit(blocks, range(n)) for n in (8, 9, 16, 17, 21)] == [0, 8, 8, 16, 16]
+    second = blocks.new()
+    assert blocks.match(second, range(21), None) == 16
+    assert [(table.num_dropped, len(table.block_ids)) for table in second.tables] == [(0, 2), (6, 2)]
+    assert second.tables[1].block_ids == sequence.tables[1].block_ids[6:8], "tokens 12 to 15"
+    assert blocks.append(second, 1) and second.capacity == 18, "where the next block of a group is needed"
+    assert blocks.append(second, 2)
+    blocks.truncate(second, 16)
+    for each in (sequence, second):
+        blocks.free(each)
+    assert (full.pool.num_cached, window.pool.num_cached) == (2, 8), "what ends before a block of all groups is unnamed"
+    window.pool.evict(7)  # the last released, of the second sequence, stays: tokens 12 and 13
+    assert [hit(blocks, range(n)) for n in (9, 17)] == [0, 0]
+    full.pool.evict(1)
+    blocks.check_integrity()
+
+
+def test_a_manager_tells_of_sequences_that_end() -> None:
+    blocks, told = manager(None), []
+    blocks.note_length = told.append
+    for length in (3, 10):
+        blocks.end(stored(blocks, range(length)))
+    blocks.free(stored(blocks, range(6)))
+    blocks.end(blocks.new())
+    assert told == [3, 10] and blocks.groups[0].pool.num_used == 0

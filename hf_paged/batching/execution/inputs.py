@@ -161,9 +161,7 @@ class StaticInputs:
     `token_ids` and `positions` are `(1, tokens)` int64; `kept`, of steps with chunks, `(decodes + chunks,)` int64, the
     tokens whose logits are wanted."""
 
-    def __init__(
-        self, sizes: Sizes, windows: list[int | None], block_sizes: list[int], device: torch.device
-    ) -> None:
+    def __init__(self, sizes: Sizes, windows: list[int | None], block_sizes: list[int], device: torch.device) -> None:
         self.sizes, self.windows, self.block_sizes = sizes, windows, block_sizes
         has_chunks, num_kept = sizes.chunks > 0, sizes.decodes + sizes.chunks
         num_longs = (2 + len(sizes.widths)) * sizes.tokens + has_chunks * num_kept

@@ -65,6 +65,7 @@ CASES = [
     Case(MIXED, heads=4, kv_heads=4, block=16, config=(32, 32)),
     Case(MIXED, heads=14, kv_heads=2, block=64, config=(32, 16)),
     Case(MIXED, block=256, config=(16, 32)),
+    Case(MIXED, block=4, config=(16, 32)),
     Case(MIXED, dtype=torch.bfloat16),
     Case(MIXED, dtype=torch.float16, config=(64, 32)),
     Case(MIXED, key_dim=24, value_dim=8, joined=False),
@@ -233,7 +234,7 @@ def any_cases(draw: st.DrawFn) -> Case:
         starts = tuple(draw(st.integers(0, context)) for context, _ in rows)
     return Case(
         rows=tuple(rows),
-        block=draw(st.sampled_from((8, 16, 32))),
+        block=draw(st.sampled_from((4, 8, 16, 32))),
         heads=kv_heads * draw(st.integers(1, 5)),
         kv_heads=kv_heads,
         key_dim=draw(st.sampled_from((8, 16, 24))),

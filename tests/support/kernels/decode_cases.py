@@ -75,6 +75,7 @@ CASES = [
     AotCase("store-h1-d512_64-bf16", lambda: _store(1, 512, 64, half)),
     *(_case(f"d{dim}-bf16", dim, everywhere=dim in (64, 128, 256)) for dim in (64, 80, 96, 128, 192, 256)),
     _case("d128-fp16-g1-b256", 128, torch.float16, group=1, kv_heads=32, block_size=256),
+    _case("d128-bf16-b4", 128, block_size=4),
     _case("d128-bf16-g8-q8", 128, group=8, query_len=8, everywhere=True),
     _case("d64-bf16-all", 64, group=8, query_len=2, window=128, sinks=True, bias=True, softcap=30.0, return_lse=True),
     _case("d192_128-bf16", 192, value_dim=128),

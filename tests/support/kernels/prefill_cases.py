@@ -101,6 +101,7 @@ CASES = [
     _case("d192-bf16", 192, chips=("sm_80",)),
     _case("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=("sm_80", "gfx942")),
     _case("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=("sm_90",)),
+    _case("d128-bf16-b4", 128, block_size=4, chips=("sm_90",)),
     _case("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=("sm_90",)),
     _case("d128-bf16-bias", 128, with_bias=True, ops=False, chips=("sm_80", "sm_90")),
     _case("d80-fp32", 80, FULL, ops=False, chips=("sm_80",)),

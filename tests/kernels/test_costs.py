@@ -1,0 +1,66 @@
+"""Tables of what attention takes by the size of blocks: which one a device gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_paged import config, kernels
+from hf_paged.kernels import costs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(costs, "FOLDER", tmp_path)
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    return tmp_path
+
+
+def write(folder: Path, name: str, **tables: dict[str, float]) -> None:
+    found = {key.replace("_", "/", 1): times for key, times in tables.items()}
+    (folder / f"{name}.json").write_text(json.dumps({"costs": found}))
+
+
+def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "machine", lambda device: "mine")
+    monkeypatch.setattr(costs, "SHIPPED", "theirs")
+    monkeypatch.setenv(kernels.VARIABLE, "gather")
+    write(folder, "theirs", gather_float32={"16": 2}, gather_int8={"8": 3})
+    write(folder, "mine", gather_float32={"16": 1, "32": 0.5})
+    assert costs.find_costs(CPU, torch.float32) == ({16: 1.0, 32: 0.5}, "times of gather/float32 on mine")
+    assert costs.find_costs(CPU, torch.bfloat16, "int8") == ({8: 3.0}, "times of gather/int8 on theirs")
+    times, reason = costs.find_costs(CPU, torch.float64)
+    assert not times and "no times of gather/float64 were measured on mine" in reason and "benchmarks.tune" in reason
+
+
+def test_a_kernel_is_asked_for_that_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, costs.machine(CPU), cpp_float32={"16": 1}, gather_float32={"16": 2}, reference_float32={"16": 3})
+    monkeypatch.setattr(costs.cpp, "is_available", lambda: True)
+    assert costs.find_costs(CPU, torch.float32).times == {16: 1.0}
+    monkeypatch.setattr(costs.cpp, "is_available", lambda: False)
+    assert costs.find_costs(CPU, torch.float32).times == {16: 2.0}
+    monkeypatch.setenv(kernels.VARIABLE, "reference")
+    assert costs.find_costs(CPU, torch.float32).times == {16: 3.0}
+
+
+def test_a_processor_is_named_by_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs.platform, "machine", lambda: "x86_64")
+    for level, (_, flags) in costs.LEVELS.items():
+        monkeypatch.setattr(costs, "cpu_flags", lambda flags=flags: set(flags.split()))
+        assert costs.machine(CPU) == level
+    monkeypatch.setattr(costs, "cpu_flags", set)
+    assert costs.machine(CPU) == "x86_64"
+    monkeypatch.setattr(costs.platform, "machine", lambda: "aarch64")
+    assert costs.machine(CPU) == "aarch64"
+
+
+def test_tables_that_ship_name_sizes_that_may_be_chosen() -> None:
+    for path in costs.FOLDER.glob("*.json"):
+        for times in costs._table(path).values():
+            assert config.PagedConfig.block_size in times
+            assert all(config.PagedConfig(block_size=size) and time > 0 for size, time in times.items())

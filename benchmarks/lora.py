@@ -130,7 +130,7 @@ def measure(
         with hf_paged.PagedEngine(bare, config) as first:
             own = room(first, folders["a0"], texts(1, shape.vocab, 0, longest)[0])
         prompts = texts(rows, shape.vocab, 0, longest)
-        needed = sum(-(-(len(prompt) + new_tokens) // config.block_size) for prompt in prompts)
+        needed = sum(-(-(len(prompt) + new_tokens) // int(config.block_size)) for prompt in prompts)
         small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=own * max(1, count // 2) + needed)
         systems = {
             MIXED: System(hf_paged.PagedEngine(model, config), names),

@@ -103,7 +103,7 @@ def first_row(name: str, length: int, turns: int) -> dict[str, Any]:
             stdout=subprocess.PIPE, text=True, check=True, env=os.environ, cwd=Path(__file__).resolve().parents[1],
         )  # fmt: skip
         rows = json.loads(done.stdout.splitlines()[-1])
-    size = hf_paged.PagedConfig.block_size
+    size = int(hf_paged.PagedConfig.block_size)
     equal = rows["tokens"] == expected and rows["found"] == [(length - 1) // size * size] * (turns + 1)
     disk, computed = rows["disk"][1:], rows["computed"][1:]  # the first turn warms
     return row("first token, new process", equal, rows["found"][0], disk, computed)
@@ -126,7 +126,7 @@ def row(what: str, equal: bool, found: int, disk: list[float], computed: list[fl
 
 def num_blocks(workload: Workload, batch: Batch) -> int:
     """Blocks of all rows at once, the common prefix held once."""
-    size = hf_paged.PagedConfig.block_size
+    size = int(hf_paged.PagedConfig.block_size)
     shared = workload.prefix // size
     rows = zip(batch.prompts, batch.new_tokens)
     return shared + sum(-(-(len(prompt) + new) // size) - shared for prompt, new in rows)

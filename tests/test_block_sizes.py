@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,13 @@ def test_a_cache_is_pickled_with_its_sizes() -> None:
     again, plain = (model.generate(ids, attention_mask=mask, **GREEDY, past_key_values=cache) for cache in (twin, None))
     assert_same_tokens(plain, again, "from a pickle")
     hf_paged.free(model)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of memory files are Linux's")
+def test_virtual_blocks_have_whole_pages(llama: Any) -> None:
+    inputs, virtual = models.prompt("llama"), AUTO | {"storage": "virtual"}
+    expected = llama.generate(**inputs, **GREEDY)
+    paged = llama.generate(**inputs, **GREEDY, cache_implementation="paged", cache_config=virtual)
+    assert_same_tokens(expected, paged, "virtual")
+    stats = hf_paged.memory_stats(llama)
+    assert stats.block_size % 64 == 0 and not stats.block_sizes

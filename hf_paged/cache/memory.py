@@ -19,8 +19,8 @@ from ..tools.pictures import group_label
 from . import budget
 from .block_manager import BlockManager
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
-from .block_sizes import MIN_UNSERVED, BlockSizes, Choice
-from .groups import FULL_ATTENTION, UNBOUNDED, BlockGroup, GroupSpec, StateSpec
+from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes, Choice
+from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
 from .states import StateStorage
 from .storage import KVBlocks, Storage, commits_when_touched, free_bytes, trim
 from .virtual import MappedStorage
@@ -37,7 +37,7 @@ class MemoryStats:
     What a paged memory holds. "Peak" is since it was made or since the last reset.
 
     Args:
-        block_size (`int`): Tokens in a block; with `"auto"` in one of full attention.
+        block_size (`int`): Tokens in a block; with `"auto"` in the largest.
         block_sizes (`dict`): With `"auto"`, by the name of each layer group, its `block_size` and the `reason` of the
             choice (`cache.block_sizes.Choice`).
         kv_dtype (`str`, *optional*): What keys and values are stored in (`PagedConfig.kv_dtype`).
@@ -322,16 +322,20 @@ class PagedMemory:
 
     @property
     def block_size(self) -> int:
-        """That of full attention."""
-        return self.block_size_of(FULL_ATTENTION)
+        """The largest of the groups', states apart."""
+        sizes = (group.block_size for group in list(self.groups.values()) if not group.holds_states)
+        size = self.config.block_size
+        return max(sizes, default=DEFAULT_BLOCK_SIZE) if isinstance(size, str) else int(size)
 
     def better_sizes(self) -> BlockSizes | None:
         """What a memory made now would have, where that is better by the lengths seen since; `None` as long as a table
-        holds a block, or cached prefixes are worth more: one has served, or few sequences came that it could have."""
+        holds a block, or cached prefixes are worth more: one has served, or few sequences came that it could have. May
+        be asked without the lock."""
         if self.sizes is None or self.is_used:
             return None
-        has_served = any(manager.num_hits for manager in self.managers.values())
-        if self.num_cached and (has_served or self.sizes.num_ended < MIN_UNSERVED):
+        has_served = any(manager.num_hits for manager in list(self.managers.values()))
+        may_serve = has_served or self.sizes.num_ended < MIN_UNSERVED
+        if may_serve and any(group.pool.num_cached for group in list(self.groups.values())):
             return None
         return self.sizes.renewed()
 

@@ -172,8 +172,8 @@ class PagedCache(DynamicCache):
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Expect up to `num_blocks` blocks a layer of full attention, and as many tokens in others, of `num_sequences`
-        at a time, so that memory need not grow step by step."""
+        """Expect up to `num_blocks` blocks a layer of the largest size, and as many tokens in others, of
+        `num_sequences` at a time, so that memory need not grow step by step."""
         config, groups = self.memory.config, [group.blocks for group in self.groups.values()]
         num_tokens, sizes = num_blocks * self.memory.block_size, {group.spec: group.block_size for group in groups}
         live = {

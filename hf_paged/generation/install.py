@@ -118,8 +118,7 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
                 call.stack.enter_context(ranks.alone())
             call.memory = memory = memory_for(model, config, [length] * num_rows if length else [])
             is_assistant = generation_config.is_assistant
-            blocks_per_row = length // memory.block_size + 1
-            _swap(memory, num_rows * blocks_per_row, num_rows, model_kwargs, is_assistant)
+            _swap(memory, length, num_rows, model_kwargs, is_assistant)
         parts = (part for name in CACHE_NAMES for part in cache_parts(model_kwargs.get(name)))
         if caches := [part for part in parts if isinstance(part, PagedCache)]:
             call.use(caches, generation_config, is_built=not passed)
@@ -132,17 +131,15 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
     return result
 
 
-def _swap(
-    memory: PagedMemory, num_blocks: int, num_rows: int, model_kwargs: dict[str, Any], is_assistant: bool
-) -> None:
-    """Puts a `PagedCache` for each `DynamicCache` that the model just built; `num_blocks` are expected to be used."""
+def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:
+    """Puts a `PagedCache` for each `DynamicCache` that the model just built, for rows of up to `length` tokens."""
 
     def paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
             return cache
         twin = PagedCache.from_empty(cache, memory, kind)
         if kind == "self":
-            twin.reserve(num_blocks, num_rows)
+            twin.reserve(num_rows * (length // memory.block_size + 1), num_rows)
         if is_assistant:
             twin.activate_past_recording()
         return twin

@@ -245,13 +245,13 @@ class PagedConfig:
     storage: VirtualStorage | str = "blocks"
 
     def __post_init__(self) -> None:
-        size, fraction = self.block_size, self.memory_fraction
+        size: Any = self.block_size
+        fraction = self.memory_fraction
         most = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
         is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= most and not size & (size - 1)
         is_auto = isinstance(size, str) and size == AUTO
-        self._check(
-            "block_size", is_size or is_auto, f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)"
-        )
+        allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)"
+        self._check("block_size", is_size or is_auto, allowed)
         for name in ("num_blocks", "max_chunk_tokens"):
             value = getattr(self, name)
             self._check(name, value is None or _is_count(value), "None or a whole number of at least 1")

@@ -78,8 +78,8 @@ def test_groups_have_sizes_of_their_own(name: str) -> None:
         assert sizes(stats) == {"full attention": 32, f"window of {models.WINDOW} tokens": 4}
         assert "sequences of 161 tokens (2 of them); times of" in stats.block_sizes["full attention"].reason
         assert stats.cached_blocks > 0
-    with hf_paged.PagedEngine(model, AUTO | {"max_num_batched_tokens": 24}) as engine:
-        engine._core.memory.sizes._known = (300,)
+    with hf_paged.PagedEngine(model, AUTO) as engine:
+        engine._core.memory.sizes.note(300)
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
         first = engine.generate(prompts, GREEDY)
         second = engine.generate(prompts, GREEDY)
@@ -190,7 +190,7 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     prompt = list(range(5, 105))
     engines = [hf_paged.PagedEngine(model, AUTO) for _ in range(2)]
     for engine in engines:
-        engine._core.memory.sizes._known = (300,)
+        engine._core.memory.sizes.note(300)
     results = [engines[0].generate([prompt], GREEDY)[0].token_ids]
     assert engines[0].save_prefix(prompt, tmp_path / "prefix") == 96
     assert engines[1].load_prefix(tmp_path / "prefix") == 96
@@ -200,7 +200,7 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`block_size`"):
         other.load_prefix(tmp_path / "prefix")
     for engine in (*engines, other):
-        engine.close()
+        engine.free()
 
 
 def test_a_cache_is_pickled_with_its_sizes() -> None:

@@ -29,7 +29,7 @@ from .streams import RequestStream
 
 _MEMORY = (
     *("used_blocks", "shared_blocks", "cached_blocks", "peak_blocks", "used_bytes", "peak_bytes", "budget_bytes"),
-    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks", "block_sizes"),
+    *("tier_host_bytes", "tier_disk_bytes", "tier_kept_blocks", "tier_restored_blocks"),
 )
 
 
@@ -340,13 +340,15 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
                 output_token_seconds=core.output_token_seconds,
                 route=core.route,
                 kv_dtype=memory.kv_dtype,
+                block_sizes=memory.block_sizes,
                 **{name: getattr(memory, name) for name in _MEMORY},
-                **counts,
+                **dict[str, Any](counts),
             )
 
     @property
     def memory(self) -> PagedMemory:
-        """The blocks of the requests; another memory once the model's layers, dtype or device have changed."""
+        """The blocks of the requests; another memory once the model's layers, dtype or device, or block sizes that are
+        left to the engine, have changed."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:

@@ -197,7 +197,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
         ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
         ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
-        ({"step": replace(build(Case()).step, block_size=48)}, "block size 48: a power of two from 8 to 256"),
+        ({"step": replace(build(Case()).step, block_size=48)}, "block size 48: a power of two from 4 to 256"),
         ({"step": replace(build(Case()).step, query_start=tuple(range(8194)))}, "8193 rows: at most 8192"),
         # of more queries a row, which the prefill kernel takes
         ({**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)}, "blocks of a wider dtype"),

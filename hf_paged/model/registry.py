@@ -20,7 +20,7 @@ from ..cache.virtual import fit_blocks
 from ..config import PagedConfig
 from ..step import ReadCounters
 from .forwards import compute_device
-from .ranks import ranks_of
+from .ranks import check_heads, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ def memory_for(model: PreTrainedModel, config: PagedConfig) -> PagedMemory:
         known, before = _memories.get(model, (None, None))
         memory = before
         if memory is None or known != key:
+            check_heads(model)
             memory, ranks = PagedMemory(config), ranks_of(model)
             memory.least = None if ranks is None else ranks.least
         _memories[model] = key, memory

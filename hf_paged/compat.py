@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,24 @@ def shard_ranks(model: Any) -> list[int] | None:
         mesh = mesh["tp"]
     members: list[int] = mesh.mesh.flatten().tolist()
     return members if len(members) > 1 else None
+
+
+def shard_style(model: Any, name: str) -> str | None:
+    """How `from_pretrained` has split the weights of a module over processes, by transformers' name of it; `None` if
+    not at all."""
+    plan = getattr(model, "tp_plan", None) or {}
+    style: str | None = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+    return style
+
+
+def split_heads(model: Any) -> tuple[int, int] | None:
+    """Heads of keys that `from_pretrained` has split over processes, and over how many; `None` where they are whole."""
+    plan, size = getattr(model, "tp_plan", None) or {}, getattr(model, "tp_size", None) or 1
+    projections = "k_proj", "qkv_proj", "query_key_value"
+    are_split = any(name.rsplit(".", 1)[-1] in projections and how == "colwise" for name, how in plan.items())
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return (heads, size) if size > 1 and are_split and isinstance(heads, int) else None
 
 
 if _missing:

@@ -128,6 +128,14 @@ def test_families(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_heads_that_processes_cannot_share_evenly() -> None:
+    for each in ranks.run(models.get("llama"), "uneven_heads", world_size=3):
+        assert each["uneven_heads"]["held"] == 0 and len(each["uneven_heads"]["errors"]) == 2
+        for error in each["uneven_heads"]["errors"]:
+            assert "has 2 heads of keys and values, which 3 processes cannot share evenly: start 1 or 2" in error
+
+
+@pytest.mark.slow
 def test_four_processes() -> None:
     model = models.build("llama", num_key_value_heads=4)
     first, *others = ranks.run(model, "plain_calls", "paged_calls", "engine_calls", "preempted", world_size=4)

@@ -99,15 +99,13 @@ def make_loop(
     speculator = Speculator(model, make_assistant)
     scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
-    ranks = executor.ranks
+    ranks, scheduler.adapters = executor.ranks, AdapterPages(blocks)
+    executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
     if leader is not None and isinstance(runner, PackedRunner):
-        runner.mirror = leader
+        runner.mirror = executor.adapters.mirror = leader
         guard.fingerprint, executor.together = leader.fingerprint, leader.forward
     elif ranks is not None:
         guard.fingerprint, executor.together, preemption.agree = ranks.fingerprint, ranks.forward, ranks.of_first
-    if ranks is None:
-        scheduler.adapters = AdapterPages(blocks)
-        executor.adapters = Adapters(model, cache, make_runner, scheduler.adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` does nothing: {reason}")
     return StepLoop(executor, memory, blocks, scheduler, speculator, ranks if leader is None else None)

@@ -19,7 +19,6 @@ from ..cache.block_manager import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import let_in, step_lock
 from ..model.own_loop import select_rows, tensors_of
-from ..model.ranks import ranks_of
 from ..step import to_device
 from .arguments import Prompt, RequestOptions, as_whole, check_streamed_rows, prompt_ids, split_inputs
 from .decoding.beam import BeamDecoding
@@ -127,11 +126,10 @@ class RequestState(Generation):
         prompt, inputs = split_inputs(prompt, options.inputs)
         options = replace(options, inputs=inputs)
         takes_ids = inputs is None and not model.config.is_encoder_decoder
-        if isinstance(adapter, AdapterFile) and not (takes_ids and ranks_of(model) is None):
-            what = "models in one process" if takes_ids else "prompts of token ids"
+        if isinstance(adapter, AdapterFile) and not takes_ids:
             raise ValueError(
-                f"`adapter` {adapter.path!r} is loaded on demand, which serves {what} alone: load it with PEFT's "
-                "`model.load_adapter(folder, name)`, and pass the name"
+                f"`adapter` {adapter.path!r} is loaded on demand, which serves prompts of token ids alone: load it "
+                "with PEFT's `model.load_adapter(folder, name)`, and pass the name"
             )
         self.prompt_ids = [] if prompt is None and inputs is not None else prompt_ids(prompt, tokenizer)
         prepare = functools.partial(request_decoding, model, self.prompt_ids, generation_config, options, tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -440,7 +441,7 @@ def _tokens_of(plan: StepPlan) -> Iterator[int]:
     """What a step computes, as far as it is the same in every process: blocks may have other ids."""
     for sequence, query_len in plan.items:
         end = sequence.num_computed_tokens
-        yield from (end, query_len, len(sequence.draft))
+        yield from (end, query_len, len(sequence.draft), zlib.crc32(repr(sequence.request.adapter).encode()))
         yield from sequence.token_ids[max(0, end - query_len) : end]
 
 

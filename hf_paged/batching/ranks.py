@@ -4,33 +4,44 @@ that belong to it: the first one schedules and samples, the others take its step
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import budget
-from ..cache.memory import GroupMemory, PagedMemory, autocast_dtype
-from ..cache.swap import Host, copies_of, put_back
+from ..cache.memory import MOVES, GroupMemory, PagedMemory, autocast_dtype
+from ..cache.swap import HostBlocks
 from ..config import PagedConfig
 from ..interrupts import held
 from ..model.forwards import compute_device
-from ..model.ranks import RankLostError, Ranks, ranks_of
+from ..model.ranks import RankLostError, Ranks, check_heads, ranks_of
 from .arguments import check_generates
-from .execution.adapters import base_model
+from .execution.adapter_files import AdapterFile
+from .execution.adapters import AdapterError, base_model, check_adapter, use_adapter
 from .execution.inputs import GroupTokens, PackedTokens
+from .execution.mixing import Adapters, mixed, mixing
 from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
 from .loop import StepLoop
+
+logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
 """Of each block table of a step: how many of the block ids that the table in its place had it begins with, and those
 behind them."""
+
+
+class HeldThere(NamedTuple):
+    """In the place of what each process has in its own host memory."""
+
+    number: int
 
 
 class TableHistory:
@@ -103,9 +114,33 @@ class Leader:
         self._note("retire")
 
     def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
+        mix = mixed.get()
         changes = [history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)]
         rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
-        self._send("run", rest, changes, others, adapter, autocast_dtype(self._device))
+        self._send("run", rest, changes, others, adapter if mix is None else mix.names, autocast_dtype(self._device))
+
+    def check_mixing(self, names: tuple[str, ...]) -> None:
+        self._send("check_mixing", names)
+
+    def load_adapter(self, file: AdapterFile) -> None:
+        self._send("load_adapter", file)
+        failed = [rank for rank, (is_loaded,) in enumerate(self.ranks.gather(True)) if not is_loaded]
+        if failed:
+            self.forget_adapter(file)
+            raise AdapterError(
+                file,
+                f"the adapter in {file.path!r} cannot be loaded by processes {failed} of {self.ranks.size} that hold "
+                "shards of the model, whose output says why: they read the same folder, under the same path",
+            )
+
+    def prefetch_adapters(self, files: list[AdapterFile]) -> None:
+        self._note("prefetch_adapters", files)
+
+    def forget_adapter(self, file: AdapterFile) -> None:
+        self._note("forget_adapter", file)
+
+    def forget_model(self) -> None:
+        self._note("forget_model")
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -127,21 +162,14 @@ class Leader:
         self._send("least")
         return self.ranks.least(number)
 
-    def copy(self, group: GroupMemory, copies: list[tuple[int, int]]) -> None:
-        for number, each in enumerate(self._groups):  # others are of models that are here alone
-            if each is group:
-                self._note("copy", number, copies)
-
-    def swap_out(self, block_ids: Sequence[Sequence[int]], host: object) -> None:
-        self._note("swap_out", id(host), block_ids)
-        weakref.finalize(host, self._note, "forget", id(host)).atexit = False
-
-    def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
-        self._note("swap_in", id(host), block_ids)
-
-    def release(self, groups: list[GroupMemory]) -> None:
-        released = [number for number, each in enumerate(self._groups) if any(each is group for group in groups)]
-        self._note("release", released)
+    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+        number = next((number for number, each in enumerate(self._groups) if each is group), None)
+        if number is None:  # of a model that is here alone
+            return
+        named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
+        self._note("move", name, number, named, id(result))
+        if isinstance(result, HostBlocks):
+            weakref.finalize(result, self._note, "forget", id(result)).atexit = False
 
     def close(self) -> None:
         """The other processes go on behind their `serve_rank`."""
@@ -173,6 +201,7 @@ def lead(model: PreTrainedModel, owner: Any) -> Leader | None:
             f"this is process {ranks.rank} of the {ranks.size} that hold shards of the model, and an engine is driven "
             "from process 0: call `hf_paged.serve_rank(model)` here, which returns when that engine is closed"
         )
+    check_heads(model)
     leader = Leader(ranks)
     weakref.finalize(owner, leader.close)
     return leader
@@ -187,7 +216,7 @@ class Follower:
         self._runner: Any
         self._executor: Any
         self._groups: list[GroupMemory]
-        self._hosts: dict[int, Host]  # what was swapped out, by the leader's name for it
+        self._hosts: dict[int, HostBlocks]  # what went to host memory, by the leader's name for it
         self._failure: Exception | None = None  # of the last forward, if the leader's did not fail, too
         self.retire()
 
@@ -230,12 +259,18 @@ class Follower:
     ) -> None:
         if self._failure is not None:  # which has left the other processes alone in a forward
             raise self._failure
+        using: Any = contextlib.nullcontext()
+        if isinstance(adapter, list):  # before the forward: one that is not here ends this process
+            using = mixing(self.model, self._adapters.mix_named(adapter))
+        elif isinstance(adapter, str):
+            check_adapter(self.model, adapter)
+            using = use_adapter(self.model, adapter)
         tables = [history.tables(each) for history, each in zip(self._histories, changes)]
         groups = [GroupTokens(each.slots, held_ids, *each[2:]) for each, held_ids in zip(tokens.groups, tables)]
         self._executor.autocast = autocast
         try:
             with self._executor.attention():
-                self._executor.compute(adapter, lambda: self._runner.compute(tokens._replace(groups=groups), others))
+                self._executor.compute(using, lambda: self._runner.compute(tokens._replace(groups=groups), others))
         except Exception as error:
             self._failure = error
 
@@ -243,27 +278,48 @@ class Follower:
         self._failure = None
         self.ranks.check_failed()
 
+    def check_mixing(self, names: tuple[str, ...]) -> None:
+        self._adapters.check(names)
+
+    def load_adapter(self, file: AdapterFile) -> None:
+        error = None
+        try:
+            self._adapters.load(file)
+        except AdapterError as reason:
+            error = reason
+            logger.warning("%s", error)
+        self.ranks.gather(error is None)
+
+    def prefetch_adapters(self, files: list[AdapterFile]) -> None:
+        self._adapters.prefetch(files)
+
+    def forget_adapter(self, file: AdapterFile) -> None:
+        if self._executor is not None:  # else told by the loop before
+            self._adapters.store.forget(file)
+
+    def forget_model(self) -> None:
+        if self._executor is not None:
+            self._adapters.forget_model()
+
+    @property
+    def _adapters(self) -> Adapters:
+        found: Adapters = self._executor.adapters
+        return found
+
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)
 
     def least(self) -> None:
         self.ranks.least(self._memory.affordable_bytes())
 
-    def copy(self, group: int, copies: list[tuple[int, int]]) -> None:
-        self._groups[group].copy_blocks(copies)
+    def move(self, name: str, group: int, arguments: list[Any], number: int) -> None:
+        own = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
+        result = MOVES[name](self._groups[group], *own)
+        if isinstance(result, HostBlocks):
+            self._hosts[number] = result
 
-    def swap_out(self, host: int, block_ids: list[list[int]]) -> None:
-        self._hosts[host] = copies_of(self._groups, block_ids)
-
-    def swap_in(self, host: int, block_ids: list[dict[int, int]]) -> None:
-        put_back(self._groups, self._hosts[host], block_ids)
-
-    def forget(self, host: int) -> None:
-        self._hosts.pop(host, None)
-
-    def release(self, groups: list[int]) -> None:
-        for number in groups:
-            self._groups[number].release()
+    def forget(self, number: int) -> None:
+        self._hosts.pop(number, None)
 
     def _grow(self, num_blocks: list[int]) -> None:
         """Each pool has as many blocks as the leader's, at least."""
@@ -299,6 +355,7 @@ def serve_rank(model: Any) -> None:
     if ranks is None or not ranks.rank:
         where = "is all in this process" if ranks is None else "is led by this process, number 0"
         raise ValueError(f"{type(own).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`")
+    check_heads(own)
     with held(), torch.no_grad():
         ranks.take()
         follower = Follower(own, ranks)

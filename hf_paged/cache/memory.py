@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -76,15 +77,27 @@ class MemoryStats:
 class Mirror(Protocol):
     """What is told of all that is done to the content of blocks, in order, but for what forwards write."""
 
-    def copy(self, group: GroupMemory, copies: list[tuple[int, int]]) -> None: ...
+    def moved(self, name: str, group: GroupMemory, arguments: tuple[Any, ...], result: Any) -> None:
+        """`MOVES[name](group, *arguments)` gave `result`."""
 
-    def swap_out(self, block_ids: Sequence[Sequence[int]], host: object) -> None:
-        """Of each group these blocks went to `host`, which stands for them."""
 
-    def swap_in(self, host: object, block_ids: Sequence[dict[int, int]]) -> None:
-        """Of each group row `row` of `host` went to block `block_ids[row]`."""
+MOVES: dict[str, Callable[..., Any]] = {}
+"""What is done to the content of a group's blocks, by name (`mirrored`)."""
 
-    def release(self, groups: list[GroupMemory]) -> None: ...
+
+def mirrored(move: Callable[..., Any]) -> Any:
+    """A function of a [`GroupMemory`] and others, which moves the content of its blocks: the memory's mirror is told.
+    Nothing else may call what writes to blocks (`tests/cache/test_mirror.py` walks the callers)."""
+    MOVES[move.__name__] = move
+
+    @functools.wraps(move)
+    def both(group: GroupMemory, *arguments: Any) -> Any:
+        result = move(group, *arguments)
+        if (mirror := group.memory.mirror) is not None:
+            mirror.moved(move.__name__, group, arguments, result)
+        return result
+
+    return both
 
 
 class GroupMemory(BlockGroup):
@@ -213,12 +226,11 @@ class GroupMemory(BlockGroup):
             f"({self.memory.config.memory_fraction}) in `cache_config`, which is an engine's `PagedConfig` ({error})"
         )
 
+    @mirrored
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, and counts them."""
         self.storage.copy_blocks(copies)
         self.memory.num_copied += len(copies)
-        if self.memory.mirror is not None:
-            self.memory.mirror.copy(self, copies)
 
     def layer(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_layers: int, num_begun: int | None
@@ -253,6 +265,7 @@ class GroupMemory(BlockGroup):
             budget.note(self.memory)
             return layer
 
+    @mirrored
     def release(self) -> None:
         """Gives all memory up, where no table holds a block. What a block takes is known from now on."""
         self.pool.shrink()
@@ -461,8 +474,6 @@ class PagedMemory:
             group.release()
         self._forget_graphs()
         budget.note(self)
-        if self.mirror is not None:
-            self.mirror.release(unused)
         return True
 
     def _forget_graphs(self) -> None:
@@ -501,8 +512,6 @@ class PagedMemory:
                 group.release()
             self._forget_graphs()
             budget.note(self)
-            if self.mirror is not None:
-                self.mirror.release(list(self.groups.values()))
         trim()
         return True
 

@@ -345,4 +345,4 @@ class CacheRows:
                 for index, found in contents.items():
                     keys, values = found.no_states(found.keys.device)
                     layer = group.layer(index, keys, values, num_layers=len(contents), num_begun=len(tables))
-                    layer.put(taken, found)
+                    layer.put_blocks(taken, found)

@@ -94,7 +94,7 @@ class KVBlocks:
         """Copies of some blocks."""
         return self.like([tensor[block_ids] for tensor in self.data])
 
-    def put(self, block_ids: Tensor | list[int], found: KVBlocks) -> None:
+    def put_blocks(self, block_ids: Tensor | list[int], found: KVBlocks) -> None:
         """Writes all of `found`, blocks of the same heads and dims of any device, to these."""
         if self.rows is not None:
             self.rows.settle()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .memory import GroupMemory
+from .memory import GroupMemory, mirrored
 from .states import StateRows, StateStorage
 from .storage import KVBlocks, Storage
 
@@ -35,7 +35,7 @@ class HostLayer(NamedTuple):
             if rows != list(range(tensor.shape[0])):
                 tensor = tensor[rows]
             moved.append(tensor.to(self.device, non_blocking=tensor.is_pinned()))
-        target.put(ids, self.blocks.like(moved))
+        target.put_blocks(ids, self.blocks.like(moved))
 
 
 class HostStates(NamedTuple):
@@ -47,23 +47,24 @@ class HostStates(NamedTuple):
         storage.put_back(self.rows, block_ids)
 
 
-def copies_of(groups: Sequence[GroupMemory], block_ids: Iterable[Iterable[int]]) -> Host:
-    """These blocks of each group. Raises `KeyError` if a state was never computed."""
-    return Host(_copies_of(group, list(ids)) for group, ids in zip(groups, block_ids))
+class HostBlocks(dict[int, Any]):
+    """Blocks of a group, each layer by its index ([`HostLayer`]); of slots all states together ([`HostStates`])."""
 
 
-def put_back(groups: Sequence[GroupMemory], host: Host, block_ids: Sequence[dict[int, int]]) -> None:
-    """Of each group row `row` of the copies to block `block_ids[row]`."""
-    for group, layers, targets in zip(groups, host, block_ids):
-        for index, layer in layers.items() if targets else ():
-            layer.put_back(group.storage, index, targets)
-
-
-def _copies_of(group: GroupMemory, block_ids: list[int]) -> dict[int, Any]:
-    """By layer; all states together. Raises `KeyError` if a state was never computed."""
+@mirrored
+def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
+    """These blocks in host memory. Raises `KeyError` if a state was never computed."""
     if not group.holds_states:
-        return {index: HostLayer.copy_of(layer, block_ids) for index, layer in group.storage.layers.items()}
-    return {0: HostStates(group.storage.copy_out(block_ids))} if block_ids else {}
+        layers = group.storage.layers.items()
+        return HostBlocks((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
+    return HostBlocks({0: HostStates(group.storage.copy_out(block_ids))} if block_ids else {})
+
+
+@mirrored
+def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) -> None:
+    """Row `row` of the copies to block `block_ids[row]`."""
+    for index, layer in host.items() if block_ids else ():
+        layer.put_back(group.storage, index, block_ids)
 
 
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
@@ -74,15 +75,11 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     return torch.empty(blocks.shape, dtype=blocks.dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(blocks)
 
 
-class Host(list[dict[int, Any]]):
-    """For each group the layers by index (`HostLayer`, `HostStates`)."""
-
-
 @dataclass(frozen=True, eq=False)
 class SwappedSequence:
     """What a sequence holds while its blocks are in host memory."""
 
-    host: Host  # of all sequences of its request together
+    host: list[HostBlocks]  # of each group, of all sequences of its request together
     rows: list[list[int]]  # for each group, where each block of the sequence's table is among the host's
 
 
@@ -114,11 +111,9 @@ class BlockSwapper:
             # the distinct blocks of each group, in the order met, and their rows in host memory
             rows = [_numbered(tables[g].block_ids for _, tables in held) for g in range(len(self.groups))]
             try:
-                host = copies_of(self.groups, rows)
+                host = [copy_out(group, list(ids)) for group, ids in zip(self.groups, rows)]
             except (MemoryError, RuntimeError, KeyError):  # torch raises the second
                 return False
-            if (mirror := self.groups[0].memory.mirror) is not None:
-                mirror.swap_out([list(ids) for ids in rows], host)
             for sequence, tables in held:
                 sequence.swapped = SwappedSequence(
                     host, [[ids[block_id] for block_id in table.block_ids] for table, ids in zip(tables, rows)]
@@ -139,9 +134,8 @@ class BlockSwapper:
                 for group, ids in zip(self.groups, rows):
                     taken.append(group.take(len(ids)) if ids else [])
                 targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
-                put_back(self.groups, host, targets)
-                if (mirror := self.groups[0].memory.mirror) is not None:
-                    mirror.swap_in(host, targets)
+                for group, copies, block_ids in zip(self.groups, host, targets):
+                    put_back(group, copies, block_ids)
                 for sequence, state in swapped:
                     for table, held, block_ids in zip(sequence.blocks.tables, state.rows, targets):
                         table.block_ids = [block_ids[row] for row in held]

@@ -18,7 +18,7 @@ from ..config import PrefixTiers
 from .block_files import FORMAT, DiskFolder, Layers, form_of, num_bytes
 from .memory import GroupMemory, PagedMemory
 from .storage import free_bytes
-from .swap import HostLayer
+from .swap import HostBlocks, HostLayer, put_back
 
 QUEUE_BYTES = 256 << 20  # that wait to be written, at least, however little memory is free
 PENDING_BYTES = 64 << 20  # that wait for a fingerprint before one is taken for them alone
@@ -170,12 +170,14 @@ class PrefixStore:
         if any(form != forms[0] for form in forms) or (held and held.keys() != layers.keys()):
             raise ValueError("the blocks are not those of these layers")
         memory.expect(sum(layer.blocks.block_bytes for layer in layers.values()))
+        host = HostBlocks()
         for index, layer in layers.items():
             data = [each[index].blocks.data for each in contents]
             blocks = layer.blocks.like([torch.cat(parts) for parts in zip(*data)])
             device = held[index].keys.device if index in held else self._device
             assert device is not None
-            HostLayer(blocks, device).put_back(memory.storage, index, dict(enumerate(block_ids)))
+            host[index] = HostLayer(blocks, device)
+        put_back(memory, host, dict(enumerate(block_ids)))
         self.num_restored += len(block_ids)
 
     def _hold(self, key: _Key, entry: _Entry) -> None:

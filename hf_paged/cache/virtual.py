@@ -293,7 +293,7 @@ class MappedStorage(Storage):
                 for region in layer.rows.regions:
                     region.map_fresh(self.pages)
                 if index in found:
-                    layer.put(*found[index])
+                    layer.put_blocks(*found[index])
 
 
 _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()

@@ -98,6 +98,7 @@ class Call:
         self.swaps_pictures = False  # whether the repeated rows got others' pictures
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = False
+        self.foreign: str | None = None  # why code of the model's own reads keys and values
         self.slowed_by: set[str] = set()  # what kernels said
         self.details: dict[str, Any] = {"is_packed": False}  # for `route_of`
 
@@ -119,13 +120,21 @@ class Call:
                 cache.discard()
             raise
         finally:
-            route = route_of(self.road, self.reason, self.counters, self.slowed_by, **self.details)
+            route = route_of(self.road, self._full_reason(), self.counters, self.slowed_by, **self.details)
             if capturing.get() is None:
                 note_route(self.model, route)
             self.built, self.caches = [], []  # they may hold blocks
             if self.memory is not None:
                 end_use(self.memory)
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
+
+    def _full_reason(self) -> str:
+        """With how code of the model's own was given keys and values."""
+        if self.foreign is None or self.road != "hf_loop":
+            return self.reason
+        are_views = any(x.in_place for x in self.counters) and not any(x.gathered for x in self.counters)
+        how = "read where rows lie side by side" if are_views else "gathered"
+        return f"{self.reason}; keys and values are {how}: {self.foreign}"
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
         """Keys and values go to `caches`, which attention reads in place; those built for the call go with it."""
@@ -154,7 +163,7 @@ class Call:
         wrap_expansions(modules)
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
         if foreign := foreign_attention(modules):
-            self.reason += f"; keys and values are gathered: {foreign}"
+            self.foreign = foreign
             return  # what it makes of padding is not known either, so that is stored
         self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..step import NotCapturable
 from . import uses_triton
 
 
@@ -18,6 +21,7 @@ class LoraWeights(NamedTuple):
     b: Tensor  # (width, rank)
     bias: Tensor | None  # (width,)
     scaling: float
+    group: Any = None  # processes that have a part of the depth each, and sum what `a` makes of it
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -58,12 +62,52 @@ class Deltas:
         add_each(out, x, self.parts)
 
 
+class RecordedDeltas:
+    """As [`Deltas`], by the Triton kernels, of ranges of rows that they read on the device: in a recorded step these
+    are others each time. `ranges` `(n, 2)` int64, of `most` rows each, to which weights go by number."""
+
+    def __init__(self, ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> None:
+        from .triton import lora  # needs Triton
+
+        self.table = lora.table_over(ranges, most, weights)
+
+    def add(self, out: Tensor, x: Tensor) -> None:
+        """Raises [`NotCapturable`] for tensors that the kernels do not take."""
+        from .triton import lora
+
+        if not lora.takes(out, x):
+            raise NotCapturable(f"LoRA's kernels do not take {x.dtype} and {out.dtype}")
+        lora.add_deltas(out, x, self.table)
+
+
+def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
+    """Whether [`RecordedDeltas`] take them, on this device."""
+    if not uses_triton(torch.empty(0, device=device)):
+        return False
+    from .triton import lora
+
+    return lora.takes_weights(weights, device)
+
+
 def add_each(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
     """`Deltas.add` in plain PyTorch, operation for operation as PEFT computes one adapter alone."""
-    for start, end, lora in parts:
-        rows, target = x[start:end].to(lora.a.dtype), out[start:end]
-        delta = F.linear(F.linear(rows, lora.a), lora.b, lora.bias) * lora.scaling
+    shrunk = [F.linear(x[start:end].to(lora.a.dtype), lora.a) for start, end, lora in parts]
+    for (start, end, lora), middle in zip(parts, _summed(shrunk, parts)):
+        target = out[start:end]
+        delta = F.linear(middle, lora.b, lora.bias) * lora.scaling
         if target.dtype == delta.dtype:
             target += delta
         else:
             target.copy_(target + delta)
+
+
+def _summed(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    """Where processes have parts of the depth, the sums of theirs, of all adapters at once."""
+    places = [place for place, (*_, lora) in enumerate(parts) if lora.group is not None]
+    if places:
+        own = [shrunk[place] for place in places]
+        together = torch.cat([each.flatten() for each in own])
+        dist.all_reduce(together, group=parts[places[0]][2].group)
+        for place, each, found in zip(places, own, together.split([each.numel() for each in own])):
+            shrunk[place] = found.view(each.shape).to(each.dtype)
+    return shrunk

@@ -151,6 +151,19 @@ def is_sharded(model: nn.Module) -> bool:
     return compat.shard_ranks(model) is not None
 
 
+def check_heads(model: nn.Module) -> None:
+    """Raises `ValueError` if the processes that the model's attention is split over do not have whole heads each."""
+    found = compat.split_heads(model)
+    if found is None or found[0] % found[1] == 0:
+        return
+    heads, size = found
+    counts = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+    raise ValueError(
+        f"{type(model).__name__} has {heads} heads of keys and values, which {size} processes cannot share evenly: "
+        f"start {counts} of them (`torchrun --nproc_per_node`)"
+    )
+
+
 def ranks_of(model: nn.Module) -> Ranks | None:
     """The processes that compute the model's forwards together, which must all ask the first time; `None` if this one
     does alone."""

@@ -22,7 +22,7 @@ from ..config import AUTO, PagedConfig
 from ..kernels.costs import find_costs
 from ..step import ReadCounters
 from .forwards import compute_device
-from .ranks import ranks_of
+from .ranks import check_heads, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[i
         memory = before
         sizes = before.better_sizes() if before is not None and known == key else None
         if memory is None or known != key or sizes is not None:
+            check_heads(model)
             if config.block_size == AUTO:
                 sizes = sizes or block_sizes(model, config, expected)
             memory, ranks = PagedMemory(config, sizes=sizes), ranks_of(model)

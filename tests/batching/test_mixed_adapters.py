@@ -197,6 +197,52 @@ def test_adapter_names_with_several_sequences() -> None:
     hf_paged.check_integrity(model.get_base_model())
 
 
+# -- rows that draft --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("source", ["ngrams", "assistant"])
+def test_rows_that_draft(source: str, mode: str) -> None:
+    model, texts = many(3), [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in prompts(12, 17, 9, 14)]
+    options = {"do_sample": mode == "sample", "max_new_tokens": 30}
+    names = ["a0", "a1", "a2", "__base__"]
+    more: dict[str, Any] = {"assistant_model": models.get_assistant("llama")} if source == "assistant" else {}
+    # where there is no room for a draft of an assistant's, its row draws otherwise
+    budget: dict[str, Any] = {} if more else {"max_num_batched_tokens": 40}
+    config = PagedConfig(block_size=8, speculation=None if more else "ngram", **budget)
+    with PagedEngine(model, config) as engine:
+        forwards = counted(engine)
+        for _ in range(2):  # the second time with cached prefixes, and recorded steps
+            results = engine.generate(texts, options, adapter=names, seed=1, **more)
+            for name, prompt, result in zip(names, texts, results):
+                if mode == "greedy" or not more:  # an assistant draws in the place of the model
+                    assert_same_as_lone(lone_with(model, name, prompt, options, 1), result, options, name)
+            engine.check_integrity()
+        stats = engine.stats()
+        assert stats.num_accepted_tokens > 0 and len(forwards) == stats.num_steps
+        if mode == "sample" and more:
+            with PagedEngine(model, config) as other:
+                for name, prompt, result in zip(names, texts, results):
+                    (alone,) = other.generate([prompt], options, adapter=name, seed=1, **more)
+                    assert alone.token_ids == result.token_ids
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize(
+    "more", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": None}], ids=["lookup", "assistant"]
+)
+def test_adapter_names_with_drafts(more: dict[str, Any]) -> None:
+    model, names = many(2), ["a0", "__base__", "a1"]
+    if "assistant_model" in more:
+        more = {"assistant_model": models.get_assistant("llama")}
+    inputs = models.padded_prompt("llama", (26, 4, 17))
+    options = {"do_sample": False, "max_new_tokens": 20, "adapter_names": names}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, **options, **more, **models.PAGED), expected)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == "engine" and route.num_draft_tokens > 0
+
+
 # -- what goes in forwards of its own ---------------------------------------------------------------------------------
 
 
@@ -411,7 +457,7 @@ def test_each_part_is_a_product_of_its_own() -> None:
     ]
     add_each(out, x, [(1, 3, loras[0]), (3, 6, loras[1])])
     for rows, lora_weights in (((1, 3), loras[0]), ((3, 6), loras[1])):
-        a, b, bias, scaling = lora_weights
+        a, b, bias, scaling, _ = lora_weights
         expected = (x[slice(*rows)] @ a.T @ b.T + (0 if bias is None else bias)) * scaling
         assert torch.allclose(out[slice(*rows)], expected, atol=1e-5)
     assert not out[0].any()

@@ -213,6 +213,41 @@ def test_shared_prefixes_are_read_once(
     assert sizes_of(bench)[-1].chunks and sizes_of(bench)[-1].prefixes and graphs.num_replays == 5
 
 
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.mark.slow
+def test_one_recorded_step_serves_every_order_of_adapters(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the Triton kernels, with prompts beside decodes, of which there are fewer than the step has room for."""
+    pytest.importorskip("peft")
+    _use_triton(monkeypatch)
+    from tests.test_peft_engine import lone_with, lora_model
+
+    model = lora_model(models.build("llama", num_hidden_layers=1))
+    texts = prompts(9, 10, 11, seed=3)
+    expected = {
+        (name, number): lone_with(model, name, texts[number], {**GREEDY, "max_new_tokens": 5})
+        for name in ("first", "second", "__base__")
+        for number in range(3)
+    }
+    orders = [("first", "second", "__base__"), ("second", "first", "__base__"), ("__base__", "second", "first")]
+    with PagedEngine(model, PagedConfig(block_size=SIZE, num_blocks=60, max_num_batched_tokens=12)) as engine:
+        graphs.addresses = addresses_of(model, lambda: engine.memory)
+        for _ in range(2):
+            for order in orders:
+                options = {**GREEDY, "max_new_tokens": 5}
+                jobs: list[Any] = [
+                    (prompt, {"generation_config": options, "adapter": name}) for name, prompt in zip(order, texts)
+                ]
+                for number, (name, found) in enumerate(zip(order, results(engine, jobs, later=1))):
+                    assert_same_as_lone(expected[name, number], found, options, f"{name} of {order}")
+        mixes = [key for key in graphs_of(engine.memory)._graphs if key.sizes.ranges]  # type: ignore[attr-defined]
+        assert any(key.sizes.chunks for key in mixes) and any(not key.sizes.chunks for key in mixes)
+        assert all(isinstance(key.variant[0], frozenset) for key in mixes)  # type: ignore[index]
+        assert graphs.num_replays > 8
+        assert_drained(engine)
+
+
 # ----------------------------------------------------------------------------------------------------------- failures
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     BloomConfig,
     BloomForCausalLM,
     GPTNeoConfig,
@@ -23,11 +25,14 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import hf_paged
-from hf_paged import PagedCache, PagedEngine, VirtualStorage
+from hf_paged import PagedCache, PagedEngine, VirtualStorage, compat
 from hf_paged.cache import background, pages, virtual
 from hf_paged.model import registry
+from tests.support import models
 from tests.support.models import VOCAB_SIZE, init_weights
 from tests.test_forks import holds_in_child
 
@@ -102,6 +107,22 @@ def test_code_of_a_models_own_reads_rows_in_place(built: dict[str, PreTrainedMod
     cache = PagedCache(model.config, {"storage": "virtual"})
     model.generate(ids, past_key_values=cache, max_new_tokens=70, do_sample=False)
     assert cache.counters.in_place > 0 and cache.counters.gathered == 0
+
+
+def test_the_route_says_how_a_function_of_the_callers_gets_rows(built: dict[str, PreTrainedModel]) -> None:
+    model, ids = copy.deepcopy(built["llama"]), prompts(3, 70)
+    AttentionInterface.register("callers", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    AttentionMaskInterface.register("callers", sdpa_mask)
+    try:
+        model.set_attn_implementation("callers")
+        for call, how in ((virtual_call(), "read where rows lie side by side"), (models.PAGED, "gathered")):
+            model.generate(ids, max_new_tokens=20, do_sample=False, **call)
+            route = hf_paged.last_route(model)
+            assert route is not None and route.road == "hf_loop"
+            assert f"; keys and values are {how}: its attention function" in route.reason
+            assert bool(route.slowed_by) == (how == "gathered") != route.in_place
+    finally:
+        compat.forget_attention("callers")
 
 
 MECHANISMS: dict[str, dict[str, Any]] = {

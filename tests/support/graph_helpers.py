@@ -63,7 +63,7 @@ class FakeGraphs:
         with HostFirst(), KnownAgain(first.known):
             run()
         if self.has_device:
-            owner, inputs, _ = run.args
+            owner, inputs, *_ = run.args
             record_on_a_device(owner()._forward.__self__, inputs)
         if self.fail is not None:
             self.fail()

@@ -4,6 +4,7 @@ back what each process found. As a module it is such a process."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -22,6 +23,8 @@ from transformers.distributed import DistributedConfig
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
+from hf_paged.batching.execution import adapter_files
+from hf_paged.batching.execution.adapters import AdapterError
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS
 
@@ -29,6 +32,11 @@ BLOCK_SIZE = models.BLOCK_SIZE
 SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}  # two of four prompts at a time
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 11, 19, 30)]
 SHARED = models.token_ids(1, 4 * BLOCK_SIZE, seed=7)[0].tolist()
+REPEATING = [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in PROMPTS]  # whose n-grams propose
+ONE_ROW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 30},
+    "sample": {"do_sample": True, "max_new_tokens": 30},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12},
     "samples": {"do_sample": True, "max_new_tokens": 10, "num_return_sequences": 3, "eos_token_id": MANY_ENDS},
@@ -297,6 +305,20 @@ def led_alone(model: Any, config: Any) -> Any:
     return led(model, config, lambda engine: engine.generate([PROMPTS[0]], OPTIONS["greedy"]))
 
 
+def uneven_heads(model: Any) -> Any:
+    """As many processes as do not divide the heads of keys and values: said before anything is allocated."""
+    found = []
+    for call in (
+        lambda: hf_paged.serve_rank(model) if dist.get_rank() else PagedEngine(model),
+        lambda: plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+    return {"errors": found, "held": hf_paged.memory_stats(model).held_bytes}
+
+
 def other_seeds(model: Any) -> Any:
     """Processes that draw otherwise say so, and do not hang."""
     ids = torch.tensor([PROMPTS[0]])
@@ -335,20 +357,164 @@ def failing_forward(model: Any) -> Any:
         model.lm_head.forward = own
 
 
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def folders() -> list[str]:
+    """Those of the adapters that `run` was given, in the order of their names."""
+    return sorted(str(path) for path in Path(sys.argv[1], "adapters").iterdir() if path.is_dir())
+
+
+HEADED = 1  # which of them is on the head, too: PEFT (0.21) cannot load it where that is split
+
+
+@functools.cache
+def with_adapters(model: Any) -> Any:
+    """As the model's own, loaded by PEFT in every process."""
+    import peft
+
+    made = None
+    for number, folder in enumerate(folders()):
+        if number == HEADED:
+            continue
+        if made is None:
+            made = peft.PeftModel.from_pretrained(model, folder, adapter_name=f"a{number}")
+        else:
+            made.load_adapter(folder, f"a{number}")
+    return made.eval()
+
+
+def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]:
+    """Requests with each of them, of each kind, beside one another: tokens by adapter."""
+    runner, num_rows = engine._core.get_loop().executor.runner, list[int]()
+    run = runner.run
+    runner.run = lambda items, *rest: (num_rows.append(len(items)), run(items, *rest))[1]
+    calls = [(adapter, name, number) for adapter in adapters for name in OPTIONS for number in range(len(PROMPTS))]
+    for adapter, name, number in calls:
+        engine.add_request(
+            PROMPTS[number], OPTIONS[name], request_id=f"{adapter} {name} {number}", adapter=adapter, seed=0
+        )
+    results: dict[str, Any] = {}
+    while engine.has_unfinished:
+        results |= {output.request_id: output.result for output in engine.step() if output.finished}
+        engine.check_integrity()
+    tokens: dict[str, Any] = {adapter: {name: [] for name in OPTIONS} for adapter in adapters}
+    for adapter, name, number in calls:
+        tokens[adapter][name] += tokens_of([results[f"{adapter} {name} {number}"]])
+    hits = [results[f"{adapter} greedy 3"].num_prefix_hit_tokens for adapter in adapters]
+    stats = engine.stats()
+    return {
+        "tokens": list(tokens.values()),
+        "hits": hits,
+        "loads": stats.num_adapter_loads,
+        "evictions": stats.num_adapter_evictions,
+        "forwards a step": len(num_rows) / stats.num_steps,
+    }
+
+
+def adapter_folders(model: Any) -> Any:
+    """Requests with adapters in folders, and with none, twice; with room for few of them; with one that the second
+    process cannot read."""
+    names = [*folders(), "__base__"]
+    found: dict[str, Any] = {}
+
+    def twice(engine: PagedEngine) -> Any:
+        return [rows_of_adapters(engine, names) for _ in range(2)]
+
+    def one_by_one(engine: PagedEngine) -> Any:
+        tokens = [
+            tokens_of(engine.generate(PROMPTS[:2], OPTIONS["greedy"], adapter=[name] * 2))
+            for _ in "ab"
+            for name in names
+        ]
+        return {"tokens": tokens, "evictions": engine.stats().num_adapter_evictions}
+
+    found["together"] = led(model, {"block_size": BLOCK_SIZE}, twice)
+    found["short"] = led(model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one)
+    load = adapter_files.load_adapter
+
+    def fail(model: Any, file: Any) -> Any:
+        if file.path == os.path.realpath(names[1]):
+            raise AdapterError(file, "no such folder here")
+        return load(model, file)
+
+    def unread(engine: PagedEngine) -> Any:
+        results = engine.generate(PROMPTS[:1] * len(names), OPTIONS["greedy"], adapter=names)
+        return [repr(result.error) if result.error else tokens_of([result]) for result in results]
+
+    adapter_files.load_adapter = fail if dist.get_rank() else load
+    try:
+        found["unread"] = led(model, {"block_size": BLOCK_SIZE}, unread)
+    finally:
+        adapter_files.load_adapter = load
+    return found
+
+
+def rows_by_names(model: Any, names: list[str], **more: Any) -> Any:
+    """Of one `generate` call whose rows have the last of these adapters."""
+    ids = torch.tensor([prompt[:5] for prompt in PROMPTS])
+    names = names[-len(ids) :]
+    options = {**OPTIONS["greedy"], "attention_mask": torch.ones_like(ids), "adapter_names": names}
+    return model.generate(ids, **options, **more).tolist()
+
+
+def own_adapters(model: Any) -> Any:
+    """Requests with the model's own adapters, by name; `adapter_names` of `generate` in each process."""
+    made = with_adapters(model)
+    names = [*made.peft_config, "__base__"]
+    found: dict[str, Any] = {"plain": []}
+    for name in names:
+        with made.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+            if name != "__base__":
+                made.set_adapter(name)
+            found["plain"].append(plain_calls(made))
+    made.set_adapter("a0")
+    found["engine"] = led(made, {"block_size": BLOCK_SIZE}, lambda engine: rows_of_adapters(engine, names))
+    found["rows"] = rows_by_names(made, names, **models.PAGED)
+    found["road"] = hf_paged.last_route(model).road
+    return found
+
+
+def drafts(model: Any) -> Any:
+    """Rows that propose their own n-grams, or what a smaller model in process 0 does; last with adapters, too."""
+    found: dict[str, Any] = {}
+
+    def work(engine: PagedEngine, **more: Any) -> Any:
+        tokens = {name: tokens_of(engine.generate(REPEATING, each, seed=0, **more)) for name, each in ONE_ROW.items()}
+        return {**tokens, "accepted": engine.stats().num_accepted_tokens}
+
+    def assisted(engine: PagedEngine) -> Any:
+        assistant = models.get_assistant("llama")  # which is in this process alone
+        found = tokens_of(engine.generate(REPEATING, ONE_ROW["greedy"], assistant_model=assistant))
+        return {"greedy": found, "accepted": engine.stats().num_accepted_tokens}
+
+    ngrams = {"block_size": BLOCK_SIZE, "speculation": "ngram"}
+    found["ngrams"] = led(model, ngrams, work)
+    found["assistant"] = led(model, {"block_size": BLOCK_SIZE}, assisted)
+    names = [*folders(), "__base__"][-len(REPEATING) :]
+    found["adapters"] = led(model, ngrams, lambda engine: work(engine, adapter=names))
+    return found
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     each.__name__: each
     for each in (
         *(plain_calls, paged_calls, engine_calls, preempted, prefix_hits, changed_weights, memory, random_requests),
         *(slow_rank, killed, killed_leader, refusals, other_seeds, failing_forward),
+        *(adapter_folders, own_adapters, drafts, uneven_heads),
     )
 }
 
 
-def run(model: Any, *cases: str, world_size: int = 2, timeout: float = 300.0) -> list[dict[str, Any]]:
-    """What each process found in these cases, by name; nothing of a case that it did not come to the end of. With
-    `world_size` 1 in this process."""
+def run(
+    model: Any, *cases: str, world_size: int = 2, timeout: float = 300.0, adapters: Any = None
+) -> list[dict[str, Any]]:
+    """What each process found in these cases, by name; nothing of a case that it did not come to the end of. `adapters`
+    of a PEFT model are saved for them (`folders`)."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        if adapters is not None:
+            adapters.save_pretrained(Path(folder, "adapters"), save_embedding_layers=False)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"),
             *("-m", "tests.support.ranks", folder, *cases),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...cache.storage import free_bytes
 from ...kernels.lora import LoraWeights
+from .adapter_shards import own_part
 from .adapters import BASE, Adapter, AdapterError, check_adapter, has_adapter, unmixable_layer
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
             # copies, as what safetensors gives is mapped from the file, which may be written to
             a, b, bias = (None if x is None else x.to(_dtype(x), copy=True) for x in (a, b, bias))
-            parts[module] = LoraWeights(a, b, bias, scaling)
+            parts[module] = own_part(model, own, module, LoraWeights(a, b, bias, scaling))
         if _version(file.path) != file.version:
             raise ValueError("its files were changed since the request was added: add it again")
         return parts
@@ -180,6 +181,10 @@ class AdapterStore:
         self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
         self._numbers = 0
         self.num_loads = 0  # from files
+
+    def __contains__(self, file: AdapterFile) -> bool:
+        """Whether it is where the model computes."""
+        return file in self._placed
 
     def get(self, file: AdapterFile) -> Adapter:
         """Its weights, loaded if they are not. Raises [`AdapterError`]."""
@@ -242,4 +247,4 @@ class AdapterStore:
 
 def _on(lora: LoraWeights, device: torch.device) -> LoraWeights:
     bias = None if lora.bias is None else lora.bias.to(device)
-    return LoraWeights(lora.a.to(device), lora.b.to(device), bias, lora.scaling)
+    return LoraWeights(lora.a.to(device), lora.b.to(device), bias, lora.scaling, lora.group)

@@ -13,6 +13,7 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ...kernels.lora import LoraWeights
+from .adapter_shards import is_split, local, local_weights
 
 BASE = "__base__"  # PEFT's own name for "no adapter"
 _STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
@@ -128,7 +129,8 @@ def unmixable_layer(module: nn.Module) -> str | None:
     if type(module) not in (nn.Linear, Conv1D):
         return f"is no plain linear layer ({type(module).__name__})"
     weight: Any = module.weight
-    if type(weight) not in (Tensor, Parameter) or not weight.is_floating_point() or weight.is_meta:
+    is_plain = type(weight) in (Tensor, Parameter) or is_split(weight)
+    if not is_plain or not weight.is_floating_point() or weight.is_meta:
         return f"has quantized weights, or such as lie elsewhere ({type(weight).__name__}, {weight.dtype})"
     return None
 
@@ -151,8 +153,19 @@ def find_adapter(model: nn.Module, name: str, key: tuple[str, int]) -> Adapter |
             return f"adapter {name!r} has dropout, and the model is in training mode"
         if base in parts:
             return f"adapter {name!r} has two layers on one module"
+        weights = local_weights(*_tensors(layer, name), layer.scaling[name])
+        if weights is None:
+            return f"the weights of adapter {name!r} are split over processes in a way of their own"
+        a, b, _ = _tensors(layer, name)
+        if is_split(base.weight) and (a.shape[1], b.shape[0]) != tuple(base.weight.shape[::-1]):
+            raise AdapterError(
+                name,
+                f"adapter {name!r} cannot be computed: PEFT has made its weights for {b.shape[0]} of the "
+                f"{base.weight.shape[0]} numbers that a layer gives, which is split over processes. Leave that layer "
+                "out of `target_modules`, or name the adapter's folder as `adapter` in place of loading it with PEFT",
+            )
         sources.append((layer, base))
-        parts[base] = LoraWeights(*_tensors(layer, name), layer.scaling[name])
+        parts[base] = weights
     if any(type(x) not in (Tensor, Parameter) for part in parts.values() for x in part.tensors):
         return f"the weights of adapter {name!r} are no plain tensors"
 
@@ -160,7 +173,7 @@ def find_adapter(model: nn.Module, name: str, key: tuple[str, int]) -> Adapter |
         found: list[Any] = []
         for layer, base in sources:
             found += [layer.base_layer is base, layer.scaling[name], layer.lora_dropout[name].training]
-            found += [base.weight, *_tensors(layer, name)]
+            found += map(local, (base.weight, *_tensors(layer, name)))
         return found
 
     return Adapter(key, parts, read)

@@ -243,14 +243,14 @@ class Executor:
 
         alone = list(range(len(items)))
         if self.runner.mixes_adapters and self.adapters is not None:
-            with let_in():  # some may be read from files
+            with self._loading():
                 found = self.adapters.together(names)
             self.slowed_by |= self.adapters.refusals
             places = [x for x in alone if items[x][0].request.adapter in found and items[x][0].request.inputs is None]
             chosen = [found[items[place][0].request.adapter] for place in places]
             if len(set(map(id, chosen))) > 1:
                 try:
-                    with self._cast(), let_in():
+                    with self._cast(), self._window():
                         own = [items[place] for place in places]
                         note(places, run_mixed(self.model, self.runner, own, chosen, self.adapters.mix))
                     alone = [place for place in alone if place not in set(places)]
@@ -263,25 +263,34 @@ class Executor:
 
     def run_with(self, adapter: Hashable, items: list[tuple[Sequence, int]]) -> Tensor:
         """As `run`, all with this adapter, and nothing launched ahead."""
+        using = self._using(adapter)
         return self.compute(
-            adapter, lambda: self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.key)
+            using, lambda: self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.variant)
         )
 
-    def compute(self, adapter: Hashable, work: Callable[[], Tensor]) -> Tensor:
-        """A forward with this adapter."""
-        window = let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
-        with self._cast(), window, self._using(adapter):
+    def compute(self, using: contextlib.AbstractContextManager[None], work: Callable[[], Tensor]) -> Tensor:
+        """A forward, within what gives it its adapters."""
+        with self._cast(), self._window(), using:
             return work()
+
+    def _window(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward: interrupts reach it, unless other processes are in theirs meanwhile."""
+        return let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
 
     def _using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
         if isinstance(adapter, AdapterFile) and self.adapters is not None:
-            return mixing(self.model, self.adapters.alone(adapter))
+            with self._loading():
+                return mixing(self.model, self.adapters.alone(adapter))
         return use_adapter(self.model, adapter)
+
+    def _loading(self) -> contextlib.AbstractContextManager[None]:
+        """Around what may read adapters from files: interrupts are let in, unless all processes read them."""
+        return let_in() if self.ranks is None else contextlib.nullcontext()
 
     def prefetch(self, adapters: list[Hashable]) -> None:
         """Requests with these are admitted next."""
         if self.adapters is not None:
-            self.adapters.store.prefetch([x for x in adapters if isinstance(x, AdapterFile)])
+            self.adapters.prefetch([x for x in adapters if isinstance(x, AdapterFile)])
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, Tensor]]) -> Fetch | None:
         return self.ahead.fetch(ready, self._run_ahead) if self.runner.can_run_ahead else None
@@ -292,7 +301,7 @@ class Executor:
             return None
         known = token_ids.clamp(0, self.num_embeddings - 1)  # ids out of range are reported once the host has them
         with self.lock, self._cast(), self._using(adapter):
-            return self.runner.run_ahead(sequences, known, adapter if (mix := mixed.get()) is None else mix.key)
+            return self.runner.run_ahead(sequences, known, adapter if (mix := mixed.get()) is None else mix.variant)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:

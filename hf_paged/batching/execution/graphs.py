@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -35,8 +35,8 @@ from ...model.state import ModelState, plain_tensors
 from ...step import NotCapturable, StepMetadata
 from ...tape.tape import Tape
 from .cuda_graphs import CudaGraphs
-from .inputs import PackedTokens, Sizes, StaticInputs
-from .mixing import mixed
+from .inputs import Bounds, PackedTokens, Sizes, StaticInputs
+from .mixing import mixed, recorded
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Key(NamedTuple):
         chunks, or without what their decodes share."""
         mine, needed = self.sizes, other.sizes
         return bool(
-            self.variant == other.variant
+            _covers(self.variant, other.variant)
             and mine.decodes >= needed.decodes
             and all(width >= least for width, least in zip(mine.widths, needed.widths))
             and bool(mine.chunks) == bool(needed.chunks)
@@ -89,6 +89,13 @@ class Key(NamedTuple):
         return sizes.decodes, sizes.chunks, sizes.chunk_tokens, bool(sizes.prefixes), self.variant
 
 
+def _covers(mine: Any, needed: Any) -> bool:
+    """Whether they are the same, but for adapters that no token of a step needs to have."""
+    if isinstance(mine, tuple) and isinstance(needed, tuple) and mine[1:] == needed[1:]:
+        mine, needed = mine[0], needed[0]
+    return bool(mine >= needed if isinstance(mine, frozenset) and isinstance(needed, frozenset) else mine == needed)
+
+
 def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
     """For the prefixes of a group; with room that it does not need, launches would do nothing."""
     return bool(mine[0]) == bool(needed[0]) and mine[0] >= needed[0] and mine[1] >= needed[1]
@@ -102,6 +109,7 @@ class RecordedStep:
     logits: Tensor
     graph: Graph
     held: Any = None  # what it reads beside the model, blocks and inputs
+    adapters: Sequence[Hashable] | None = None  # whose ranges are among the inputs, by key
 
 
 def bucket(num_rows: int) -> int:
@@ -233,7 +241,8 @@ class StepGraphs:
             return bool(wanted.sizes.prefixes) - bool(key.sizes.prefixes), key.sizes.tokens, key.sizes.widths
 
         serving = min((key for key in self._graphs if key.serves(wanted)), key=padding, default=None)
-        least = MIN_USES if mixed.get() is None else MIN_MIXED_USES
+        mix = mixed.get()
+        least = MIN_USES if mix is None or mix.can_record else MIN_MIXED_USES
         if self._uses[wanted] >= least or (serving is None and self._uses[wanted.use] >= least):
             return self._capture(wanted, tokens, prefixes)
         self._uses.update((wanted, wanted.use))
@@ -249,19 +258,20 @@ class StepGraphs:
             else (0, 0)
             for each, found in zip(least, prefixes)
         )
-        decodes, num_tokens = tokens.num_decodes, len(tokens.token_ids)
+        decodes, num_tokens, mix = tokens.num_decodes, len(tokens.token_ids), mixed.get()
+        num_adapters = len(mix.adapters) if mix is not None and mix.can_record else 0
         if num_tokens == decodes:
             rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
-            return Sizes(rows, widths, prefixes=shared)
+            return Sizes(rows, widths, prefixes=shared, ranges=num_adapters)
         chunks = _power(MIN_CHUNKS, len(tokens.query_start) - 1 - decodes)
         # always more tokens than rows: a forward that ignores which logits are wanted is known by their number
         chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
-        return Sizes(_power(1, decodes) if decodes else 0, widths, chunks, chunk_tokens, shared)
+        return Sizes(_power(1, decodes) if decodes else 0, widths, chunks, chunk_tokens, shared, 2 * num_adapters)
 
     def _replay(self, key: Key, tokens: PackedTokens, prefixes: Prefixes, token_ids: Tensor | None) -> Tensor:
         step = self._graphs[key] = self._graphs.pop(key)
         with self._backend.in_order():
-            step.inputs.fill(tokens, prefixes)
+            step.inputs.fill(tokens, prefixes, _ranges(step.adapters, tokens))
             if token_ids is not None:
                 step.inputs.token_ids[0, : len(token_ids)].copy_(token_ids)
             step.graph.replay()
@@ -279,15 +289,19 @@ class StepGraphs:
         outputs: list[Tensor] = []
         try:
             inputs = StaticInputs(key.sizes, self._windows, self._block_sizes, self._device)
+            mix, deltas, adapters = mixed.get(), None, None
+            if mix is not None and key.sizes.ranges:
+                deltas = mix.record(inputs.ranges, key.sizes.tokens, key.sizes.chunks > 0)
+                adapters = [each.key for each in mix.adapters]
             # autocast converts weights in every replay: what its cache holds goes when autocast ends
             dtype = autocast_dtype(self._device)
             uncached = torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False)
             with self._backend.in_order():
-                inputs.fill(tokens, prefixes)
+                inputs.fill(tokens, prefixes, _ranges(adapters, tokens))
                 dtypes = {dtype, getattr(self._model(), "dtype", None)}
                 with uncached:
                     graph = self._backend.capture(
-                        functools.partial(_record, weakref.ref(self), inputs, outputs),
+                        functools.partial(_record, weakref.ref(self), inputs, outputs, deltas),
                         self._model(),
                         lambda replay: _check_replay(replay, outputs[0][: max(1, len(tokens.last))], dtypes),
                     )
@@ -305,8 +319,8 @@ class StepGraphs:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
             self._uses[oldest] = self._uses[oldest.use] = 0  # where there is no room for all, few are recorded again
-        mix = mixed.get()
-        self._graphs[key] = RecordedStep(inputs, outputs[0], graph, None if mix is None else mix.tables)
+        held_too = deltas if deltas or mix is None else mix.tables
+        self._graphs[key] = RecordedStep(inputs, outputs[0], graph, held_too, adapters)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return key
 
@@ -384,12 +398,25 @@ class StepGraphs:
         return found
 
 
-def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[Tensor]) -> None:
-    """The recorded forward, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills."""
+def _ranges(adapters: Sequence[Hashable] | None, tokens: PackedTokens) -> list[tuple[Bounds, Bounds]]:
+    """Which tokens of this thread's step have these adapters."""
+    mix = mixed.get()
+    if adapters is None or mix is None:
+        return []
+    return mix.ranges(adapters, tokens.num_decodes, len(tokens.token_ids))
+
+
+def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[Tensor], deltas: Any = None) -> None:
+    """The recorded forward, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills; what its
+    adapters add, if it reads on the device which tokens have them."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     torch.clear_autocast_cache()  # a forward's own autocast may keep weights that were converted before the recording
-    logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps(), inputs.kept)
+    outer = recorded.set(deltas)
+    try:
+        logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps(), inputs.kept)
+    finally:
+        recorded.reset(outer)
     torch.clear_autocast_cache()
     if not outputs:
         outputs.append(graphs._output(logits))

@@ -74,6 +74,10 @@ class TableRows:
         return self._tensor[:rows]
 
 
+Bounds = tuple[int, int]
+"""Packed tokens `[start, end)`."""
+
+
 class Sizes(NamedTuple):
     """What a recorded step has room for."""
 
@@ -82,6 +86,7 @@ class Sizes(NamedTuple):
     chunks: int = 0  # rows behind them, of any number of tokens
     chunk_tokens: int = 0  # of all of these
     prefixes: tuple[tuple[int, int], ...] = ()  # of each group: prefixes that decodes share, columns of their tables
+    ranges: int = 0  # of tokens that have an adapter of their own
 
     @property
     def rows(self) -> int:
@@ -159,12 +164,13 @@ class StaticInputs:
     """Buffers at fixed addresses for steps that have room in `sizes`, filled for every step with one copy. Rows that a
     step does not have hold token 0 at position 0, stored nowhere (slot -1), which attends to nothing (length 0).
     `token_ids` and `positions` are `(1, tokens)` int64; `kept`, of steps with chunks, `(decodes + chunks,)` int64, the
-    tokens whose logits are wanted."""
+    tokens whose logits are wanted; `ranges` `(sizes.ranges, 2)` int64, tokens with an adapter of their own: those of
+    decodes, then of chunks, of each adapter."""
 
     def __init__(self, sizes: Sizes, windows: list[int | None], block_sizes: list[int], device: torch.device) -> None:
         self.sizes, self.windows, self.block_sizes = sizes, windows, block_sizes
         has_chunks, num_kept = sizes.chunks > 0, sizes.decodes + sizes.chunks
-        num_longs = (2 + len(sizes.widths)) * sizes.tokens + has_chunks * num_kept
+        num_longs = (2 + len(sizes.widths)) * sizes.tokens + has_chunks * num_kept + 2 * sizes.ranges
         num_ints = sum((3 + width) * sizes.rows for width in sizes.widths) + has_chunks * (sizes.rows + 1)
         num_ints += sum(2 * sizes.decodes + 1 + (3 + width) * (count + 1) for count, width in sizes.prefixes if count)
         with torch.inference_mode(False):  # they outlive the call
@@ -186,13 +192,20 @@ class StaticInputs:
             self._groups = [_GroupInputs(sizes, number, take) for number in range(len(sizes.widths))]
             self._kept = take("q", num_kept) if has_chunks else None
             self._query_start = take("i", sizes.rows + 1) if has_chunks else None
+            self._ranges = take("q", 2 * sizes.ranges)
+            self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids, self.positions = self._token_ids.device[None], self._positions.device[None]
             self.kept = None if self._kept is None else self._kept.device
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def fill(self, tokens: PackedTokens, prefixes: Sequence[Sequence[SharedPrefix]] = ()) -> None:
-        """Takes a step, and what its decodes share in each layer group. The host writes pinned memory, and waits if the
-        copy before is still to be made."""
+    def fill(
+        self,
+        tokens: PackedTokens,
+        prefixes: Sequence[Sequence[SharedPrefix]] = (),
+        ranges: Sequence[tuple[Bounds, Bounds]] = (),
+    ) -> None:
+        """Takes a step, what its decodes share in each layer group, and the packed tokens of each of its adapters. The
+        host writes pinned memory, and waits if the copy before is still to be made."""
         if self._copied is not None:
             self._copied.synchronize()
         sizes, decodes = self.sizes, tokens.num_decodes
@@ -219,6 +232,10 @@ class StaticInputs:
             self._query_start.write([*range(sizes.decodes), *starts, *starts[-1:] * unused, sizes.tokens])
             kept = [at if at < decodes else at + shift for at in tokens.last]
             self._kept.write([*kept, *[0] * (sizes.decodes + sizes.chunks - len(kept))])
+        shift, bounds = sizes.decodes - decodes, list[int]()
+        for (start, end), (first, last) in ranges:
+            bounds += (start, end, first + shift, last + shift) if sizes.chunks else (start, end)
+        self._ranges.write(bounds)
         self._buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()

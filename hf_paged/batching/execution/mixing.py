@@ -7,8 +7,9 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,37 @@ from ...cache.adapter_pages import AdapterPages
 from ...cache.block_manager import BlockManager
 from ...cache.paged_cache import PagedCache
 from ...cache.storage import is_out_of_memory
-from ...kernels.lora import Deltas, LoraWeights
+from ...kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ...model import capability
 from ...model.capability import Layout, MakeRunner
 from ..request import Sequence
 from .adapter_files import AdapterFile, AdapterStore, linear_shape
+from .adapter_shards import NotSplitError, own_part
 from .adapters import BASE, Adapter, AdapterError, active_adapter, check_adapter, find_adapter, use_adapter
+from .inputs import Bounds
 from .runner import Runner, in_order, rows_of_logits
 
 MAX_MIXES = 64  # that are kept for recorded steps and for the next
+
+
+Ranges = list[tuple[Adapter | None, int, int]]
+"""Of packed tokens `[start, end)` the adapter; `None`: they have none."""
+
+
+class Mirror(Protocol):
+    """What is told of adapters, for other processes to have the same."""
+
+    def check_mixing(self, names: tuple[str, ...]) -> None:
+        """`Adapters.check` of these modules comes next."""
+
+    def load_adapter(self, file: AdapterFile) -> None:
+        """Raises [`AdapterError`] if one of them cannot."""
+
+    def prefetch_adapters(self, files: list[AdapterFile]) -> None: ...
+
+    def forget_adapter(self, file: AdapterFile) -> None: ...
+
+    def forget_model(self) -> None: ...
 
 
 class NotMixableError(Exception):
@@ -36,7 +59,7 @@ class NotMixableError(Exception):
 class Mix:
     """Which tokens of a packed step have which adapter, and what that adds to which modules."""
 
-    def __init__(self, ranges: list[tuple[Adapter | None, int, int]], head: nn.Module | None) -> None:
+    def __init__(self, ranges: Ranges, head: nn.Module | None) -> None:
         self.key = tuple((None if adapter is None else adapter.key, *bounds) for adapter, *bounds in ranges)
         self.adapters = list({id(each): each for each, *_ in ranges if each is not None}.values())
         self._ranges, self._head = ranges, head
@@ -45,16 +68,57 @@ class Mix:
         self.num_tokens = 0  # of the forward, of which those behind the last range have no adapter
         self.kept: list[int] | None = None  # tokens whose logits are wanted, if the head gets these alone
         self._deltas = {module: Deltas(self._parts(module, ranges)) for module in self.modules}
+        self.can_record = False  # whether one recorded step may serve whichever tokens have these adapters
+
+    @property
+    def names(self) -> list[tuple[Hashable, int, int]]:
+        """What it is made of, for another process (`Adapters.mix_named`)."""
+        return [(BASE if adapter is None else adapter.key[0], start, end) for adapter, start, end in self._ranges]
 
     def prepare(self, device: torch.device) -> None:
+        """For steps that are recorded with these ranges alone."""
         like = torch.empty(0, device=device)
         for deltas in self._deltas.values() if not self._is_one else ():
             deltas.prepare(like)
+
+    def takes_ranges(self, device: torch.device) -> bool:
+        """Whether what it adds can be recorded for other ranges, too."""
+        weights = [[each.parts[x] for each in self.adapters if x in each.parts] for x in self.modules]
+        return bool(weights) and all(can_record(each, device) for each in weights)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those that a recorded step reads, whose memory is not the model's."""
         return [x for each in self.adapters for lora in each.parts.values() for x in lora.tensors]
+
+    @property
+    def variant(self) -> Hashable:
+        """What recorded steps are told apart by."""
+        return frozenset(each.key for each in self.adapters) if self.can_record else self.key
+
+    def ranges(self, adapters: Items[Hashable], num_decodes: int, num_tokens: int) -> list[tuple[Bounds, Bounds]]:
+        """Of each of these adapters, by key, which of the step's packed tokens have it: decodes, and others."""
+        whole = [(self.adapters[0], 0, num_tokens)]
+        found = {key: [(0, 0), (0, 0)] for key in adapters}
+        for adapter, start, end in whole if self._is_one else self._ranges:
+            if adapter is not None and start < num_decodes:
+                found[adapter.key][0] = start, min(end, num_decodes)
+            if adapter is not None and end > num_decodes:
+                found[adapter.key][1] = max(start, num_decodes), end
+        return [(decodes, others) for decodes, others in found.values()]
+
+    def record(self, ranges: Tensor, most: int, has_others: bool) -> dict[nn.Module, RecordedDeltas]:
+        """What a step adds that reads its `ranges` `(n, 2)` on the device: two of each of `adapters`, as `ranges` tells
+        them, or one where all tokens are decodes; `most`: tokens of the step."""
+        found = dict[nn.Module, RecordedDeltas]()
+        for module in self.modules:
+            weights = [
+                (number, each.parts[module]) for number, each in enumerate(self.adapters) if module in each.parts
+            ]
+            if has_others:
+                weights = [(2 * number + kind, lora) for number, lora in weights for kind in range(2)]
+            found[module] = RecordedDeltas(ranges, most, weights)
+        return found
 
     @property
     def tables(self) -> list[Any]:
@@ -74,7 +138,9 @@ class Mix:
         self._deltas_of(module, len(x)).add(out, x)
         return out.view(output.shape)
 
-    def _deltas_of(self, module: nn.Module, num_rows: int) -> Deltas:
+    def _deltas_of(self, module: nn.Module, num_rows: int) -> Deltas | RecordedDeltas:
+        if (step := recorded.get()) is not None:
+            return step[module]
         if self._is_one:
             adapter = self._ranges[0][0]
             lora = None if adapter is None else adapter.parts.get(module)
@@ -86,13 +152,11 @@ class Mix:
             return self._deltas[module]
         raise NotMixableError(f"{type(module).__name__} gets {num_rows} rows in a forward of {self.num_tokens} tokens")
 
-    def _parts(
-        self, module: nn.Module, ranges: list[tuple[Adapter | None, int, int]]
-    ) -> list[tuple[int, int, LoraWeights]]:
+    def _parts(self, module: nn.Module, ranges: Ranges) -> list[tuple[int, int, LoraWeights]]:
         found = ((adapter, start, end) for adapter, start, end in ranges if adapter is not None)
         return [(start, end, each.parts[module]) for each, start, end in found if module in each.parts]
 
-    def _kept_ranges(self) -> list[tuple[Adapter | None, int, int]]:
+    def _kept_ranges(self) -> Ranges:
         def of(token: int) -> Adapter | None:
             return next((adapter for adapter, start, end in self._ranges if start <= token < end), None)
 
@@ -103,9 +167,13 @@ mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
 """What the forwards of this thread run with, where that is not an adapter of the model's own for all."""
 
 
-def joined(counts: Iterable[tuple[Adapter | None, int]]) -> list[tuple[Adapter | None, int, int]]:
+recorded: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar("hf_paged_recorded", default=None)
+"""Of the step that is recorded what is added to which module, for whichever tokens its ranges say."""
+
+
+def joined(counts: Iterable[tuple[Adapter | None, int]]) -> Ranges:
     """Neighbours with one adapter as one range."""
-    found: list[tuple[Adapter | None, int, int]] = []
+    found: Ranges = []
     for adapter, count in counts:
         start = found[-1][2] if found else 0
         if found and found[-1][0] is adapter:
@@ -136,18 +204,25 @@ class Adapters:
         self._own: dict[str, Adapter] = {}  # by name
         self._seen: set[str] = set()  # of these, those that were looked for since the model may have changed
         self._numbers = itertools.count()
+        self.mirror: Mirror | None = None
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
         self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
+        self._recordable: dict[frozenset[Hashable], bool] = {}  # by adapters: whether a recorded step serves all ranges
         self.refusals: set[str] = set()  # why rows with adapters went in forwards of their own
 
     def forget_model(self) -> None:
         """It may be another from here on."""
+        if self.mirror is not None:
+            self.mirror.forget_model()
         self._seen, self._verdicts = set(), {}
         self._mixes.clear()
+        self._recordable.clear()
         self.store.forget_others(set(self._model.modules()))
 
     def _forget(self, file: AdapterFile) -> None:
         """It has lost its place: nothing keeps its weights."""
+        if self.mirror is not None:
+            self.mirror.forget_adapter(file)
         self.store.forget(file)
         for key, mix in list(self._mixes.items()):
             if any(adapter.key[0] == file for adapter in mix.adapters):
@@ -175,7 +250,9 @@ class Adapters:
             return {}
         modules = frozenset(module for adapter in found.values() if adapter is not None for module in adapter.parts)
         if modules not in self._verdicts:
-            self._verdicts[modules] = self._check(modules)
+            self._verdicts[modules] = self.check(
+                tuple(name for name, module in self._model.named_modules() if module in modules)
+            )
         if (reason := self._verdicts[modules]) is not None:
             self.refusals.add(reason)
             return {}
@@ -187,9 +264,37 @@ class Adapters:
         self._verdicts[modules] = reason
         self.refusals.add(reason)
 
+    def prefetch(self, files: list[AdapterFile]) -> None:
+        """Requests with these are admitted next."""
+        if self.mirror is not None and files:
+            self.mirror.prefetch_adapters(files)
+        self.store.prefetch(files)
+
+    def load(self, file: AdapterFile) -> Adapter:
+        """Its weights, in all processes that hold shards of the model. Raises [`AdapterError`]."""
+        if self.mirror is None or file in self.store:
+            return self.store.get(file)
+        found = self.store.get(file)
+        try:
+            self.mirror.load_adapter(file)
+        except BaseException:
+            self.store.forget(file)
+            raise
+        return found
+
+    def mix_named(self, ranges: Items[tuple[Hashable, int, int]]) -> Mix:
+        """As `mix`, of the names of adapters that were found here or in another process (`Mix.names`)."""
+        found: Ranges = []
+        for name, start, end in ranges:
+            adapter = None if name == BASE else self._find(name)
+            if isinstance(adapter, str):
+                raise AdapterError(name, adapter)
+            found.append((adapter, start, end))
+        return self.mix(found)
+
     def _find(self, name: Hashable) -> Adapter | str | None:
         if isinstance(name, AdapterFile):
-            return self.store.get(name)
+            return self.load(name)
         own = active_adapter(self._model) if name is None else name
         if not isinstance(own, str):
             return "several adapters are active at a time"
@@ -206,13 +311,18 @@ class Adapters:
         self._seen.add(own)
         return known
 
-    def mix(self, ranges: list[tuple[Adapter | None, int, int]]) -> Mix:
+    def mix(self, ranges: Ranges) -> Mix:
         """Of ranges of tokens, in their order; the same that a step before had, if it is kept."""
         key = tuple((None if adapter is None else adapter.key, *bounds) for adapter, *bounds in ranges)
         known = self._mixes.pop(key, None)
         if known is None:
             known = Mix(ranges, head_of(self._model))
-            known.prepare(self._model.device)
+            every, device = frozenset(each.key for each in known.adapters), self._model.device
+            if every not in self._recordable:
+                self._recordable[every] = known.takes_ranges(device)
+            known.can_record = self._recordable[every]
+            if not known.can_record:
+                known.prepare(device)
         self._mixes[key] = known
         while len(self._mixes) > MAX_MIXES:
             self._mixes.popitem(last=False)
@@ -221,15 +331,20 @@ class Adapters:
     def alone(self, file: AdapterFile) -> Mix:
         """All rows with one adapter that is not the model's."""
         self._check_unmerged(file)
-        return Mix([(self.store.get(file), 0, 0)], None)
+        return self.mix([(self.load(file), 0, 0)])
 
-    def _check(self, modules: frozenset[nn.Module]) -> str | None:
+    def check(self, names: tuple[str, ...]) -> str | None:
         """Whether rows with different adapters of these modules get what each gets alone, in short forwards."""
-        names = tuple(name for name, module in self._model.named_modules() if module in modules)
+        if self.mirror is not None:
+            self.mirror.check_mixing(names)
+        try:
+            adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), None]
+        except NotSplitError as error:
+            return str(error)
 
         def make(model: PreTrainedModel, cache: PagedCache, layout: Layout) -> tuple[BlockManager, Any]:
             blocks, runner = self._make(model, cache, layout)
-            return blocks, _CheckRunner(model, runner, [*(_random_adapter(modules, rank) for rank in (3, 2)), None])
+            return blocks, _CheckRunner(model, runner, adapters)
 
         try:
             return capability.reason_against_mixing(self._model, self._cache, make, names)
@@ -244,17 +359,19 @@ def run_mixed(
     runner: Runner,
     items: list[tuple[Sequence, int]],
     found: list[Adapter | None],
-    mix_of: Callable[[list[tuple[Adapter | None, int, int]]], Mix],
+    mix_of: Callable[[Ranges], Mix],
 ) -> Tensor:
     """[`Runner`]'s logits of items in one packed forward, each with its own of the adapters `found`."""
-    places: dict[int, int] = {}  # adapters in the order met
-    numbers = [places.setdefault(id(adapter), len(places)) for adapter in found]
+    # in one order, whichever rows came first: a step with as many rows of each is then the same recorded one
+    every = sorted({id(x): x for x in found}.values(), key=lambda x: "" if x is None else str(x.key))
+    places = {id(adapter): number for number, adapter in enumerate(every)}
+    numbers = [places[id(adapter)] for adapter in found]
     decodes = [query_len == 1 or bool(sequence.draft) for sequence, query_len in items]
     order = sorted(range(len(items)), key=lambda place: (not decodes[place], numbers[place]))
     rows = rows_of_logits(items)
     mix = mix_of(joined((found[place], items[place][1]) for place in order))
     with mixing(model, mix):
-        logits = runner.run([items[place] for place in order], mix.key)
+        logits = runner.run([items[place] for place in order], mix.variant)
     return in_order([([row for place in order for row in rows[place]], logits)])
 
 
@@ -270,17 +387,20 @@ class _CheckRunner:
         return run_mixed(self._model, self._runner, items, found, lambda ranges: Mix(ranges, head))
 
 
-def _random_adapter(modules: Iterable[nn.Module], rank: int) -> Adapter:
+def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
+    """The same in every process."""
     generator, parts = torch.Generator().manual_seed(rank), dict[nn.Module, LoraWeights]()
 
     def draw(*sizes: int) -> Tensor:
         numbers = torch.randn(*sizes, generator=generator, device="cpu") * sizes[1] ** -0.5
         return numbers.to(weight.device, weight.dtype)
 
-    for module in modules:
+    for name in names:
+        module = model.get_submodule(name)
         weight: Any = module.weight
         width, depth = linear_shape(module)
-        parts[module] = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
+        whole = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
+        parts[module] = own_part(model, name.removesuffix(".base_layer"), module, whole)
     return Adapter(("check", rank), parts)
 
 

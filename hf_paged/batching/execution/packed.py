@@ -192,8 +192,8 @@ class PackedRunner(Runner):
         if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
             return None
         mix = mixed.get()
-        if mix is not None and mix.adds_to_head and len(tokens.last) < len(tokens.token_ids):
-            return None  # which rows the head gets is known on the device alone
+        if mix is not None and tokens.num_decodes < len(tokens.token_ids) and (mix.adds_to_head or not mix.can_record):
+            return None  # which rows the head gets, or where chunks lie in it, the recorded step alone knows
         logits = self._graphs.run(tokens, variant, self._forward, token_ids)
         self.num_captured_steps += logits is not None
         return logits

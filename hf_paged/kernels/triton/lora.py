@@ -4,9 +4,10 @@ whatever the number of adapters that its rows have."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +17,10 @@ from .attention_kernel import dot
 from .launch import launch
 
 if TYPE_CHECKING:  # it imports this module
-    from ..lora import Part
+    from ..lora import LoraWeights, Part
 
 MAX_RANK = 128  # of a tile, which lies in registers
-FIELDS = tl.constexpr(6)  # of a part: start, end, addresses of A, B and bias (0: none), rank
+FIELDS = tl.constexpr(5)  # of a part: which range it is of, addresses of A, B and bias (0: none), rank
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 ROWS, WIDTH = 16, 64  # of tiles: an estimate, not a measurement
 DEPTH = 32  # of a step; larger ones spill registers
@@ -29,23 +30,26 @@ class Table(NamedTuple):
     """What the kernels read of the parts of one layer."""
 
     parts: Tensor  # (parts, FIELDS) int64
+    ranges: Tensor  # (ranges, 2) int64: the rows `[start, end)` of each; those of a recorded step change
     scaling: Tensor  # (parts,) float32
     dtype: torch.dtype  # of all weights
     rank: int  # of tiles: a power of two that no part's rank passes
-    most: int  # rows of the largest part
+    most: int  # rows that a range has at most
+    group: Any = None  # processes that have a part of the depth each
 
 
 @triton.jit
 def _shrink_kernel(
-    x, middle, parts, x_row, depth,
+    x, middle, parts, ranges, x_row, depth,
     RANK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     # Rows of one part times its A: [ROWS, RANK], zero in columns past the part's rank.
     part = parts + tl.program_id(0) * FIELDS
-    first, end, rank = tl.load(part) + tl.program_id(1) * ROWS, tl.load(part + 1), tl.load(part + 5)
+    bounds, rank = ranges + tl.load(part) * 2, tl.load(part + 4)
+    first, end = tl.load(bounds) + tl.program_id(1) * ROWS, tl.load(bounds + 1)
     if first >= end:
         return
-    a = tl.load(part + 2).to(tl.pointer_type(TYPE))
+    a = tl.load(part + 1).to(tl.pointer_type(TYPE))
     row, column = (first + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)[None, :]  # int64, as the table is
     total = tl.zeros([ROWS, RANK], dtype=tl.float32)
     for start in range(0, depth, DEPTH):
@@ -58,15 +62,16 @@ def _shrink_kernel(
 
 @triton.jit
 def _expand_kernel(
-    out, middle, parts, scaling, out_row, width,
+    out, middle, parts, ranges, scaling, out_row, width,
     RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     # What a part's B and bias make of that, [ROWS, WIDTH], is added to the base's product. Rounded as PyTorch rounds.
     part = parts + tl.program_id(0) * FIELDS
-    first, end, rank = tl.load(part) + tl.program_id(1) * ROWS, tl.load(part + 1), tl.load(part + 5)
+    bounds, rank = ranges + tl.load(part) * 2, tl.load(part + 4)
+    first, end = tl.load(bounds) + tl.program_id(1) * ROWS, tl.load(bounds + 1)
     if first >= end:
         return
-    b, bias = tl.load(part + 3).to(tl.pointer_type(TYPE)), tl.load(part + 4)
+    b, bias = tl.load(part + 2).to(tl.pointer_type(TYPE)), tl.load(part + 3)
     row, column = (first + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)
     w = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
     states = tl.load(middle + row * RANK + column[None, :], mask=row < end, other=0.0)
@@ -81,20 +86,36 @@ def _expand_kernel(
 
 
 def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
-    """`None` for parts that the kernels do not take: of several dtypes, of large rank, or not contiguous."""
-    tensors = [tensor for *_, lora in parts for tensor in lora.tensors]
-    dtype, rank = tensors[0].dtype, max(len(lora.a) for *_, lora in parts)
-    if any(x.dtype is not dtype or not x.is_contiguous() or x.device != device for x in tensors):
+    """`None` for parts that the kernels do not take (`takes_weights`)."""
+    if not takes_weights([lora for *_, lora in parts], device):
         return None
-    if dtype not in DTYPES or rank > MAX_RANK:
-        return None
-    rows = []
-    for start, end, (a, b, bias, _) in parts:
-        rows.append((start, end, a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), len(a)))
-    numbers = torch.tensor(rows, dtype=torch.int64, device=device)
-    scaling = torch.tensor([lora.scaling for *_, lora in parts], dtype=torch.float32, device=device)
+    bounds = torch.tensor([(start, end) for start, end, _ in parts], dtype=torch.int64, device=device)
     most = max(end - start for start, end, _ in parts)
-    return Table(numbers, scaling, dtype, max(16, triton.next_power_of_2(rank)), most)
+    return table_over(bounds, most, [(number, lora) for number, (*_, lora) in enumerate(parts)])
+
+
+def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> Table:
+    """For the weights that go with each of `ranges` `(n, 2)` int64 on the device, by number, of `most` rows each."""
+    device, first = ranges.device, weights[0][1]
+    numbers = [
+        (number, a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), len(a))
+        for number, (a, b, bias, *_) in weights
+    ]
+    parts = torch.tensor(numbers, dtype=torch.int64, device=device)
+    scaling = torch.tensor([lora.scaling for _, lora in weights], dtype=torch.float32, device=device)
+    rank = max(16, triton.next_power_of_2(max(len(lora.a) for _, lora in weights)))
+    return Table(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
+
+
+def takes_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
+    """Not those of several dtypes, of large rank, not contiguous, or of which but some are sums over processes."""
+    tensors, first = [tensor for lora in weights for tensor in lora.tensors], weights[0]
+    return (
+        first.a.dtype in DTYPES
+        and max(len(lora.a) for lora in weights) <= MAX_RANK
+        and all(lora.group is first.group for lora in weights)
+        and all(x.dtype is first.a.dtype and x.is_contiguous() and x.device == device for x in tensors)
+    )
 
 
 def takes(out: Tensor, x: Tensor) -> bool:
@@ -107,11 +128,13 @@ def add_deltas(out: Tensor, x: Tensor, table: Table) -> None:
     middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.most, ROWS)
     launch(
-        _shrink_kernel, grid, x, middle, table.parts, x.stride(0), x.shape[1],
+        _shrink_kernel, grid, x, middle, table.parts, table.ranges, x.stride(0), x.shape[1],
         RANK=table.rank, ROWS=ROWS, DEPTH=DEPTH, TYPE=kind, writes=(middle,),
     )  # fmt: skip
+    if table.group is not None:
+        dist.all_reduce(middle, group=table.group)
     launch(
         _expand_kernel, (*grid, triton.cdiv(out.shape[1], WIDTH)),
-        out, middle, table.parts, table.scaling, out.stride(0), out.shape[1],
+        out, middle, table.parts, table.ranges, table.scaling, out.stride(0), out.shape[1],
         RANK=table.rank, ROWS=ROWS, WIDTH=WIDTH, TYPE=kind, writes=(out,),
     )  # fmt: skip

@@ -66,6 +66,22 @@ def test_a_row_does_not_depend_on_other_parts() -> None:
     assert not one[3:].any()
 
 
+def test_ranges_that_change() -> None:
+    """One table serves whichever rows have which weights, or none."""
+    from hf_paged.kernels.triton import lora
+
+    weights = [each for *_, each in parts([(0, 1, 4), (1, 2, 17), (2, 3, 2)], torch.float32)]
+    x = torch.randn(20, DEPTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    ranges = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    table = lora.table_over(ranges, len(x), list(enumerate(weights)))
+    for bounds in ([(0, 3), (3, 20), (0, 0)], [(19, 20), (0, 0), (0, 19)], [(0, 0)] * 3):
+        ranges.copy_(torch.tensor(bounds))
+        out, expected = torch.zeros(20, WIDTH, device=DEVICE), torch.zeros(20, WIDTH, device=DEVICE)
+        lora.add_deltas(out, x, table)
+        add_each(expected, x, [(*each, lora_weights) for each, lora_weights in zip(bounds, weights) if each != (0, 0)])
+        assert torch.allclose(out, expected, atol=1e-4), bounds
+
+
 def test_what_the_kernels_do_not_take() -> None:
     from hf_paged.kernels.triton import lora
 

@@ -10,8 +10,8 @@ from tests.support.kernels.aot import ALL, AotCase
 
 def _call(dtype: torch.dtype, rank: int) -> None:
     x, out = (torch.empty(32, 4096, dtype=dtype, device="meta") for _ in range(2))
-    numbers = torch.empty(8, 6, dtype=torch.int64, device="meta")
-    lora.add_deltas(out, x, lora.Table(numbers, torch.empty(8, device="meta"), dtype, rank, most=4))
+    numbers, ranges = (torch.empty(8, width, dtype=torch.int64, device="meta") for width in (5, 2))
+    lora.add_deltas(out, x, lora.Table(numbers, ranges, torch.empty(8, device="meta"), dtype, rank, most=4))
 
 
 CASES = [

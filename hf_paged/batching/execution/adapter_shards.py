@@ -1,0 +1,68 @@
+"""LoRA weights of layers that are in shards over several processes: which part of them is this process's, as PEFT
+splits them (`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import compat
+from ...kernels.lora import LoraWeights
+
+# of layers that take and give all their numbers in every process
+_WHOLE = {None, "colwise_gather_output", "colwise_rep", "rowwise_rep", "rowwise_split_input"}
+_GIVES_A_PART, _TAKES_A_PART = {"colwise", "packed_colwise"}, {"rowwise"}
+
+
+class NotSplitError(ValueError):
+    """A layer is split over processes in a way in which its adapters' weights are not."""
+
+
+def is_split(tensor: Any) -> bool:
+    """Whether a tensor is a `DTensor`."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+
+
+def local(tensor: Any) -> Any:
+    """What of a tensor, or of `None`, is in this process: the same object each time."""
+    if not is_split(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def local_weights(a: Any, b: Any, bias: Any, scaling: float) -> LoraWeights | None:
+    """Of PEFT's layers, which may have split them; `None` if not as PEFT does."""
+    group = None
+    for tensor, dim in ((a, 1), (b, 0), (bias, 0)):
+        if not is_split(tensor) or all(each.is_replicate() for each in tensor.placements):
+            continue
+        if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(dim):
+            return None
+        if tensor is a:
+            group = tensor.device_mesh.get_group()
+    return LoraWeights(local(a), local(b), local(bias), scaling, group)
+
+
+def own_part(model: nn.Module, name: str, module: nn.Module, lora: LoraWeights) -> LoraWeights:
+    """Of whole weights for a linear layer, which has this name in the model without adapters. Raises
+    [`NotSplitError`]."""
+    weight: Any = module.weight
+    style = compat.shard_style(model, name) if is_split(weight) else None
+    if style in _WHOLE:
+        return lora
+    if not isinstance(module, nn.Linear) or style not in _GIVES_A_PART | _TAKES_A_PART:
+        raise NotSplitError(f"{name} is split over processes in a way that adapters are not ({style!r})")
+
+    def part(whole: Tensor) -> Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        split = distribute_tensor(whole.detach(), weight.device_mesh, weight.placements, src_data_rank=None)
+        found: Tensor = local(split).to(whole.device, copy=True, memory_format=torch.contiguous_format)
+        return found
+
+    if style in _TAKES_A_PART:
+        return lora._replace(a=part(lora.a), group=weight.device_mesh.get_group())
+    return lora._replace(b=part(lora.b), bias=None if lora.bias is None else part(lora.bias))

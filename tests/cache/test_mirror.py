@@ -1,0 +1,97 @@
+"""What moves the content of blocks, and that other processes which hold shards of the model are told of it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_paged
+from hf_paged.cache.groups import GroupSpec
+from hf_paged.cache.memory import MOVES, PagedMemory
+from hf_paged.cache.swap import HostBlocks, copy_out, put_back
+from hf_paged.config import PagedConfig
+
+PACKAGE = Path(hf_paged.__file__).parent
+# What writes to blocks, but for the forwards' own `KVBlocks.store`, and who calls it.
+WRITERS: dict[str, set[str]] = {
+    "put_blocks": {
+        "HostLayer.put_back",
+        "CacheRows.__setstate__",  # a memory of its own
+        "MappedStorage.after_in_child",  # the process is another
+    },
+    "copy_blocks": {
+        "GroupMemory.copy_blocks",  # mirrored
+        "BlockManager.flush_copies",  # these two by the one before
+        "BlockManager.extend",
+        "BlockCopies._launch",  # of tensors
+    },
+    "put_back": {
+        "put_back",
+        "HostStates.put_back",
+        "PrefixStore.put_back",
+        "BlockSwapper.swap_in",
+        "BlockManager.adopt",
+    },
+    "clear": {"GroupMemory.release"},  # of a storage
+}
+
+
+def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
+    """Of each call the name of what is called, as it is written, and the function that it is in."""
+    for node in ast.iter_child_nodes(tree):
+        name, own = outer, owner
+        if isinstance(node, ast.ClassDef):
+            own, name = node.name, node.name
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and "." not in outer:
+            name = f"{owner}.{node.name}" if owner else node.name
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), outer
+        yield from callers(node, name, own)
+
+
+def test_nothing_else_writes_to_blocks() -> None:
+    """A new caller here either is `mirrored`, or is of a memory that no other process has a part of."""
+    found = defaultdict[str, set[str]](set)
+    for path in PACKAGE.rglob("*.py"):
+        for called, function in callers(ast.parse(path.read_text())):
+            name = called.rpartition(".")[2]
+            if name in WRITERS and (name != "clear" or called.endswith("storage.clear")):
+                found[name].add(function)
+    assert found == WRITERS
+    assert MOVES.keys() == {"copy_blocks", "release", "copy_out", "put_back"}
+
+
+class Told(list[Any]):
+    def moved(self, name: str, group: Any, arguments: tuple[Any, ...], result: Any) -> None:
+        self.append((name, group.spec, arguments, result))
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_mirror_that_does_what_it_is_told_holds_the_same(window: int | None) -> None:
+    here, there = (PagedMemory(PagedConfig(block_size=8)) for _ in range(2))
+    here.mirror = told = Told()
+    spec, states = GroupSpec(window=window), torch.empty(1, 2, 0, 4)
+    groups = [memory.group(spec) for memory in (here, there)]
+    for group in groups:
+        group.take(4)
+        group.layer(0, states, states, num_layers=1, num_begun=None)
+        for tensor in group.storage.layers[0].data:
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+    own, other = groups
+    own.copy_blocks([(0, 1), (2, 3)])
+    host = copy_out(own, [1, 2])
+    put_back(own, host, {0: 0, 1: 1})
+    assert [name for name, *_ in told] == ["copy_blocks", "copy_out", "put_back"]
+    results: dict[int, HostBlocks] = {}
+    for name, group_spec, arguments, result in told:
+        mirrored = [results.get(id(x), x) for x in arguments]
+        results[id(result)] = MOVES[name](there.group(group_spec), *mirrored)
+    for mine, its in zip(own.storage.layers[0].data, other.storage.layers[0].data):
+        assert torch.equal(mine[:4], its[:4]) and not torch.equal(mine[0], mine[2])
+    own.pool.release([0, 1, 2, 3])
+    assert here.release() and told[-1][0] == "release"

@@ -1,0 +1,93 @@
+"""Adapters and drafts on a model in shards over two processes (gloo, on the CPU)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.batching.test_mixed_adapters import many
+from tests.support import models, ranks
+from tests.test_peft_engine import active, lora
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.slow
+
+NUM_ADAPTERS = 4  # of which three differ in their targets, and one has a bias
+
+
+@functools.cache
+def adapted() -> Any:
+    model = many(NUM_ADAPTERS - 1)
+    targets = ["v_proj", "o_proj", "up_proj", "down_proj"]
+    model.add_adapter(f"a{NUM_ADAPTERS - 1}", lora(r=3, lora_bias=True, target_modules=targets))
+    return model.eval()
+
+
+@functools.cache
+def found(*cases: str, name: str = "llama") -> list[dict[str, Any]]:
+    return ranks.run(models.get(name), *cases, adapters=adapted(), timeout=600.0)
+
+
+@functools.cache
+def expected() -> list[dict[str, Any]]:
+    """Of one process, by adapter and options."""
+    rows = []
+    for adapter in [f"a{number}" for number in range(NUM_ADAPTERS)] + ["__base__"]:
+        with active(adapted(), adapter):
+            rows.append(ranks.plain_calls(adapted()))
+    return rows
+
+
+def test_rows_with_adapters_in_folders_share_forwards_over_two_processes() -> None:
+    first, second = (each["adapter_folders"] for each in found("adapter_folders"))
+    assert second["together"] is None
+    once, again = first["together"]
+    assert once["tokens"] == again["tokens"] == expected()
+    assert once["forwards a step"] == 1.0
+    assert once["loads"] == again["loads"] == NUM_ADAPTERS and once["evictions"] == 0
+    assert again["hits"] == [24] * (NUM_ADAPTERS + 1), "prefixes are kept by adapter"
+    assert len({str(rows["greedy"]) for rows in expected()}) == NUM_ADAPTERS + 1, "else this shows nothing"
+
+
+def test_adapters_lose_their_places_in_all_processes() -> None:
+    short = found("adapter_folders")[0]["adapter_folders"]["short"]
+    assert short["tokens"] == [rows["greedy"][:2] for rows in expected()] * 2
+    assert short["evictions"] > 0
+
+
+def test_an_adapter_that_another_process_cannot_load_fails_its_requests_alone() -> None:
+    unread = found("adapter_folders")[0]["adapter_folders"]["unread"]
+    assert "cannot be loaded by processes [1] of 2" in unread.pop(1)
+    tokens = [[rows["greedy"][0]] for rows in expected()]
+    del tokens[1]
+    assert unread == tokens
+
+
+def test_own_adapters_by_name_give_the_tokens_of_one_process() -> None:
+    first, second = (each["own_adapters"] for each in found("own_adapters"))
+    alone = [rows for number, rows in enumerate(expected()) if number != ranks.HEADED]
+    assert first["plain"] == second["plain"] == alone
+    assert first["engine"]["tokens"] == alone and first["engine"]["forwards a step"] == 1.0
+    # PEFT itself (0.21) computes the adapters of a batch in another order in each process, which sums different ones
+    names = [f"a{number}" for number in range(NUM_ADAPTERS) if number != ranks.HEADED] + ["__base__"]
+    rows = ranks.rows_by_names(adapted(), names)
+    for each in (first, second):
+        assert each["rows"] == rows and each["road"] == "engine"
+
+
+def test_drafts_over_two_processes_give_plain_tokens() -> None:
+    first = found("drafts")[0]["drafts"]
+    model = models.get("llama")
+    for kind, options in ranks.ONE_ROW.items():
+        assert first["ngrams"][kind] == [ranks.plain(model, prompt, options) for prompt in ranks.REPEATING]
+    assert first["assistant"]["greedy"] == first["ngrams"]["greedy"]
+    assert first["ngrams"]["accepted"] > 0 and first["assistant"]["accepted"] > 0
+    names = [f"a{number}" for number in range(NUM_ADAPTERS)] + ["__base__"]
+    for place, name in enumerate(names[-len(ranks.REPEATING) :]):
+        for kind, options in ranks.ONE_ROW.items():
+            with active(adapted(), name):
+                alone = ranks.plain(adapted(), ranks.REPEATING[place], options)
+            assert first["adapters"][kind][place] == alone, (name, kind)
+    assert first["adapters"]["accepted"] > 0

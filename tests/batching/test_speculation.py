@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, RequestResult
+from hf_paged import PagedConfig, PagedEngine, RequestResult, compat
 from hf_paged.batching.decoding.speculation import (
     INDEX_SIZE,
     MAX_DRAFT,
@@ -442,7 +442,7 @@ def test_what_an_engine_cannot_assist_says_so() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"num_beams": 2}, {"assistant_model": assistant}, "leave out beams"),
         ({"num_return_sequences": 2, "do_sample": True}, {"assistant_model": assistant}, "num_return_sequences"),
-        ({"use_mtp": True}, {}, "one row a call"),
+        ({"use_mtp": True}, {}, "no `num_mtp_layers`" if compat.HAS_MTP else "no `MtpModel`"),
         ({}, {"assistant_model": 3}, "it must be None or a model"),
         ({}, {"assistant_model": models.get("t5")}, "has an encoder"),
         ({"assistant_ensemble_weight": 0.5}, {"assistant_model": assistant}, "changes what is accepted"),

@@ -1,0 +1,219 @@
+"""Rows for which a model's own heads propose (`use_mtp`): tokens as without, candidates as transformers'."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+import hf_paged
+from hf_paged import PagedConfig, PagedEngine, compat
+from hf_paged.batching.decoding.speculation import StepCosts
+from hf_paged.batching.execution.mtp import MtpHeads
+from tests.support import models
+from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
+
+pytestmark = pytest.mark.skipif(not compat.HAS_MTP, reason="transformers has no `MtpModel`")
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+CONFIG = {"block_size": 8}
+WORDS = 20  # the vocabulary
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mtp")
+
+
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever steps take on this machine."""
+    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)
+
+
+def checkpoint(folder: Path, num_heads: int) -> Path:
+    """A model whose next token depends mostly on the last one, and heads that know how: they are right now and then."""
+    path = folder / f"{num_heads}-heads"
+    if path.exists():
+        return path
+    sizes = dict(vocab_size=WORDS, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, num_mtp_layers=num_heads)
+    heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **experts, **heads, pad_token_id=0)).float().eval()
+    compat_model = compat._MtpModel(model, num_heads).float()
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *compat_model.layers.named_parameters()]:
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif "eh_proj" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape))
+                parameter[:, :64] += torch.eye(64)
+            elif "embed" in name or "lm_head" in name:
+                parameter.copy_(torch.randn(parameter.shape))
+            else:
+                parameter.copy_(torch.randn(parameter.shape) * 0.4 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(path)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in compat_model.layers.state_dict().items():
+        number, rest = name.split(".", 1)
+        tensors[f"model.layers.{2 + int(number)}.{rest.removeprefix('mtp_block.')}"] = tensor.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+@functools.cache
+def load(folder: Path, num_heads: int) -> PreTrainedModel:
+    model = Glm4MoeForCausalLM.from_pretrained(checkpoint(folder, num_heads)).eval()
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\..*"]  # the class names those of real sizes
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    return [[3 + token % (WORDS - 3) for token in prompt] for prompt in prompts(*lengths, seed=seed)]
+
+
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    rows, longest = texts(*lengths), max(lengths)
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class Watch:
+    """What transformers' generator, and ours, proposes behind each text."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plain: dict[tuple[int, ...], list[int]] = {}
+        self.ours: dict[tuple[int, ...], list[int]] = {}
+        theirs, propose = MTPCandidateGenerator.get_candidates, MtpHeads._propose
+
+        def get_candidates(generator: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            found = theirs(generator, input_ids, *args, **kwargs)
+            if found[0].shape[1] > input_ids.shape[1]:
+                self.plain[tuple(input_ids[0].tolist())] = found[0][0, input_ids.shape[1] :].tolist()
+            return found
+
+        def _propose(heads: Any, wanted: Any) -> Any:
+            found = propose(heads, wanted)
+            for (_, target, _), draft in zip(wanted, found):
+                assert draft is not None
+                self.ours[tuple(target.token_ids)] = draft.drawn
+            return found
+
+        monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", get_candidates)
+        monkeypatch.setattr(MtpHeads, "_propose", _propose)
+
+    def assert_same(self, least: int) -> None:
+        """Where both were asked; our rows may pause, or have proposed fewer tokens before."""
+        both = self.plain.keys() & self.ours.keys()
+        assert len(both) >= least
+        assert {text: self.ours[text] for text in both} == {text: self.plain[text] for text in both}
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_a_batch_gives_plain_tokens_and_transformers_candidates(
+    num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, watch = load(folder, num_heads), padded(5, 17, 9, 26), Watch(monkeypatch)
+    expected = model.generate(**inputs, **GREEDY)
+    out = model.generate(**inputs, **GREEDY, use_mtp=True, cache_implementation="paged", cache_config=CONFIG)
+    assert torch.equal(out, expected)
+    route = hf_paged.last_route(model)
+    assert route is not None and route.road == "engine"
+    assert 0 < route.num_accepted_tokens < route.num_draft_tokens
+    for prompt in texts(5, 17, 9, 26):
+        assert lone_run(model, prompt, GREEDY) == lone_run(model, prompt, {**GREEDY, "use_mtp": True})
+    watch.assert_same(least=12)
+    hf_paged.check_integrity(model)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_sampled_rows_draw_as_one_row_of_transformers_does(
+    num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a last token without a draft: there transformers proposes what it cannot use."""
+    model, watch = load(folder, num_heads), Watch(monkeypatch)
+    options = {"do_sample": True, "max_new_tokens": 24, "temperature": 0.8, "top_k": 12, "use_mtp": True}
+    with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
+        rows = texts(5, 17, 9, 26)
+        names = [engine.add_request(text, options, seed=40 + row) for row, text in enumerate(rows)]
+        results = run_all(engine)
+        for row, (text, name) in enumerate(zip(rows, names)):
+            (expected,) = lone_run(model, text, options, seed=40 + row)
+            assert results[name].token_ids[:-1] == expected[:-1]
+            assert 0 < results[name].num_accepted_tokens <= results[name].num_draft_tokens
+        watch.assert_same(least=20)
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_beside_others_with_few_blocks_and_all_options(preemption: str, folder: Path) -> None:
+    model = load(folder, 2)
+    modes = ["greedy", "greedy_eos", "max_length", "min_new_tokens", "beams"]
+    config = PagedConfig(**CONFIG, num_blocks=24, max_num_batched_tokens=24, preemption=preemption)
+    with PagedEngine(model, config) as engine:
+        asked = {}
+        for number, text in enumerate(texts(5, 17, 9, 26, 12, 30, 8)):
+            mode = modes[number % len(modes)]
+            options = {**MODES[mode], "eos_token_id": [4, 11]} if "eos_token_id" in MODES[mode] else MODES[mode]
+            mtp = {} if mode == "beams" or number == 5 else {"use_mtp": True}
+            asked[engine.add_request(text, {**options, **mtp})] = text, options
+        results = run_all(engine)
+        for name, (text, options) in asked.items():
+            assert_same_as_lone(lone_run(model, text, options), results[name], options, name)
+        stats = engine.stats()
+        assert stats.num_preemptions and 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+        assert_drained(engine)
+
+
+def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind cached tokens the same is proposed; what rows without heads have cached has no hidden states."""
+    model, watch = load(folder, 2), Watch(monkeypatch)
+    (document,), endings = texts(40), texts(3, 5, seed=7)
+    with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
+        engine.generate([document + endings[0]], GREEDY)
+        for ending, num_hits in zip([*endings, endings[0]], (0, 40, 40)):
+            (result,) = engine.generate([document + ending], {**GREEDY, "use_mtp": True})
+            assert result.num_prefix_hit_tokens == num_hits
+            assert result.token_ids == lone_run(model, document + ending, GREEDY)[0]
+            lone_run(model, document + ending, {**GREEDY, "use_mtp": True})
+        watch.assert_same(least=10)
+        assert_drained(engine)
+
+
+def test_recorded_steps_keep_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = load(folder, 2), []
+    for captures in (False, True):
+        with monkeypatch.context() as patch:
+            watch = Watch(patch)
+            config = {**CONFIG, "capture": captures, "prefix_caching": False}
+            options = {**GREEDY, "max_new_tokens": 60, "use_mtp": True}
+            with PagedEngine(model, PagedConfig(**config)) as engine:
+                results = engine.generate(texts(9, 21), options)
+                assert (engine.stats().num_captured_steps > 0) == captures
+            found.append((watch.ours, [result.token_ids for result in results]))
+    assert found[0] == found[1]
+
+
+def test_what_has_no_heads_says_so(folder: Path) -> None:
+    with PagedEngine(models.get("llama"), PagedConfig(**CONFIG)) as engine:
+        with pytest.raises(ValueError, match="num_mtp_layers"):
+            engine.add_request([5, 6], {"use_mtp": True})
+        assert engine.generate([[5, 6]], {**GREEDY, "use_mtp": False})[0].error is None
+    model = Glm4MoeForCausalLM(load(folder, 1).config).eval()
+    model.config.name_or_path = str(folder / "nowhere")
+    with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
+        with pytest.raises(Exception, match="nowhere"):
+            engine.add_request([5, 6], {"use_mtp": True})
+        assert not engine.has_unfinished
+        assert engine.generate([[5, 6]], GREEDY)[0].error is None
+        assert_drained(engine)

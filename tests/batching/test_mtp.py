@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
+    PreTrainedModel,
+)
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import hf_paged
@@ -37,19 +45,55 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)
 
 
-def checkpoint(folder: Path, num_heads: int) -> Path:
+SIZES: dict[str, Any] = {
+    **{"vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"num_experts_per_tok": 2, "max_position_embeddings": 2048, "pad_token_id": 0},
+}
+PLAIN = {"head_dim": 16}
+GLM = {"n_routed_experts": 4, "first_k_dense_replace": 1}
+LATENTS = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+KINDS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "glm": (Glm4MoeConfig, Glm4MoeForCausalLM, {**PLAIN, **GLM}),
+    # latents
+    "deepseek": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {**GLM, **LATENTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+    ),
+    # the head looks back a few tokens
+    "mellum": (
+        MellumConfig,
+        MellumForCausalLM,
+        {**PLAIN, "num_experts": 4, "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+MELLUM_NAMES = {
+    "0.eh_proj": "mtp.fc",
+    "0.enorm": "mtp.pre_fc_norm_embedding",
+    "0.hnorm": "mtp.pre_fc_norm_hidden",
+    "0.post_norm": "mtp.norm",
+}
+
+
+def name_in_checkpoint(kind: str, name: str) -> str:
+    """Of a tensor of `MtpModel.layers`."""
+    if kind != "mellum":
+        number, rest = name.split(".", 1)
+        return f"model.layers.{2 + int(number)}.{rest.removeprefix('mtp_block.')}"
+    module, _, tensor = name.rpartition(".")
+    return f"{MELLUM_NAMES[module]}.{tensor}" if module in MELLUM_NAMES else f"mtp.layers.{name}"
+
+
+def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
     """A model whose next token depends mostly on the last one, and heads that know how: they are right now and then."""
-    path = folder / f"{num_heads}-heads"
-    if path.exists():
-        return path
-    sizes = dict(vocab_size=WORDS, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
-    experts = dict(n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, num_mtp_layers=num_heads)
-    heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
+    path = folder / f"{kind}-{num_heads}"
+    config, cls, sizes = KINDS[kind]
     torch.manual_seed(0)
-    model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **experts, **heads, pad_token_id=0)).float().eval()
-    compat_model = compat._MtpModel(model, num_heads).float()
+    model = cls(config(**{**SIZES, **sizes, "num_mtp_layers": num_heads})).float().eval()
+    heads = compat._MtpModel(model, num_heads).float()
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *compat_model.layers.named_parameters()]:
+        for name, parameter in [*model.named_parameters(), *heads.layers.named_parameters()]:
             if "norm" in name:
                 parameter.fill_(1.0)
             elif "eh_proj" in name:
@@ -61,18 +105,16 @@ def checkpoint(folder: Path, num_heads: int) -> Path:
                 parameter.copy_(torch.randn(parameter.shape) * 0.4 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path)
     (file,) = path.glob("*.safetensors")
-    tensors = load_file(file)
-    for name, tensor in compat_model.layers.state_dict().items():
-        number, rest = name.split(".", 1)
-        tensors[f"model.layers.{2 + int(number)}.{rest.removeprefix('mtp_block.')}"] = tensor.contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
+    own = {name_in_checkpoint(kind, name): x.contiguous() for name, x in heads.layers.state_dict().items()}
+    save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
     return path
 
 
 @functools.cache
-def load(folder: Path, num_heads: int) -> PreTrainedModel:
-    model = Glm4MoeForCausalLM.from_pretrained(checkpoint(folder, num_heads)).eval()
-    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\..*"]  # the class names those of real sizes
+def load(folder: Path, num_heads: int, kind: str = "glm") -> PreTrainedModel:
+    model: Any = KINDS[kind][1].from_pretrained(checkpoint(folder, kind, num_heads)).eval()
+    if kind != "mellum":  # the class names the layers of real sizes
+        model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\..*"]
     model.generation_config.pad_token_id = 0
     return model
 
@@ -119,11 +161,11 @@ class Watch:
         assert {text: self.ours[text] for text in both} == {text: self.plain[text] for text in both}
 
 
-@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize(("kind", "num_heads"), [("glm", 1), ("glm", 3), ("deepseek", 2), ("mellum", 1)])
 def test_a_batch_gives_plain_tokens_and_transformers_candidates(
-    num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, inputs, watch = load(folder, num_heads), padded(5, 17, 9, 26), Watch(monkeypatch)
+    model, inputs, watch = load(folder, num_heads, kind), padded(5, 17, 9, 26), Watch(monkeypatch)
     expected = model.generate(**inputs, **GREEDY)
     out = model.generate(**inputs, **GREEDY, use_mtp=True, cache_implementation="paged", cache_config=CONFIG)
     assert torch.equal(out, expected)

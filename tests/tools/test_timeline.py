@@ -154,8 +154,9 @@ def test_of_an_engine() -> None:
 
 
 def test_of_an_engine_that_speculates() -> None:
-    with PagedEngine(models.get("llama"), {"speculation": "ngram"}) as engine:
-        engine.generate([[5, 6, 7, 8] * 8], {"do_sample": False, "max_new_tokens": 40})
+    options = {"do_sample": False, "max_new_tokens": 20}
+    with PagedEngine(models.get("llama")) as engine:
+        engine.generate(prompts(9), options, assistant_model=models.get_assistant("llama"))
         stats, html = engine.stats(), engine._repr_html_()
         assert len(columns(engine.plot_timeline(), "#F0E442")) == stats.num_drafts > 0
     assert f"{stats.num_draft_tokens}, {stats.num_accepted_tokens}</td>" in html

@@ -147,9 +147,9 @@ def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
 
 
 def test_verified_drafts_are_told_by_request_and_step() -> None:
-    with PagedEngine(models.get("llama"), {"block_size": 8, "speculation": "ngram"}) as engine:
-        repeating = [list(range(5, 5 + length)) * 6 for length in (4, 7, 9)]
-        results = engine.generate([*repeating, [3, 1, 4]], {"do_sample": False, "max_new_tokens": 40})
+    options = {"do_sample": False, "max_new_tokens": 20}
+    with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
+        results = engine.generate(prompts(9, 5, 12), options, assistant_model=models.get_assistant("llama"))
         told, intervals = engine.timeline.verifications(), engine.timeline.intervals()
     assert any(each.num_accepted_tokens for each in told)
     for number, result in enumerate(results):

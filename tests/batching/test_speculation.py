@@ -24,6 +24,7 @@ from hf_paged.batching.decoding.speculation import (
     StepCosts,
 )
 from hf_paged.batching.execution.assistant import Assistant
+from hf_paged.batching.request import Sequence
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
@@ -362,8 +363,8 @@ def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens()
         for _ in range(2):
             engine.add_request(text, GREEDY, assistant_model=assistant)
         first, second = (state.speculation.source for state in engine._core.requests.values() if state.speculation)
-        first.propose(text, 6)
-        drafts = [source.propose(text + other, 6) for source in (first, second)]
+        first.assistant.propose([(first, Sequence(list(text)), 6)])
+        drafts = first.assistant.propose([(row, Sequence(text + other), 6) for row in (first, second)])
         assert drafts[0] is not None and drafts[1] is not None and drafts[0].tokens == drafts[1].tokens
 
 

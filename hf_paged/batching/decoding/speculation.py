@@ -84,7 +84,8 @@ class Draft:
 
 
 class Source(Protocol):
-    """What proposes candidates for one row: alone (`Ngrams`, `Generated`), or with others (`AssistantRow`)."""
+    """What proposes candidates for one row (`Ngrams`, `Generated`). For an `AssistantRow` its `Assistant` does, for all
+    of its rows together."""
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         """Up to `count` candidates behind these tokens."""

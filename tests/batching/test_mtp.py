@@ -131,34 +131,46 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 class Watch:
-    """What transformers' generator, and ours, proposes behind each text."""
+    """What transformers' generator, and ours, proposes behind each text, and the scores `(n, vocab)` of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plain: dict[tuple[int, ...], list[int]] = {}
-        self.ours: dict[tuple[int, ...], list[int]] = {}
-        theirs, propose = MTPCandidateGenerator.get_candidates, MtpHeads._propose
+        self.plain: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
+        self.ours: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
+        theirs, propose, add = MTPCandidateGenerator.get_candidates, MtpHeads._propose, MtpHeads.add_tokens
+        logits: dict[Any, list[torch.Tensor]] = {}
 
         def get_candidates(generator: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             found = theirs(generator, input_ids, *args, **kwargs)
             if found[0].shape[1] > input_ids.shape[1]:
-                self.plain[tuple(input_ids[0].tolist())] = found[0][0, input_ids.shape[1] :].tolist()
+                drawn = found[0][0, input_ids.shape[1] :].tolist()
+                self.plain[tuple(input_ids[0].tolist())] = drawn, found[1][0]
             return found
 
+        def add_tokens(rows: Any, drafts: Any, found: torch.Tensor) -> None:
+            for row, own in zip(rows, found):
+                logits.setdefault(row, []).append(own)
+            add(rows, drafts, found)
+
         def _propose(heads: Any, wanted: Any) -> Any:
+            logits.clear()
             found = propose(heads, wanted)
-            for (_, target, _), draft in zip(wanted, found):
+            for (row, target, _), draft in zip(wanted, found):
                 assert draft is not None
-                self.ours[tuple(target.token_ids)] = draft.drawn
+                scores = torch.stack(logits[row]) if draft.scores is None else draft.scores
+                self.ours[tuple(target.token_ids)] = draft.drawn, scores
             return found
 
         monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", get_candidates)
         monkeypatch.setattr(MtpHeads, "_propose", _propose)
+        monkeypatch.setattr(MtpHeads, "add_tokens", staticmethod(add_tokens))
 
     def assert_same(self, least: int) -> None:
-        """Where both were asked; our rows may pause, or have proposed fewer tokens before."""
+        """Where both were asked: transformers verifies all candidates, and goes on behind other texts."""
         both = self.plain.keys() & self.ours.keys()
         assert len(both) >= least
-        assert {text: self.ours[text] for text in both} == {text: self.plain[text] for text in both}
+        for text in both:
+            assert self.ours[text][0] == self.plain[text][0]
+            torch.testing.assert_close(self.ours[text][1], self.plain[text][1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "num_heads"), [("glm", 1), ("glm", 3), ("deepseek", 2), ("mellum", 1)])
@@ -184,15 +196,22 @@ def test_sampled_rows_draw_as_one_row_of_transformers_does(
 ) -> None:
     """But for a last token without a draft: there transformers proposes what it cannot use."""
     model, watch = load(folder, num_heads), Watch(monkeypatch)
-    options = {"do_sample": True, "max_new_tokens": 24, "temperature": 0.8, "top_k": 12, "use_mtp": True}
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 12, "use_mtp": True}
+    lengths, asked = (5, 17, 9, 26, 11, 12), []
     with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
-        rows = texts(5, 17, 9, 26)
-        names = [engine.add_request(text, options, seed=40 + row) for row, text in enumerate(rows)]
+        for row, text in enumerate(texts(*lengths)):
+            own = {**options, "max_new_tokens": 20 + row}
+            asked.append((engine.add_request(text, own, seed=40 + row), text, own))
         results = run_all(engine)
-        for row, (text, name) in enumerate(zip(rows, names)):
-            (expected,) = lone_run(model, text, options, seed=40 + row)
-            assert results[name].token_ids[:-1] == expected[:-1]
+        num_whole = 0
+        for row, (name, text, own) in enumerate(asked):
+            (expected,) = lone_run(model, text, own, seed=40 + row)
+            is_whole = tuple(text + expected[:-1]) not in watch.plain
+            num_whole += is_whole
+            count = len(expected) - (not is_whole)
+            assert results[name].token_ids[:count] == expected[:count]
             assert 0 < results[name].num_accepted_tokens <= results[name].num_draft_tokens
+        assert num_whole
         watch.assert_same(least=20)
         assert_drained(engine)
 
@@ -232,19 +251,22 @@ def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.Mon
         assert_drained(engine)
 
 
-def test_recorded_steps_keep_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found = load(folder, 2), []
-    for captures in (False, True):
-        with monkeypatch.context() as patch:
-            watch = Watch(patch)
-            config = {**CONFIG, "capture": captures, "prefix_caching": False}
-            options = {**GREEDY, "max_new_tokens": 60, "use_mtp": True}
-            with PagedEngine(model, PagedConfig(**config)) as engine:
-                engine.generate(texts(9, 21), {**options, "use_mtp": None})  # recorded without them
-                results = engine.generate(texts(9, 21), options)
-                assert (engine.stats().num_captured_steps > 0) == captures
-            found.append((watch.ours, [result.token_ids for result in results]))
-    assert found[0] == found[1]
+@pytest.mark.parametrize("captures", [False, True])
+def test_recorded_steps_keep_hidden_states(captures: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls share a memory and what was recorded: with hidden states, and without."""
+    model, watch = load(folder, 2), Watch(monkeypatch)
+    config = {"cache_implementation": "paged", "cache_config": {**CONFIG, "capture": captures, "prefix_caching": False}}
+    hf_paged.free(model)
+    options, mtp = {**GREEDY, "max_new_tokens": 40}, {"use_mtp": True}
+    for lengths, own in (((7, 8), {"max_new_tokens": 3, **mtp}), ((30, 12), {}), ((9, 21), mtp)):
+        out = model.generate(**padded(*lengths), **{**options, **own}, **config)
+        assert torch.equal(out, model.generate(**padded(*lengths), **{**options, **own, "use_mtp": None}))
+    model.generate(**padded(9, 21), **options, **mtp, **config)
+    route = hf_paged.last_route(model)
+    assert route is not None and (route.num_captured_steps > 0) == captures
+    for text in texts(9, 21):
+        lone_run(model, text, {**options, **mtp})
+    watch.assert_same(least=10)
 
 
 def test_what_has_no_heads_says_so(folder: Path) -> None:

@@ -165,6 +165,8 @@ class Speculator:
         together: dict[Assistant, list[tuple[Generation, Speculation, Sequence, int]]] = {}
         for generation, speculation, sequence in ready:
             source = speculation.source
+            if isinstance(source, MtpRow) and sequence.num_tokens <= sequence.request.num_prompt_tokens:
+                continue  # as transformers' do, they begin behind the first new token
             price, most = price_alone, speculation.most
             if isinstance(source, AssistantRow):
                 price, most = self.costs.price(num_rows, source.assistant.seconds_a_token), source.most

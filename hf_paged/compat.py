@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
-from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel, modeling_layers
 from transformers.generation import configuration_utils
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
@@ -111,6 +111,22 @@ def assisted_candidates(input_ids: Any, assistant: Any, config: Any, processors:
         logits_processor=LogitsProcessorList(generator.logits_processor),
     )  # fmt: skip
     return generator, found
+
+
+# Heads for several tokens, which older versions lack.
+_MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
+_HEAD = "_project_to_logits"
+HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
+
+
+def load_mtp(model: Any) -> Any:
+    """The `MtpModel` of a model's checkpoint, as `generate` loads it."""
+    device = next(parameter.device for parameter in model.get_decoder().layers[-1].parameters())
+    return _MtpModel.from_pretrained(model, device_map={"": device})
+
+
+def mtp_logits(mtp: Any, hidden: Any) -> Any:
+    return getattr(mtp, _HEAD)(hidden)
 
 
 # inputs that only the first forward gets, in models with a cache

@@ -372,11 +372,12 @@ class PagedEngine(contextlib.AbstractContextManager["PagedEngine", None]):
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS) -> Any:
         """As `plot_memory`, who was in the batch when, over `unit` (`"steps"` or `"seconds"`), a row for each of the
-        last `max_requests` requests: prefill, decode, recompute; waiting, preempted, swapped out. It is drawn from
-        `timeline.intervals()`, the last thousands. Raises `ValueError` for another unit or less than one request."""
+        last `max_requests` requests: prefill, decode, recompute; waiting, preempted, swapped out; of each step that
+        verified a draft, how many tokens it had and how many were accepted. It is drawn from `timeline.intervals()` and
+        `timeline.verifications()`, the last thousands. Raises `ValueError` for another unit or fewer than 1 request."""
         with self._core.lock:
-            intervals = self.timeline.intervals()
-        return plot_intervals(intervals, unit, ax, max_requests)
+            intervals, verifications = self.timeline.intervals(), self.timeline.verifications()
+        return plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str:
         return engine_html(f"PagedEngine({type(self.model).__name__})", self.stats(), self.block_map())

@@ -29,6 +29,7 @@ from .decoding.speculation import Assistance
 from .execution.assistant import Assistant, assistant_cache
 from .execution.executor import Executor
 from .execution.mixing import Adapters
+from .execution.mtp import MtpHeads, MtpRunner, reason_against_mtp
 from .execution.packed import PackedRunner
 from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
@@ -95,8 +96,16 @@ def make_loop(
             own.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         return Assistant(assistant, own, made, proxy, min(max_tokens, max_chunk or max_tokens))
 
+    @functools.cache
+    def heads() -> MtpHeads:
+        assert isinstance(runner, PackedRunner)
+        own_model = compat.load_mtp(model)
+        own = assistant_cache(own_model, memory)
+        made = memory.manager(own.groups), MtpRunner(own_model, own)
+        return MtpHeads(runner, own, made, proxy, max_tokens)
+
     proxy = weakref.proxy(scheduler)  # which holds the speculator: no cycle keeps the model and its memory
-    speculator = Speculator(model, make_assistant)
+    speculator = Speculator(model, make_assistant, heads)
     scheduler.reclaim, scheduler.num_lent = speculator.reclaim, lambda: speculator.num_lent
     executor = Executor(model, memory, runner, scheduler, guard)
     ranks, scheduler.adapters = executor.ranks, AdapterPages(blocks)
@@ -114,10 +123,12 @@ def make_loop(
 def reason_against_assistance(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
     """Why rows with this generation config cannot be assisted on the engine, as far as it is not their layout."""
     assistant = assistance.model
-    if config.use_mtp or config.speculation_type is not None:
+    if config.speculation_type is not None:
         return "candidates are made of hidden states, one row a call"
     if config.assistant_ensemble_weight is not None:
         return "`assistant_ensemble_weight` changes what is accepted"
+    if assistance.by_heads(config):
+        return reason_against_mtp(model)
     if assistant is None:
         return None
     if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):

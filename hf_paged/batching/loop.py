@@ -375,6 +375,8 @@ class StepLoop:
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         self.scheduler.settle_draft(sequence, len(accepted))  # unless it was preempted meanwhile
+        assert generation.decoding.draft is not None
+        self.scheduler.timeline.verified(request, len(generation.decoding.draft.tokens), len(accepted))
         sequence.token_ids += accepted
         self.num_generated_tokens += len(accepted)
         generation.new_tokens += ({0: token} for token in accepted)

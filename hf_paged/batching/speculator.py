@@ -27,6 +27,7 @@ from .decoding.speculation import (
 )
 from .execution.assistant import Assistant, AssistantRow
 from .execution.graphs import draft_bucket
+from .execution.mtp import HiddenNamespace, MtpHeads, MtpRow
 from .generation import Generation
 from .request import Sequence, Status
 
@@ -34,10 +35,16 @@ Fail = Callable[[Generation, Exception], None]
 
 
 class Speculator:
-    """Proposes for the rows of one loop. `make_assistant`: for a model with the same tokens."""
+    """Proposes for the rows of one loop. `make_assistant`: for a model with the same tokens; `heads`: the model's own
+    for several tokens."""
 
-    def __init__(self, model: PreTrainedModel, make_assistant: Callable[[PreTrainedModel], Assistant]) -> None:
-        self.model, self._make_assistant = model, make_assistant
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        make_assistant: Callable[[PreTrainedModel], Assistant],
+        heads: Callable[[], MtpHeads],
+    ) -> None:
+        self.model, self._make_assistant, self._heads = model, make_assistant, heads
         self._ended = (0, 0, 0)  # `counts` of rows that have ended
         self.costs = StepCosts()
         self._step = 0
@@ -60,7 +67,16 @@ class Speculator:
             # however long steps take
             adapts = not decoding.do_sample
             source: Any
-            if assistance.is_joint and config.assistant_early_exit is None:
+            by_heads = assistance.by_heads(config)
+            if by_heads:
+                heads = self._heads()
+                ((request, _),) = generation.rows
+                if request.namespace is not UNCACHED and not isinstance(request.namespace, HiddenNamespace):
+                    request.namespace = HiddenNamespace(request.namespace)
+                source, most = MtpRow(heads, decoding), heads.depth
+                with self._lock:
+                    self._assistants[id(heads)] = heads
+            elif assistance.is_joint and config.assistant_early_exit is None:
                 assistant = self._assistants.get(id(assistance.model)) or self._make_assistant(assistance.model)
                 source = AssistantRow(assistant, decoding)
                 with self._lock:  # it may have left with its last row meanwhile
@@ -70,7 +86,7 @@ class Speculator:
                 source, most = self._generated(decoding, assistance)
                 adapts |= config.prompt_lookup_num_tokens is not None
             generation.speculation = Speculation(source, most, DraftLength(most) if adapts else None, generator)
-            generation.rows[0][0].drafts_first = not adapts
+            generation.rows[0][0].drafts_first = not adapts and not by_heads
         elif assistance.ngrams:
             ((request, _),) = generation.rows
             own = request.namespace is UNCACHED  # which shares with no other
@@ -128,7 +144,7 @@ class Speculator:
         if draft is not None:  # an assistant may know tokens that the model has no embedding of
             known = next((place for place, token in enumerate(draft.tokens) if token >= num_embeddings), None)
             if known is not None:
-                del draft.tokens[known:]
+                draft.forget(known)
         sequence.draft = speculation.take(draft, self._step)
 
     def is_due(self) -> bool:
@@ -149,6 +165,8 @@ class Speculator:
         together: dict[Assistant, list[tuple[Generation, Speculation, Sequence, int]]] = {}
         for generation, speculation, sequence in ready:
             source = speculation.source
+            if isinstance(source, MtpRow) and sequence.num_tokens <= sequence.request.num_prompt_tokens:
+                continue  # as transformers' do, they begin behind the first new token
             price, most = price_alone, speculation.most
             if isinstance(source, AssistantRow):
                 price, most = self.costs.price(num_rows, source.assistant.seconds_a_token), source.most
@@ -165,7 +183,7 @@ class Speculator:
                 fail(generation, error)
         for assistant, members in together.items():
             try:
-                drafts = assistant.propose([(each.source, row.token_ids, n) for _, each, row, n in members])
+                drafts = assistant.propose([(each.source, row, n) for _, each, row, n in members])
             except Exception as error:
                 for generation, *_ in members:
                     fail(generation, error)

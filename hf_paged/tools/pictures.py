@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ..batching.results import EngineStats
-    from ..batching.scheduling.timeline import Interval
+    from ..batching.scheduling.timeline import Interval, Verification
     from ..cache.memory import MemoryStats
 
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
@@ -33,6 +33,8 @@ _STYLES: dict[str, dict[str, Any]] = {  # by the name of what a request does
     "preempted": {"facecolor": "#D55E00"},
     "swapped out": {"facecolor": "#CC79A7"},
 }
+_BAR, _NARROW_BAR = 0.76, 0.26  # of a row's height
+_DRAFTS = {"num_draft_tokens": ("drafted", "#F0E442"), "num_accepted_tokens": ("accepted", "#009E73")}
 _IN_BATCH = ("prefill", "recompute", "decode")  # wide bars; requests that wait have narrow ones
 
 
@@ -169,10 +171,16 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
 
 
 def plot_intervals(
-    intervals: Sequence[Interval], unit: str = "steps", ax: Any = None, max_requests: int = MAX_REQUESTS
+    intervals: Sequence[Interval],
+    unit: str = "steps",
+    ax: Any = None,
+    max_requests: int = MAX_REQUESTS,
+    verifications: Sequence[Verification] = (),
 ) -> Any:
     """A figure, as `plot_block_map`'s, with a row for each of the last `max_requests` requests, in the order in which
-    they came, and a mark where it ended, over steps or seconds. Raises `ValueError` for what is not allowed."""
+    they came, and a mark where it ended, over steps or seconds. Where a step verified a draft, its tokens and those of
+    them that were accepted are columns within the row's bar, which the longest draft fills. Raises `ValueError` for
+    what is not allowed."""
     if unit not in ("steps", "seconds"):
         raise ValueError(f"`unit` is {unit!r}: it must be one of steps, seconds")
     if max_requests < 1:
@@ -193,13 +201,25 @@ def plot_intervals(
     handles: list[Any] = []
     for activity, style in _STYLES.items():
         these = [interval for interval in intervals if interval.activity.value == activity]
-        height = 0.76 if activity in _IN_BATCH else 0.26
+        height = _BAR if activity in _IN_BATCH else _NARROW_BAR
         for number, row in rows.items():
             spans = [span(interval) for interval in these if interval.number == number]
             if bars := [(start, end - start) for start, end in spans if end > start]:
                 ax.broken_barh(bars, (row - height / 2, height), **style)
         if these:
             handles.append(patch(label=activity, **style))
+    verifications = [each for each in verifications if each.number in rows]
+    most = max((each.num_draft_tokens for each in verifications), default=0)
+    for counted, (label, colour) in _DRAFTS.items() if verifications else ():
+        columns = []
+        for each in verifications:
+            left, right = (each.step, each.step + 1) if unit == "steps" else (each.start - origin, each.end - origin)
+            low = rows[each.number] + _BAR / 2
+            high = low - _BAR * getattr(each, counted) / most
+            columns.append([(left, low), (left, high), (right, high), (right, low)])
+        ax.add_collection(require("matplotlib.collections").PolyCollection(columns, facecolor=colour))
+        total = sum(getattr(each, counted) for each in verifications)
+        handles.append(patch(color=colour, label=f"{label}: {total:,}"))
     ends = [interval for interval in intervals if interval.is_last]
     mark = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 9, "markeredgewidth": 1.8}
     marks = ax.plot([span(each)[1] for each in ends], [rows[each.number] for each in ends], label="ended", **mark)
@@ -258,6 +278,8 @@ def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int
         "tokens generated, steps": f"{stats.num_generated_tokens:,}, {stats.num_steps:,}",
         "tokens per second": f"{stats.tokens_per_second:,.0f}",
     }
+    if stats.num_draft_tokens:
+        figures["tokens drafted, of them accepted"] = f"{stats.num_draft_tokens:,}, {stats.num_accepted_tokens:,}"
     return memory_html(title, figures, block_map)
 
 

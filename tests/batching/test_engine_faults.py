@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "no new tokens": ([5], {"max_new_tokens": 0}, {}, ValueError, "max_new_tokens"),
     "shorter than the prompt": ([5, 6, 7], {"max_length": 2}, {}, ValueError, "max_length"),
     "stop strings without a tokenizer": ([5], {"stop_strings": ["a"]}, {}, ValueError, "tokenizer"),
-    "assisted by hidden states": ([5], {"use_mtp": True}, {}, ValueError, "one row a call"),
+    "heads that there are none of": ([5], {"use_mtp": True}, {}, ValueError, "Mtp|num_mtp_layers"),
     "contrastive": ([5], {"penalty_alpha": 0.6, "top_k": 4}, {}, ValueError, "contrastive"),
     "attentions": ([5], {"output_attentions": True}, {}, ValueError, "output_attentions"),
     "streamer with beams": (

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, RequestResult
+from hf_paged import PagedConfig, PagedEngine, RequestResult, compat
 from hf_paged.batching.decoding.speculation import (
     INDEX_SIZE,
     MAX_DRAFT,
@@ -24,6 +24,7 @@ from hf_paged.batching.decoding.speculation import (
     StepCosts,
 )
 from hf_paged.batching.execution.assistant import Assistant
+from hf_paged.batching.request import Sequence
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts, run_all
@@ -362,8 +363,8 @@ def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens()
         for _ in range(2):
             engine.add_request(text, GREEDY, assistant_model=assistant)
         first, second = (state.speculation.source for state in engine._core.requests.values() if state.speculation)
-        first.propose(text, 6)
-        drafts = [source.propose(text + other, 6) for source in (first, second)]
+        first.assistant.propose([(first, Sequence(list(text)), 6)])
+        drafts = first.assistant.propose([(row, Sequence(text + other), 6) for row in (first, second)])
         assert drafts[0] is not None and drafts[1] is not None and drafts[0].tokens == drafts[1].tokens
 
 
@@ -442,7 +443,7 @@ def test_what_an_engine_cannot_assist_says_so() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"num_beams": 2}, {"assistant_model": assistant}, "leave out beams"),
         ({"num_return_sequences": 2, "do_sample": True}, {"assistant_model": assistant}, "num_return_sequences"),
-        ({"use_mtp": True}, {}, "one row a call"),
+        ({"use_mtp": True}, {}, "no `num_mtp_layers`" if compat.HAS_MTP else "no `MtpModel`"),
         ({}, {"assistant_model": 3}, "it must be None or a model"),
         ({}, {"assistant_model": models.get("t5")}, "has an encoder"),
         ({"assistant_ensemble_weight": 0.5}, {"assistant_model": assistant}, "changes what is accepted"),

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from hf_paged import PagedEngine
-from hf_paged.batching.scheduling.timeline import Activity, Interval
+from hf_paged.batching.scheduling.timeline import Activity, Interval, Verification
 from hf_paged.tools.pictures import plot_intervals
 from tests.support import models
 from tests.support.engine_helpers import prompts
@@ -66,6 +66,33 @@ def test_steps() -> None:
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend == ["prefill", "recompute", "decode", "waiting", "preempted", "swapped out", "ended"]
     assert figure.get_size_inches()[0] * figure.dpi == 800
+
+
+def columns(figure: Figure, colour: str) -> list[tuple[float, float, float, float]]:
+    """Left, right, bottom and height of every column of that colour."""
+    found = []
+    for collection in figure.axes[0].collections:
+        if to_hex(collection.get_facecolor()[0]).upper() == colour:
+            for path in collection.get_paths():
+                (left, low), (right, high) = path.vertices.min(0), path.vertices.max(0)
+                found.append((float(left), float(right), round(float(high), 6), round(float(high - low), 6)))
+    return found
+
+
+def test_drafts_are_columns_in_the_bar_of_their_request() -> None:
+    drafts = [
+        Verification(0, 5, 12.5, 12.75, 8, 2),
+        Verification(0, 12, 16, 16.5, 4, 4),
+        Verification(1, 9, 14, 14.5, 1, 0),
+    ]
+    figure = plot_intervals(INTERVALS, verifications=drafts)
+    assert columns(figure, "#F0E442") == [(5, 6, 0.38, 0.76), (12, 13, 0.38, 0.38), (9, 10, 1.38, 0.095)]
+    assert columns(figure, "#009E73") == [(5, 6, 0.38, 0.19), (12, 13, 0.38, 0.38), (9, 10, 1.38, 0)]
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert legend[-3:] == ["drafted: 13", "accepted: 6", "ended"]
+    seconds = plot_intervals(INTERVALS, "seconds", verifications=drafts[:2])
+    assert columns(seconds, "#F0E442") == [(1.5, 1.75, 0.38, 0.76), (5, 5.5, 0.38, 0.38)]
+    figure.savefig(io.BytesIO())
 
 
 def test_seconds_count_from_the_first_shown() -> None:
@@ -124,3 +151,12 @@ def test_of_an_engine() -> None:
     assert labels(figure) == [f"request-{number}" for number in range(5)]
     assert len(marks(figure)) == 5
     assert bars(figure, SWAPPED) and bars(figure, DECODE)
+
+
+def test_of_an_engine_that_speculates() -> None:
+    options = {"do_sample": False, "max_new_tokens": 20}
+    with PagedEngine(models.get("llama")) as engine:
+        engine.generate(prompts(9), options, assistant_model=models.get_assistant("llama"))
+        stats, html = engine.stats(), engine._repr_html_()
+        assert len(columns(engine.plot_timeline(), "#F0E442")) == stats.num_drafts > 0
+    assert f"{stats.num_draft_tokens}, {stats.num_accepted_tokens}</td>" in html

@@ -35,6 +35,10 @@ class Assistance:
     assistant_tokenizer: Any = None
     ngrams: bool = False  # where nothing else proposes
 
+    def by_heads(self, config: Any) -> bool:
+        """Whether the model's own heads for several tokens propose (`use_mtp`), as transformers chooses."""
+        return bool(config.use_mtp) and config.assistant_early_exit is None and config.prompt_lookup_num_tokens is None
+
     @property
     def is_joint(self) -> bool:
         """Whether it is a model with the target's tokens, whose rows run together."""
@@ -42,27 +46,34 @@ class Assistance:
 
     def is_asked_for(self, config: Any) -> bool:
         """Whether transformers would call it assisted generation, with this generation config."""
-        return any(
-            each is not None
-            for each in (self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp)
-        )
+        given = self.model, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp or None
+        return any(each is not None for each in given)
 
 
 @dataclass
 class Draft:
-    """What a row proposed in this step. With `scores` `(n, vocab)`, the logits that the `n` tokens were drawn from,
-    these are accepted as in algorithm 1 of the paper; `levels` are the numbers that it draws for all of them before."""
+    """What a row proposed in this step: `tokens`, or the first of them, are verified. With `scores` `(n, vocab)`, the
+    logits that the `n` tokens were drawn from, these are accepted as in algorithm 1 of the paper; `levels` are the
+    numbers that it draws for all of them before."""
 
     tokens: list[int]
     scores: Tensor | None = None
     levels: Tensor | None = None
+    drawn: list[int] = field(init=False)  # all tokens: the first that is not verified may be the next one all the same
     position: int = field(default=0, init=False)  # of the token that is chosen now
+
+    def __post_init__(self) -> None:
+        self.drawn = list(self.tokens)
+
+    def forget(self, first: int) -> None:
+        """Of the tokens from here on nothing is known."""
+        del self.tokens[first:], self.drawn[first:]
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         """The next token `(1,)` by `(1, vocab)` probabilities: the candidate, or one of the residual distribution."""
         assert self.scores is not None and self.levels is not None
-        if self.position < len(self.tokens):
-            token = self.tokens[self.position]
+        if self.position < len(self.drawn):
+            token = self.drawn[self.position]
             proposed = self.scores[self.position : self.position + 1].softmax(dim=-1)
             if bool(self.levels[self.position] <= probs[0, token] / proposed[0, token]):
                 return torch.tensor([token], device=probs.device)
@@ -73,7 +84,8 @@ class Draft:
 
 
 class Source(Protocol):
-    """What proposes candidates for one row: alone (`Ngrams`, `Generated`), or with others (`AssistantRow`)."""
+    """What proposes candidates for one row (`Ngrams`, `Generated`). For an `AssistantRow` its `Assistant` does, for all
+    of its rows together."""
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         """Up to `count` candidates behind these tokens."""
@@ -335,7 +347,7 @@ class Speculation:
             return []
         if draft.scores is not None:
             device = draft.scores.device if self.generator is None else self.generator.device
-            draft.levels = torch.rand(len(draft.tokens), generator=self.generator, device=device)
+            draft.levels = torch.rand(len(draft.drawn), generator=self.generator, device=device)
         return draft.tokens
 
     def observe(self, token_ids: list[int], num_proposed: int, num_accepted: int) -> None:

@@ -51,6 +51,7 @@ class Assistant:
     some steps nothing is proposed then."""
 
     MAX_PAUSE = 256  # steps
+    depth = 1  # tokens from its own on that what is computed at a place depends on
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedCache, made: tuple[BlockManager, Runner], scheduler: Scheduler,
@@ -102,9 +103,9 @@ class Assistant:
         return had_any
 
     @torch.no_grad()
-    def propose(self, wanted: Items[tuple[AssistantRow, list[int], int]]) -> list[Draft | None]:
-        """For each row, with its tokens and the most it may propose, candidates; none where the assistant
-        has not read all of them yet: it reads up to `max_catch_up` in each round."""
+    def propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
+        """For each row, with the target's sequence and the most it may propose, candidates; none where the assistant
+        has not read all of its tokens yet: it reads up to `max_catch_up` in each round."""
         if self._left:
             self._left -= 1
             return [None] * len(wanted)
@@ -121,11 +122,11 @@ class Assistant:
             self._free_all()
             raise
 
-    def _propose(self, wanted: Items[tuple[AssistantRow, list[int], int]]) -> list[Draft | None]:
-        for row, token_ids, _ in wanted:
-            self._follow(row, token_ids)
+    def _propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
+        for row, target, _ in wanted:
+            self._follow(row, target.token_ids)
         logits = self._catch_up([row for row, _, _ in wanted])
-        drafts = {row: _Growing(count) for row, _, count in wanted if row in logits}
+        drafts = {row: Growing(count) for row, _, count in wanted if row in logits}
         going = list(drafts)
         while going:
             going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
@@ -145,7 +146,7 @@ class Assistant:
             same += 1
         known[same:] = token_ids[same:]
         row.num_followed = len(token_ids)
-        kept = min(sequence.num_computed_tokens, same, len(token_ids) - 1)
+        kept = max(0, min(sequence.num_computed_tokens, same + 1 - self.depth, len(token_ids) - 1))
         if kept < sequence.num_computed_tokens:
             with self.memory.lock:
                 self.blocks.truncate(sequence.blocks, kept)
@@ -156,7 +157,7 @@ class Assistant:
         with self.memory.lock:
             if sequence.blocks is NO_BLOCKS:
                 sequence.blocks = self.blocks.new()
-            if not self.blocks.append(sequence.blocks, count, num_settled=row.num_followed - 1):
+            if not self.blocks.append(sequence.blocks, count, num_settled=max(0, row.num_followed - self.depth)):
                 return False
             self.blocks.flush_copies()
         sequence.num_computed_tokens += count
@@ -187,13 +188,27 @@ class Assistant:
         return {row: logits[own.stop - 1 : own.stop] for (row, _), own in zip(items, answers) if own}
 
     def _choose(
-        self, rows: Items[AssistantRow], drafts: dict[AssistantRow, _Growing], logits: Tensor
+        self, rows: Items[AssistantRow], drafts: dict[AssistantRow, Growing], logits: Tensor
     ) -> list[AssistantRow]:
         """Adds a token to the draft of each row with its logits, `(rows, vocab)`; returns the rows that go on."""
+        self.add_tokens(rows, drafts, logits)
+        going = []
+        for row in rows:
+            growing = drafts[row]
+            is_sure = row.threshold is None or growing.confidences[-1] >= row.threshold
+            if len(growing.tokens) < growing.count and growing.tokens[-1] not in row.eos_ids and is_sure:
+                going.append(row)
+            else:
+                row.note(growing)
+        return going
+
+    @staticmethod
+    def add_tokens(rows: Items[AssistantRow], drafts: dict[AssistantRow, Growing], logits: Tensor) -> None:
+        """Adds to each row, and to its draft, the token that it chooses by its logits, `(rows, vocab)`."""
         scores = logits.float()
         for place, row in enumerate(rows):
             if row.processors:
-                ids = torch.tensor([row.sequence.token_ids], dtype=torch.long, device=scores.device)
+                ids = torch.tensor([row.prefix + row.sequence.token_ids], dtype=torch.long, device=scores.device)
                 scores[place : place + 1] = row.processors(ids, scores[place : place + 1].clone())
         tokens = argmax(scores)
         probs = scores.softmax(dim=-1) if any(row.reads_probs for row in rows) else None
@@ -203,21 +218,13 @@ class Assistant:
                 tokens[place] = draw(probs[place : place + 1].to(row.device), row.generator)[0]
         chosen = tokens.tolist()
         sure = [1.0] * len(rows) if probs is None else probs.gather(1, tokens[:, None])[:, 0].tolist()
-        going = []
         for place, (row, token, confidence) in enumerate(zip(rows, chosen, sure)):
-            growing = drafts[row]
-            growing.add(token, confidence, scores[place : place + 1] if row.keeps_scores else None)
+            drafts[row].add(token, confidence, scores[place : place + 1] if row.keeps_scores else None)
             row.sequence.token_ids.append(token)
-            is_sure = row.threshold is None or confidence >= row.threshold
-            if len(growing.tokens) < growing.count and token not in row.eos_ids and is_sure:
-                going.append(row)
-            else:
-                row.note(growing)
-        return going
 
 
 @dataclass
-class _Growing:
+class Growing:
     count: int
     tokens: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -242,22 +249,27 @@ class AssistantRow:
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant, config = assistant, decoding.config
         ids = decoding.input_ids
-        made = compat.assisted_candidates(ids, assistant.model, config, decoding.logits_processor)
-        self.strategy: Any = made[0]
-        # those of least lengths transformers makes for each proposal, from the target's options
-        least = [each for each in decoding.logits_processor if type(each) is MinLengthLogitsProcessor]
-        self.processors = LogitsProcessorList([*least, *(each for each in made[1] if leaves_rows_alone(each))])
+        self.strategy, self.processors = self._make(decoding)
         self.do_sample = self.keeps_scores = bool(config.do_sample)
         self.generator, self.device = decoding.generator, ids.device
         eos = compat.special_token(config, "eos")
         self.eos_ids = set() if eos is None else set(eos.flatten().tolist())
         tokens = ids[0].tolist()
+        self.prefix: list[int] = []  # tokens in front of those of `sequence`
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_followed = 0
         self.num_proposed = 0
         self.max_draft = max(1, decoding.max_length - len(tokens))
         assistant.add(self)
+
+    def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
+        """transformers' strategy, and what processes the logits of candidates."""
+        ids, config = decoding.input_ids, decoding.config
+        strategy, made = compat.assisted_candidates(ids, self.assistant.model, config, decoding.logits_processor)
+        # those of least lengths transformers makes for each proposal, from the target's options
+        least = [each for each in decoding.logits_processor if type(each) is MinLengthLogitsProcessor]
+        return strategy, LogitsProcessorList([*least, *(each for each in made if leaves_rows_alone(each))])
 
     def hide(self, count: int) -> None:
         """The last tokens that are computed become a draft, until `show`."""
@@ -285,14 +297,11 @@ class AssistantRow:
         """Candidates that the strategy proposes now."""
         return int(self.strategy.num_assistant_tokens)
 
-    def note(self, growing: _Growing) -> None:
+    def note(self, growing: Growing) -> None:
         """Of what was proposed, what the strategy learns from."""
         self.num_proposed = len(growing.tokens)
         if hasattr(self.strategy, "probs"):
             self.strategy.probs.extend(growing.confidences)
-
-    def propose(self, token_ids: list[int], count: int) -> Draft | None:
-        return self.assistant.propose([(self, token_ids, count)])[0]
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         if self.num_proposed:

@@ -18,6 +18,7 @@ from ... import compat
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.block_manager import UNCACHED
+from ...cache.hidden_states import HiddenStates
 from ...cache.paged_cache import PagedCache
 from ...model.forwards import compute_device
 from ...model.own_loop import pad_token_id
@@ -67,6 +68,7 @@ class PackedRunner(Runner):
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
         self.is_invariant = False  # whether a row gets the same bits whatever rows there are
         self.mirror: Mirror | None = None  # is told of each step, for other processes to take it, too
+        self.hidden: HiddenStates | None = None  # what keeps the last hidden states of all tokens that are computed now
         self.begin(None)
 
     def begin(self, state: ModelState | None) -> None:
@@ -194,13 +196,28 @@ class PackedRunner(Runner):
         mix = mixed.get()
         if mix is not None and tokens.num_decodes < len(tokens.token_ids) and (mix.adds_to_head or not mix.can_record):
             return None  # which rows the head gets, or where chunks lie in it, the recorded step alone knows
-        logits = self._graphs.run(tokens, variant, self._forward, token_ids)
+        kind = variant, self.hidden is not None
+        logits = self._graphs.run(tokens, kind, self._forward, token_ids)
         self.num_captured_steps += logits is not None
         return logits
 
     def compute(self, tokens: PackedTokens, others: list[int]) -> Tensor:
         """By the modules' own code: logits of each sequence's last token, where that is here, then of `others` among
         the packed tokens."""
+        inputs, steps = self._to_device(tokens)
+        kept, wanted, arguments = None, None, {}
+        if others or len(tokens.last) < len(tokens.token_ids):
+            # a head with weights of another library's may refuse no rows
+            wanted = tokens.last + others or [len(tokens.token_ids) - 1]
+            kept = to_device(torch.tensor(wanted, dtype=torch.long, device="cpu"), self.device)
+        if tokens.axes is not None:  # (axes, 1, T), or (1, T)
+            own = inputs[2 + len(tokens.groups) :]
+            arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
+        with self._rotating(tokens.rope_factors), self.products:
+            return self._forward(inputs[0:1], inputs[1:2], steps, kept, wanted, **arguments)
+
+    def _to_device(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
+        """`(n, T)` int64: token ids, positions, slots in each group, positions on each axis; and each group's step."""
         buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
         buffer.extend(tokens.positions)
         for group in tokens.groups:
@@ -224,16 +241,7 @@ class PackedRunner(Runner):
             )
             for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups)
         ]
-        kept, wanted, arguments = None, None, {}
-        if others or len(tokens.last) < len(tokens.token_ids):
-            # a head with weights of another library's may refuse no rows
-            wanted = tokens.last + others or [len(tokens.token_ids) - 1]
-            kept = to_device(torch.tensor(wanted, dtype=torch.long, device="cpu"), self.device)
-        if tokens.axes is not None:  # (axes, 1, T), or (1, T)
-            own = inputs[2 + len(tokens.groups) :]
-            arguments["position_ids"] = own if len(own) == 1 else own.unsqueeze(1)
-        with self._rotating(tokens.rope_factors), self.products:
-            return self._forward(inputs[0:1], inputs[1:2], steps, kept, wanted, **arguments)
+        return inputs, steps
 
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
         """For few tokens on a device those products of experts that `generate` takes for its decodes: in other dtypes
@@ -268,16 +276,21 @@ class PackedRunner(Runner):
             mix.num_tokens = token_ids.shape[1]
             # in a recorded step they are known on the device alone
             mix.kept = None if kept is None or not self._picks_logits else wanted or []
+        if (kept_states := self.hidden) is not None:
+            arguments["output_hidden_states"] = -1  # the last alone
         self.cache.begin(steps, positions)
         try:
             with by_kernels() if self.is_invariant else self._experts(token_ids.shape[1]):
-                logits: Tensor = self.model(
+                outputs = self.model(
                     input_ids=token_ids,
                     past_key_values=self.cache,
                     use_cache=True,
                     return_dict=True,
                     **arguments,
-                ).logits[0]
+                )
+            logits: Tensor = outputs.logits[0]
+            if kept_states is not None:
+                kept_states.store(outputs.hidden_states[-1])
         finally:
             self.cache.begin([None] * len(steps))
         # a forward may give those of every token all the same

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..request import Request, Sequence, Status
 
 MAX_INTERVALS = 4096  # a request that is never preempted leaves three
+MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
@@ -37,8 +38,20 @@ class Interval(NamedTuple):
     is_last: bool  # the request ended here
 
 
+class Verification(NamedTuple):
+    """A step that verified a draft of a request."""
+
+    number: int  # of the request, as in `Interval`
+    step: int
+    start: float  # seconds since the timeline was made
+    end: float
+    num_draft_tokens: int
+    num_accepted_tokens: int  # of these
+
+
 class Timeline:
-    """The latest `max_intervals` intervals of requests, about 250 bytes each, and one of each unfinished request."""
+    """The latest `max_intervals` intervals of requests, about 250 bytes each, and one of each unfinished request; as
+    well the latest `MAX_VERIFICATIONS` verifications of drafts."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far
@@ -46,6 +59,8 @@ class Timeline:
         self._open: dict[Request, Interval] = {}  # what each unfinished request is doing; it ends now
         self._prefilling: set[Request] = set()  # in the last step
         self._num_requests = 0
+        self._verifications: deque[Verification] = deque(maxlen=MAX_VERIFICATIONS)
+        self._step_start = 0.0
         self._origin = time.perf_counter()
 
     def waits(self, request: Request) -> None:
@@ -71,7 +86,15 @@ class Timeline:
                     redone = before in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     self._change(request, Activity.RECOMPUTE if redone else Activity.PREFILL)
                     self._prefilling.add(request)
+        self._step_start = self._now()
         self.num_steps += 1
+
+    def verified(self, request: Request, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """The last step verified a draft of this request."""
+        if request in self._open:
+            number, step = self._open[request].number, self.num_steps - 1
+            counts = num_draft_tokens, num_accepted_tokens
+            self._verifications.append(Verification(number, step, self._step_start, self._now(), *counts))
 
     def finished(self, request: Request) -> None:
         self._prefilling.discard(request)
@@ -82,6 +105,10 @@ class Timeline:
         """All that is kept, by request in the order in which they came; what still goes on ends now."""
         going_on = [interval._replace(end_step=self.num_steps, end=self._now()) for interval in self._open.values()]
         return sorted([*self._closed, *going_on], key=lambda interval: (interval.number, interval.start))
+
+    def verifications(self) -> list[Verification]:
+        """All that are kept, in the order in which they came."""
+        return list(self._verifications)
 
     def _now(self) -> float:
         return time.perf_counter() - self._origin

@@ -1,0 +1,184 @@
+"""A model's own heads for several tokens propose candidates (multi-token prediction, arXiv 2412.19437, section 2.2;
+transformers' `MtpModel`): rows run together, behind the hidden states that the target's steps leave in its blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ... import compat
+from ...attention.switch import calls_interface
+from ...cache.block_manager import BlockManager
+from ...cache.hidden_states import HiddenStates, reason_against_hidden_states
+from ...cache.memory import PagedMemory
+from ...cache.paged_cache import PagedCache
+from ...config import PagedConfig
+from ...interrupts import step_lock
+from ...model.ranks import is_sharded
+from ...step import to_device
+from ..decoding.sample import SampleDecoding
+from ..decoding.scores import leaves_rows_alone
+from ..decoding.speculation import Draft
+from ..request import Sequence
+from ..scheduling.scheduler import Scheduler
+from .assistant import Assistant, AssistantRow, Growing
+from .packed import PackedRunner
+
+
+class HiddenNamespace(NamedTuple):
+    """Where prefixes are shared that have hidden states beside keys and values."""
+
+    own: Hashable
+
+
+def reason_against_mtp(model: PreTrainedModel) -> str | None:
+    """Why this model's heads cannot propose for rows of a packed step; `None` if they can."""
+    config = model.config.get_text_config(decoder=True)
+    if not compat.HAS_MTP:
+        return "this version of transformers has no `MtpModel` that runs head by head"
+    if not getattr(config, "num_mtp_layers", None):
+        return "its config has no `num_mtp_layers`: the model has no heads for several tokens"
+    try:
+        cache = DynamicCache(config=model.config.get_mtp_config())
+    except ValueError as error:
+        return str(error)
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        return "its heads keep more than keys and values"
+    if is_sharded(model):
+        return "its weights are in several processes"
+    if not calls_interface(model.modules()):
+        return "its layers attend by code of their own"
+    own = PagedCache.from_empty(DynamicCache(config=config), PagedMemory(PagedConfig()))
+    return reason_against_hidden_states(own, config.hidden_size)
+
+
+class MtpRunner(PackedRunner):
+    """Runs the heads, one after the other, on places of many sequences at once. At place `i` head `k` reads token
+    `i + k + 1` of a text, and what the target, or the head before, made of the place; it tells token `i + k + 2`. The
+    tokens of these sequences begin with the second of the text."""
+
+    def draft(self, items: list[tuple[Sequence, int]], hidden: Tensor, choose: Callable[[Tensor], None]) -> None:
+        """Computes the last `query_len` of the first `num_computed_tokens` places of each sequence, behind the target's
+        `hidden` `(1, sum(query_len), hidden_size)`. `choose` gets each head's logits `(n, vocab)`, of those sequences
+        that are computed as far as they go, and adds a token to each. The others have the tokens that heads read."""
+        tokens = self._lay_out(items)
+        inputs, steps = self._to_device(tokens)
+        token_ids, places = inputs[0:1], inputs[1:2]
+        last = to_device(torch.tensor(tokens.last, dtype=torch.long, device="cpu"), self.device)
+        spans = [(sequence.token_ids, sequence.num_computed_tokens - count, count) for sequence, count in items]
+        self.cache.begin(steps, places)
+        try:
+            with self.products:
+                for head in range(self.model.num_mtp_layers):
+                    if head:
+                        read = [x for ids, start, count in spans for x in ids[start + head : start + head + count]]
+                        token_ids = to_device(torch.tensor([read], dtype=torch.long, device="cpu"), self.device)
+                    hidden = self.model.forward_layer(
+                        head, hidden, places + (head + 1), self.cache, input_ids=token_ids
+                    )
+                    if tokens.last:
+                        choose(compat.mtp_logits(self.model, hidden[:, last])[0])
+        finally:
+            self.cache.begin([None] * len(steps))
+
+
+class MtpHeads(Assistant):
+    """The heads of one model. From their first row on the target's steps keep hidden states. Each proposal runs all
+    heads, whose keys and values share tables; what they computed of tokens that turned out otherwise is computed again.
+    """
+
+    def __init__(
+        self, target: PackedRunner, cache: PagedCache, made: tuple[BlockManager, MtpRunner], scheduler: Scheduler,
+        max_tokens: int,
+    ) -> None:  # fmt: skip
+        self.runner = made[1]
+        super().__init__(self.runner.model, cache, made, scheduler, max_tokens)
+        self.executor.lock = step_lock(target.model)  # whose embedding and head they share
+        self.target, self.hidden = target, HiddenStates(target.cache)
+        self.depth: int = self.model.num_mtp_layers
+
+    def add(self, row: AssistantRow) -> None:
+        self.model.train(self.target.model.training)
+        super().add(row)
+        if self.target.hidden is None:
+            with self.executor.lock:  # between forwards
+                self.target.hidden = self.hidden
+
+    def _propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
+        for row, target, _ in wanted:
+            row.prefix = target.token_ids[:1]
+            self._follow(row, target.token_ids[1:])
+        drafts: dict[AssistantRow, Growing] = {}
+        while items := self._next([(row, target) for row, target, _ in wanted if row not in drafts]):
+            ready = [row for row, _, _ in items if not row.sequence.num_to_compute]
+            drafts |= {row: Growing(self.depth) for row in ready}
+            self._run(items, ready, drafts)
+        found: list[Draft | None] = []
+        for row, _, count in wanted:
+            draft = drafts[row].draft(row.keeps_scores) if row in drafts else None
+            if draft is not None:
+                del draft.tokens[count:]
+            found.append(draft)
+        return found
+
+    def _next(self, rows: Items[tuple[AssistantRow, Sequence]]) -> list[tuple[AssistantRow, Sequence, int]]:
+        """What is computed next, of rows that have something left: some places of each."""
+        left, found = self._max_catch_up, []
+        for row, target in rows:
+            due = row.sequence.num_to_compute
+            # later heads read tokens behind those of the last place, which are drawn only where that is the text's
+            count = due if due <= left else min(left, due - self.depth + 1)
+            if count > 0 and self._append(row, count):
+                found.append((row, target, count))
+                left -= count
+        return found
+
+    def _run(
+        self, items: list[tuple[AssistantRow, Sequence, int]], ready: list[AssistantRow],
+        drafts: dict[AssistantRow, Growing],
+    ) -> None:  # fmt: skip
+        spans = [
+            (row.sequence.num_computed_tokens - count, row.sequence.num_computed_tokens) for row, _, count in items
+        ]
+        hidden = self.hidden.read([(target.blocks, *span) for (_, target, _), span in zip(items, spans)])
+        places = [(row.sequence, count) for row, _, count in items]
+
+        def choose(logits: Tensor) -> None:
+            self.add_tokens(ready, drafts, logits)
+
+        def draft() -> Tensor:
+            self.runner.draft(places, hidden, choose)
+            return hidden
+
+        start = time.perf_counter()
+        self.executor.compute(None, draft)
+        if len(items) == sum(count for _, _, count in items):
+            self.seconds_a_token += ((time.perf_counter() - start) / self.depth - self.seconds_a_token) / 4
+
+
+class MtpRow(AssistantRow):
+    """As transformers' generator, it proposes a token of each head, whatever was accepted before."""
+
+    def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
+        return None, LogitsProcessorList(each for each in decoding.logits_processor if leaves_rows_alone(each))
+
+    @property
+    def threshold(self) -> float | None:
+        return None
+
+    @property
+    def most(self) -> int:
+        return self.assistant.depth
+
+    def observe(self, token_ids: list[int], num_accepted: int) -> None:
+        return None
+
+    def close(self) -> None:
+        self.assistant.remove(self)

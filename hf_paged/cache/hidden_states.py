@@ -1,0 +1,56 @@
+"""A model's last hidden states, kept of each token beside its keys and values: as one more layer of their group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..kernels import quantized
+from ..step import to_device
+from .block_manager import SequenceBlocks
+from .groups import GroupSpec
+from .layers import PagedLayer
+from .paged_cache import PagedCache
+
+MAX_DIM = 128  # of the heads that a hidden state is stored as
+
+
+def reason_against_hidden_states(cache: PagedCache, hidden_size: int) -> str | None:
+    """Why those of a model with this cache cannot be kept; `None` if they can."""
+    if hidden_size % 2:
+        return f"a hidden state of {hidden_size} numbers cannot be stored as keys and values of equal sizes"
+    return None if GroupSpec() in cache.groups else "no layer keeps all tokens: hidden states have no blocks to lie in"
+
+
+class HiddenStates:
+    """They lie in the blocks of the layers that keep all tokens, so that they are shared, copied, swapped and served by
+    the prefix cache as these are; one half of each as the keys, the other as the values of a layer."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
+
+    def store(self, hidden: Tensor) -> None:
+        """Those of the packed step that runs now, `(1, n, hidden_size)`, in its slots."""
+        half = hidden.shape[2] // 2
+        heads = half // (dim := math.gcd(half, MAX_DIM))
+        states = hidden.reshape(1, -1, 2 * heads, dim)
+        keys, values = states[:, :, :heads].transpose(1, 2), states[:, :, heads:].transpose(1, 2)
+        layer, group = self._layer, self._layer.group
+        with group.memory.lock:  # the other layers are there: their bytes are not to be guessed from those of this one
+            group.blocks.layer(layer.index, keys, values, 1, group.num_begun(0))
+        layer.update(keys, values)
+        layer.packed_handles = None
+
+    def read(self, wanted: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
+        """`(1, n, hidden_size)`: of tokens `[first, end)` of each sequence, one after another."""
+        group = self._layer.group
+        slots = [slot for blocks, first, end in wanted for slot in blocks.tables[group.number].slots(first, end)]
+        with group.memory.lock:
+            blocks = group.blocks.storage.layers[self._layer.index]
+            at = to_device(torch.tensor(slots, dtype=torch.long, device="cpu"), blocks.keys.device)
+            index = at // group.blocks.block_size, slice(None), at % group.blocks.block_size
+            halves = [quantized.read(stored, index, dtype) for stored, dtype in blocks.pair]  # each (n, heads, dim)
+        return torch.cat([half.flatten(1) for half in halves], dim=1)[None]

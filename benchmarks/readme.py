@@ -459,8 +459,8 @@ def virtual(runs: Sequence[Data]) -> str:
         return ""
     said = flow(
         f"""**Rows side by side in addresses** (`storage="virtual"`, vAttention): times over the base that each line
-        names, and bytes over contiguous ones, `python -m benchmarks.virtual`, {machine_of(runs[0]["machine"])}; turns of
-        {len(runs)} processes in which all take their turn, 95% intervals. A target is met where the interval reaches
+        names, and bytes over contiguous ones, `python -m benchmarks.virtual`, {machine_of(runs[0]["machine"])}; turns
+        of {len(runs)} processes in which all take their turn, 95% intervals. A target is met where the interval reaches
         it:"""
     )
     return f"{said}\n\n{report.markdown(virtual_rows(runs))}"

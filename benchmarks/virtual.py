@@ -299,7 +299,8 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             value = statistics.median(ratios) if ratios else rows[0]["ratio"]
             low, high = paired.interval(ratios) or ((min(ratios), max(ratios)) if ratios else (value, value))
             if ratios:
-                line |= {"turns, processes": f"{len(ratios)}, {len(rows)}", "ms": 1e3 * statistics.median(seconds[case])}
+                line["turns, processes"] = f"{len(ratios)}, {len(rows)}"
+                line["ms"] = 1e3 * statistics.median(seconds[case])
                 line["ratio"] = f"{value:.3f} ({low:.3f} to {high:.3f})"
             else:
                 line["ratio"] = f"{value:.3f}"

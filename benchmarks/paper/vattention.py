@@ -144,8 +144,8 @@ def prefill(size: Size) -> list[Row]:
 
 
 _WHY_PREFILL = (
-    "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was made for blocks, and "
-    "the unmodified one is PyTorch's"
+    "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was made for blocks, "
+    "and the unmodified one is PyTorch's"
 )
 
 
@@ -294,13 +294,14 @@ def allocation(size: Size) -> list[Row]:
     for page, times in found.items():
         both = [mapping + writing for mapping, writing in zip(times["map"], times["write"])]
         count, name = total // int(page), named(int(page))
-        details = {"page_bytes": int(page), "bytes": total, "map_seconds": times["map"], "write_seconds": times["write"]}
+        details = {"page_bytes": int(page), "bytes": total}
+        details |= {"map_seconds": times["map"], "write_seconds": times["write"]}
         for what, seconds in (("mapped", times["map"]), ("mapped and written to once", both)):
             rates = ranged([total / one / 1e9 for one in seconds], ".3g")
             most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
             is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
             published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
-            why = "pages of host memory, which the system fills with zeros; there the driver of an A100" if source else ""
+            why = "host memory, which the system fills with zeros; there the driver of an A100" if source else ""
             rows.append(Row(f"groups of {name}, {what}", published, rates + most, "GB/s", source, why, details))
     return rows
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 import hf_paged
 from benchmarks import paired
@@ -32,7 +33,7 @@ GIB, MIB = 2**30, 2**20
 CHUNK = 256
 BATCHES = (1, 2, 4, 8)
 BLOCKS, LARGE, GATHERED = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel", "blocks of 16, gathered for SDPA"
-VIRTUAL, STATIC, DYNAMIC = "virtual, SDPA in place", "contiguous, reserved (StaticCache)", "contiguous (DynamicCache)"
+VIRTUAL, RESERVED, DYNAMIC = "virtual, SDPA in place", "contiguous, reserved", "contiguous, copied (DynamicCache)"
 PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
 """A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
 
@@ -51,12 +52,36 @@ def named(page: int) -> str:
     return f"{page // MIB} MiB" if page >= MIB else f"{page // 1024} KiB"
 
 
+class ReservedLayer(DynamicLayer):
+    """Contiguous keys and values in memory that was reserved for the longest sequence."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            rows, heads, _, dim = key_states.shape
+            self.room = [x.new_empty(rows, heads, self.longest, dim) for x in (key_states, value_states)]
+        first = self.get_seq_length()
+        end = first + key_states.shape[2]
+        for room, states in zip(self.room, (key_states, value_states)):
+            room[:, :, first:end] = states
+        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        return self.keys, self.values
+
+
+def reserved(shape: Shape, longest: int) -> Cache:
+    return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
+
+
 # -- prefill ---------------------------------------------------------------------------------------------------------
 
 
-def contiguous_first_token(model: Any, ids: Tensor) -> int:
-    """Of a prompt `[1, n]` that is computed in chunks into a `DynamicCache`."""
-    cache = DynamicCache(config=model.config)
+def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
+    """Of a prompt `[1, n]` that is computed in chunks, as transformers' own loop does."""
+    cache = reserved(shape, ids.shape[1])
     for part in ids.split(CHUNK, dim=1):
         hidden = model.model(part, past_key_values=cache, use_cache=True).last_hidden_state
     return int(model.lm_head(hidden[0, -1]).argmax())
@@ -77,12 +102,12 @@ def prefill_times(size: Size) -> dict[str, Times]:
     found = {}
     for context in contexts(size):
         prompt = prompt_of(context, shape.vocab, random.Random(context))
-        expected = contiguous_first_token(model, torch.tensor([prompt]))
+        expected = contiguous_first_token(model, shape, torch.tensor([prompt]))
 
         def work(name: str, prompt: list[int] = prompt, expected: int = expected) -> float:
             start = time.perf_counter()
-            if name == DYNAMIC:
-                token = contiguous_first_token(model, torch.tensor([prompt]))
+            if name == RESERVED:
+                token = contiguous_first_token(model, shape, torch.tensor([prompt]))
             else:
                 with backend(systems[name][1]):
                     (result,) = engines[name].generate([prompt], {"max_new_tokens": 1, "do_sample": False})
@@ -94,7 +119,7 @@ def prefill_times(size: Size) -> dict[str, Times]:
                 raise RuntimeError(f"{name}: the first token behind {context} is {token}, not {expected}")
             return seconds
 
-        works = {name: functools.partial(work, name) for name in (*systems, DYNAMIC)}
+        works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}
         in_turns(works, 1)  # warm-up
         found[str(context)] = in_turns(works, size.turns)
     for engine in engines.values():
@@ -110,7 +135,8 @@ def prefill(size: Size) -> list[Row]:
     (PyTorch's SDPA), over rows side by side in addresses and over contiguous tensors. Different: a CPU; two layers of a
     small random model in float32, so that turns of long prompts take seconds; contexts of thousands of tokens, not of
     up to 192 thousand. What else this CPU offers to code that knows nothing of blocks is a copy: gathered. Times are
-    until the first token, of the engine but for the `DynamicCache`, whose chunks a loop computes.
+    until the first token, of the engine but for contiguous tensors, whose chunks a loop of the model computes, which
+    repeats keys of grouped heads, as transformers does under a mask.
     """
     rows = []
     for context, times in measured(prefill_times, size).items():
@@ -118,7 +144,7 @@ def prefill(size: Size) -> list[Row]:
         published = {
             BLOCKS: f"{'1.1 at 16K' if int(context) < contexts(size)[-1] else '3.92 at 192K'} (FlashAttention)",
             GATHERED: "",
-            DYNAMIC: "1",
+            RESERVED: "1",
         }
         for base, figure in published.items():
             ratios = paired.ratios(times[base], times[VIRTUAL])
@@ -126,9 +152,9 @@ def prefill(size: Size) -> list[Row]:
             if base == BLOCKS:
                 source = f"{VATTENTION}, abstract ({READ})" if "192K" in figure else TOLD_S1
                 why = _WHY_PREFILL
-            elif base == DYNAMIC:
+            elif base == RESERVED:
                 source = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
-                why = "a DynamicCache is copied with each chunk; the engine's time has its scheduling in it"
+                why = "the engine's time has its scheduling in it; transformers repeats keys of grouped heads"
             rows.append(
                 Row(
                     f"prompt of {context} tokens: throughput of {VIRTUAL}, over {base}",
@@ -178,7 +204,7 @@ def decode_times(size: Size) -> dict[str, Times]:
             BLOCKS: (ours, PagedCache(ours.config, {"block_size": 16}), None),
             LARGE: (ours, PagedCache(ours.config, {"block_size": 128}), None),
             VIRTUAL: (ours, PagedCache(ours.config, {"storage": "virtual"}), "gather"),
-            STATIC: (own, StaticCache(own.config, max_cache_len=longest), None),
+            RESERVED: (own, reserved(shape, longest), None),
             DYNAMIC: (own, DynamicCache(config=own.config), None),
         }
         for _, cache, _ in systems.values():
@@ -210,21 +236,21 @@ def decode(size: Size) -> list[Row]:
 
     The same: the context is the same for all rows, and long beside what else a step reads; a kernel that was written
     for blocks, with small and with large ones, against one that knows nothing of them. Different: a CPU, 4 layers of a
-    small random model in float32, random keys and values; forwards of transformers' own loop, not recorded. A
-    `DynamicCache` is copied in each step, a `StaticCache` is reserved for the longest row.
+    small random model in float32, random keys and values; forwards of the model, not recorded. A `DynamicCache` is
+    copied in each step.
     """
     shape, context = shape_of(size, 4), contexts(size)[-1]
     published = {
         (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1),
         (BLOCKS, 8): ("1.97 (vLLM's kernel, Yi-6B)", f"{VATTENTION}, abstract ({READ}); batch: S1"),
         (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1),
-        (STATIC, 8): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})"),
+        (RESERVED, 8): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})"),
     }
     found = measured(decode_times, size)
     rows = []
     for batch, times in found.items():
         speed = {name: int(batch) / statistics.median(seconds) for name, seconds in times.items()}
-        for base in (BLOCKS, LARGE, STATIC, DYNAMIC):
+        for base in (BLOCKS, LARGE, RESERVED, DYNAMIC):
             ratios = paired.ratios(times[base], times[VIRTUAL])
             figure, source = published.get((base, int(batch)), ("", ""))
             rows.append(

@@ -133,7 +133,7 @@ def preempted_times(size: Size) -> dict[str, Times]:
     """By block size: seconds of whole runs with each method, in a memory that is too small."""
     shape, pairs = SHAPES[size.small], preempting_pairs(size)
     model, found = build(shape, "cpu", torch.float32), {}
-    for block in SWAPPED_BLOCKS:
+    for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
         counts: Times = {f"{method}, preemptions": [] for method in METHODS}
 
         def work(method: str, block: int = block, counts: Times = counts) -> float:

@@ -116,7 +116,7 @@ def prefill_times(size: Size) -> dict[str, Times]:
                 (token,) = result.token_ids
             seconds = time.perf_counter() - start
             if token != expected:
-                raise RuntimeError(f"{name}: the first token behind {context} is {token}, not {expected}")
+                raise RuntimeError(f"{name}: the first token behind {len(prompt)} others is {token}, not {expected}")
             return seconds
 
         works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}

@@ -22,6 +22,7 @@ def process(size):
     return {"case": {"id": [float(os.getpid())] * size.turns}}
 
 
+@pytest.mark.slow
 def test_half_of_the_turns_are_in_a_second_process():
     here, two = measured(process, TINY), replace(TINY, turns=2, processes=2)
     assert here == {"case": {"id": [os.getpid()]}}
@@ -76,6 +77,7 @@ def rows_of(table: str, details: list[dict]) -> list[dict]:
     return [{"table": table, "name": "a", "published": "", "ours": "1", "details": one} for one in details]
 
 
+@pytest.mark.slow
 def test_pictures_come_once_all_of_their_tables_are_there(tmp_path: Path):
     pytest.importorskip("matplotlib")
     speeds = {"blocks": 1.0, "virtual": 2.0}
@@ -99,7 +101,10 @@ def test_pictures_come_once_all_of_their_tables_are_there(tmp_path: Path):
 def test_the_text_has_the_tables_that_were_run():
     data = {**readme.read(readme.PAPER)}
     run = next(iter(data["runs"].values()))
-    data |= {"rows": [{**rows_of("spikes", [{}])[0], "unit": "ms", "source": "S1", "why": "slow"}], "runs": {"spikes": run}}
+    data |= {
+        "rows": [{**rows_of("spikes", [{}])[0], "unit": "ms", "source": "S1", "why": "slow"}],
+        "runs": {"spikes": run},
+    }
     (shown,) = readme.paper_turns(data)
     assert "vAttention's tables" in shown and "--only spikes`" in shown and "| a |  | 1 | ms | S1 | slow |" in shown
     assert readme.paper_turns({**data, "rows": []}) == []

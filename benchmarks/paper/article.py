@@ -20,7 +20,7 @@ from benchmarks.paper.measured import A100, OPT_13B_SLOTS, prompt_of
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, details_of, measured, said
+from benchmarks.paper.turns import Times, details_of, measured, said, small_shape
 from benchmarks.systems import Generate, System, quiet
 from benchmarks.virtual import in_turns
 from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
@@ -123,15 +123,15 @@ _WHY_SWEEP = "another model, a CPU, and memory that holds few requests, so that 
 def preempting_pairs(size: Size) -> list[tuple[int, int]]:
     """Prompts and outputs of requests that grow out of a memory in which several begin."""
     draw, count = random.Random(3), max(6, size.engine_requests)
-    return [(draw.randrange(64, 161), 64) for _ in range(count)]
+    return [(draw.randrange(96, 161), 48) for _ in range(count)]
 
 
-PREEMPTING_SLOTS = 768
+PREEMPTING_SLOTS = 512
 
 
 def preempted_times(size: Size) -> dict[str, Times]:
     """By block size: seconds of whole runs with each method, in a memory that is too small."""
-    shape, pairs = SHAPES[size.small], preempting_pairs(size)
+    shape, pairs = small_shape(size, 4), preempting_pairs(size)
     model, found = build(shape, "cpu", torch.float32), {}
     for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
         counts: Times = {f"{method}, preemptions": [] for method in METHODS}
@@ -156,7 +156,7 @@ def preempted(size: Size) -> list[Row]:
     recompute, by block size.
 
     The same: one trace, one memory that is too small for it, all preemptions by one method. Different: host memory on
-    both sides of a swap; a small random model in float32 on a CPU; few requests. The kernel alone is in `preemption`.
+    both sides of a swap; 4 layers of a small random model in float32 on a CPU; few requests. The kernel alone is in `preemption`.
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
     rows = []
@@ -233,7 +233,8 @@ def scaling(size: Size) -> list[Row]:
 
 
 _WHY_SCALING = (
-    "a roofline has no overhead per request or kernel; S4 gives neither the GPUs of each model nor the reservation"
+    "a static batch waits for its longest row, with room for the longest sequence in each; a roofline has no overhead "
+    "per request or kernel; S4 does not say how many GPUs a model has"
 )
 
 

@@ -8,11 +8,13 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks import paired
+from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import Size
 from hf_paged.kernels import VARIABLE
 
@@ -57,6 +59,12 @@ def backend(name: str | None) -> Iterator[None]:
         os.environ.pop(VARIABLE, None)
         if before is not None:
             os.environ[VARIABLE] = before
+
+
+def small_shape(size: Size, layers: int) -> Shape:
+    """The small model with few layers, so that long runs leave time for turns."""
+    shape = SHAPES[size.small]
+    return replace(shape, layers=min(layers, shape.layers))
 
 
 def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:

@@ -22,7 +22,7 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.measured import prompt_of
 from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, backend, details_of, measured, said
+from benchmarks.paper.turns import Times, backend, details_of, measured, said, small_shape
 from benchmarks.virtual import in_turns
 from hf_paged import PagedCache, VirtualStorage
 from hf_paged.cache import pages
@@ -40,12 +40,6 @@ PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
 
 def contexts(size: Size) -> tuple[int, ...]:
     return tuple(size.context * share // 2 for share in (1, 2, 4, 8))
-
-
-def shape_of(size: Size, layers: int) -> Shape:
-    """The small model with few layers, so that long contexts leave time for turns."""
-    shape = SHAPES[size.small]
-    return replace(shape, layers=min(layers, shape.layers))
 
 
 def named(page: int) -> str:
@@ -90,7 +84,7 @@ def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
 @torch.no_grad()
 def prefill_times(size: Size) -> dict[str, Times]:
     """By context: seconds to the first token of one prompt."""
-    shape = shape_of(size, 2)
+    shape = small_shape(size, 2)
     model = build(shape, "cpu", torch.float32)
     common: dict[str, Any] = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
     systems = {
@@ -138,23 +132,21 @@ def prefill(size: Size) -> list[Row]:
     until the first token, of the engine but for contiguous tensors, whose chunks a loop of the model computes, which
     repeats keys of grouped heads, as transformers does under a mask.
     """
-    rows = []
+    rows, (shortest, *_, longest) = [], contexts(size)
+    published = {
+        (BLOCKS, shortest): ("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
+        (BLOCKS, longest): (
+            "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)",
+            f"{VATTENTION}, abstract ({READ}); 16K: S1",
+            _WHY_PREFILL,
+        ),
+        (RESERVED, longest): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})", _WHY_RESERVED),
+    }
     for context, times in measured(prefill_times, size).items():
         speed = {name: int(context) / statistics.median(seconds) for name, seconds in times.items()}
-        published = {
-            BLOCKS: f"{'1.1 at 16K' if int(context) < contexts(size)[-1] else '3.92 at 192K'} (FlashAttention)",
-            GATHERED: "",
-            RESERVED: "1",
-        }
-        for base, figure in published.items():
+        for base in (BLOCKS, GATHERED, RESERVED):
             ratios = paired.ratios(times[base], times[VIRTUAL])
-            source, why = "", ""
-            if base == BLOCKS:
-                source = f"{VATTENTION}, abstract ({READ})" if "192K" in figure else TOLD_S1
-                why = _WHY_PREFILL
-            elif base == RESERVED:
-                source = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
-                why = "the engine's time has its scheduling in it; transformers repeats keys of grouped heads"
+            figure, source, why = published.get((base, int(context)), ("", "", ""))
             rows.append(
                 Row(
                     f"prompt of {context} tokens: throughput of {VIRTUAL}, over {base}",
@@ -173,6 +165,7 @@ _WHY_PREFILL = (
     "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was made for blocks, "
     "and the unmodified one is PyTorch's"
 )
+_WHY_RESERVED = "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a mask"
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------
@@ -194,7 +187,7 @@ def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Te
 @torch.no_grad()
 def decode_times(size: Size) -> dict[str, Times]:
     """By rows: seconds a decode step."""
-    shape, steps = shape_of(size, 4), 8 if size.turns > 1 else 2
+    shape, steps = small_shape(size, 4), 8 if size.turns > 1 else 2
     own, ours = (build(shape, "cpu", torch.float32) for _ in range(2))
     ours.set_attn_implementation("hf_paged")
     context, found = contexts(size)[-1], {}
@@ -239,7 +232,7 @@ def decode(size: Size) -> list[Row]:
     small random model in float32, random keys and values; forwards of the model, not recorded. A `DynamicCache` is
     copied in each step.
     """
-    shape, context = shape_of(size, 4), contexts(size)[-1]
+    shape, context = small_shape(size, 4), contexts(size)[-1]
     published = {
         (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1),
         (BLOCKS, 8): ("1.97 (vLLM's kernel, Yi-6B)", f"{VATTENTION}, abstract ({READ}); batch: S1"),
@@ -390,7 +383,7 @@ def page_sizes(size: Size) -> list[Row]:
                 source = TOLD_S1 if page == 1 << 21 else f"{VATTENTION}, section 7.4, three models ({READ})"
             rows.append(
                 Row(
-                    f"groups of {named(page)}, heads of {name}: most that a request wastes, and its share of the bytes",
+                    f"groups of {named(page)}, heads of {name}: most of a request's whole blocks that is empty, and shares",
                     published,
                     f"{most / MIB:.3g} MiB at most; {shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks",
                     f"with {tokens} tokens a block",
@@ -416,11 +409,11 @@ def page_sizes(size: Size) -> list[Row]:
 MECHANISMS: dict[str, Any] = {
     "blocks, nothing to map": "blocks",
     "virtual, mapped on demand": VirtualStorage(),
-    "virtual, 3 blocks ahead": VirtualStorage(blocks_ahead=3),
-    "virtual, 3 blocks ahead, in the background": VirtualStorage(blocks_ahead=3, background=True),
+    "virtual, a block ahead": VirtualStorage(blocks_ahead=1),
+    "virtual, a block ahead, in the background": VirtualStorage(blocks_ahead=1, background=True),
 }
-MANY_HEADS = Shape("16 layers of 8 heads", "llama", 256, 16, 8, 8, 64, 256, 2048)
-"""As many pages a step as a model of billions of parameters maps, in steps of milliseconds."""
+MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
+"""More than a thousand runs of pages for 8 rows, as models of billions of parameters have, in steps of milliseconds."""
 
 
 class Counted:
@@ -458,7 +451,7 @@ def spike_times(size: Size) -> dict[str, Times]:
     """By mechanism: of each turn the median step, the largest, the median of those that map beyond that of the others;
     of the last turn all steps."""
     shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
-    rows, length, steps = (8, 96, 144) if size.turns > 1 else (2, 60, 70)
+    rows, length, steps = (8, 96, 112) if size.turns > 1 else (2, 60, 70)
     model = build(shape, "cpu", torch.float32)
     model.set_attn_implementation("hf_paged")
     states = random_states(shape, rows, length)
@@ -487,8 +480,8 @@ def spikes(size: Size) -> list[Row]:
     the background while steps compute.
 
     The same: rows that grow in lockstep, so that all need more pages in the same step. Different: `mmap` on Linux, 8
-    rows of a small random model of as many layers and heads as make a step map a thousand runs of pages; the thread of
-    the background competes with the step for a CPU's cores, while a GPU computes beside the CPU that maps. "More" is
+    rows of a small random model with as many layers and heads as make a step map more than a thousand runs of pages;
+    the thread of the background competes with the step for a CPU's cores, while a GPU computes beside the CPU that maps. "More" is
     the median of the steps that call `mmap` over that of the others, in the same turn; where the background maps all,
     no step does.
     """

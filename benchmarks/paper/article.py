@@ -123,21 +123,19 @@ _WHY_SWEEP = "another model, a CPU, and memory that holds few requests, so that 
 def preempting_pairs(size: Size) -> list[tuple[int, int]]:
     """Prompts and outputs of requests that grow out of a memory in which several begin."""
     draw, count = random.Random(3), max(6, size.engine_requests)
-    return [(draw.randrange(96, 161), 48) for _ in range(count)]
-
-
-PREEMPTING_SLOTS = 512
+    return [(draw.randrange(16, 49), 128 if size.turns > 1 else 32) for _ in range(count)]
 
 
 def preempted_times(size: Size) -> dict[str, Times]:
     """By block size: seconds of whole runs with each method, in a memory that is too small."""
     shape, pairs = small_shape(size, 4), preempting_pairs(size)
     model, found = build(shape, "cpu", torch.float32), {}
+    slots = 384 if size.turns > 1 else 128
     for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
         counts: Times = {f"{method}, preemptions": [] for method in METHODS}
 
         def work(method: str, block: int = block, counts: Times = counts) -> float:
-            config = {"block_size": block, "num_blocks": PREEMPTING_SLOTS // block, "preemption": method}
+            config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
             seconds, stats = serve(model, shape, pairs, config)
             if not stats.num_preemptions or (method == "swap") != (stats.num_swaps > 0):
                 raise RuntimeError(f"{method}: {stats.num_preemptions} preemptions, {stats.num_swaps} swaps")
@@ -156,7 +154,8 @@ def preempted(size: Size) -> list[Row]:
     recompute, by block size.
 
     The same: one trace, one memory that is too small for it, all preemptions by one method. Different: host memory on
-    both sides of a swap; 4 layers of a small random model in float32 on a CPU; few requests. The kernel alone is in `preemption`.
+    both sides of a swap; 4 layers of a small random model in float32 on a CPU; few requests, of short contexts. Both
+    without the rest of a run are in `preemption`.
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
     rows = []

@@ -8,7 +8,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -383,7 +382,7 @@ def page_sizes(size: Size) -> list[Row]:
                 source = TOLD_S1 if page == 1 << 21 else f"{VATTENTION}, section 7.4, three models ({READ})"
             rows.append(
                 Row(
-                    f"groups of {named(page)}, heads of {name}: most of a request's whole blocks that is empty, and shares",
+                    f"groups of {named(page)}, heads of {name}: most that a request's blocks waste, and shares",
                     published,
                     f"{most / MIB:.3g} MiB at most; {shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks",
                     f"with {tokens} tokens a block",
@@ -451,7 +450,7 @@ def spike_times(size: Size) -> dict[str, Times]:
     """By mechanism: of each turn the median step, the largest, the median of those that map beyond that of the others;
     of the last turn all steps."""
     shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
-    rows, length, steps = (8, 96, 112) if size.turns > 1 else (2, 60, 70)
+    rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
     model = build(shape, "cpu", torch.float32)
     model.set_attn_implementation("hf_paged")
     states = random_states(shape, rows, length)
@@ -481,9 +480,10 @@ def spikes(size: Size) -> list[Row]:
 
     The same: rows that grow in lockstep, so that all need more pages in the same step. Different: `mmap` on Linux, 8
     rows of a small random model with as many layers and heads as make a step map more than a thousand runs of pages;
-    the thread of the background competes with the step for a CPU's cores, while a GPU computes beside the CPU that maps. "More" is
-    the median of the steps that call `mmap` over that of the others, in the same turn; where the background maps all,
-    no step does.
+    the thread of the background competes with the step for a CPU's cores, while a GPU computes beside the CPU that
+    maps. A row gets its blocks in runs of one more than are mapped ahead, and the first of a run is mapped by the step
+    in any case. "Beyond the others" is the median of the steps that call `mmap` less that of those that do not, in the
+    same turn.
     """
     rows = []
     for name, times in measured(spike_times, size).items():
@@ -491,7 +491,11 @@ def spikes(size: Size) -> list[Row]:
         if name == "virtual, mapped on demand":
             published, source, why = "10 and more", TOLD_S1, _WHY_SPIKES
         elif name.endswith("background"):
-            published, source, why = "about 0", TOLD_S1, _WHY_SPIKES
+            published, source, why = (
+                "about 0",
+                TOLD_S1,
+                f"the first block of a run is mapped by the step; {_WHY_SPIKES}",
+            )
         more, median, largest = ([1e3 * one for one in times[key]] for key in ("more", "median", "largest"))
         maps, steps = statistics.median(times["maps"]), times["steps"][-(len(times["steps"]) // size.processes) :]
         rows.append(

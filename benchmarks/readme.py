@@ -31,6 +31,7 @@ from benchmarks.parallel import pooled as parallel_rows
 from benchmarks.peers import TITLES
 from benchmarks.report import RESULTS
 from benchmarks.side_by_side import table as side_by_side_table
+from benchmarks.speculation import STAGES
 from benchmarks.speculation import pooled as speculation_rows
 from benchmarks.threads import table as thread_table
 from benchmarks.virtual import pooled as virtual_rows
@@ -42,6 +43,7 @@ ARCHITECTURES = "architectures"
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
 BATCHES = "grpo-cpu-llama-24m-avx2"
 SPECULATION = ("speculation-cpu-1", "speculation-cpu-2")
+DRAFT_STAGES = "speculation-stages-cpu"
 TIERS = ("tiers-cpu-1", "tiers-cpu-2", "tiers-w3-cpu-1", "tiers-w3-cpu-2")
 QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
 LORA, PARALLEL, VIRTUAL = (tuple(f"{name}-cpu-{run}" for run in (1, 2)) for name in ("lora", "parallel", "virtual"))
@@ -373,6 +375,16 @@ def speculation(runs: Sequence[Data]) -> str:
         where the interval reaches it. {" ".join(f"{note}." for note in evens)}"""
     )
     return f"{said}\n\n{report.markdown(speculation_rows(runs))}"
+
+
+def draft_stages(data: Data) -> str:
+    """Where the time goes that an assistant takes."""
+    said = flow(
+        f"""**Where the time of the assistant of a tenth goes** (8 rows, `python -m benchmarks.speculation --only
+        stages`, {machine_of(data["machine"])}, medians of turns). A step of the target with candidates computes more
+        tokens than one without, and takes longer in proportion where arithmetic is the bound:"""
+    )
+    return f"{said}\n\n{report.markdown(data['stages'], STAGES)}"
 
 
 def tiers(runs: Sequence[Data]) -> str:

@@ -1,11 +1,12 @@
 """
 Speculation: `PagedEngine` with it over the same engine without, in turns, on models that the benchmark trains first.
 
-    python -m benchmarks.speculation [--only W7,W8,random,assistants] [--turns 15] [--quick] [--json PATH]
+    python -m benchmarks.speculation [--only W7,W8,random,assistants,stages] [--turns 15] [--quick] [--json PATH]
 
 W7 and W8: 32 rows and one that copy the text of their prompt and replace some words (n-grams). random: the same numbers
 of rows whose text never repeats. assistants: 8 rows of a model of 25 million parameters, with assistants of several
-sizes that were trained on the same text. All in float32 on the CPU, greedy; prompts are new in every turn.
+sizes that were trained on the same text. stages: where the time of a turn with the assistant of a tenth
+goes. All in float32 on the CPU, greedy; prompts are new in every turn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,12 +37,14 @@ from benchmarks.models import PAD, SHAPES, Shape, build
 from benchmarks.report import markdown
 from benchmarks.systems import Answer, Engine, Generate, quiet
 from benchmarks.workloads import GREEDY, Batch, Workload
+from hf_paged.batching.execution.executor import Executor
 
-PARTS = ("W7", "W8", "random", "assistants")
+PARTS = ("W7", "W8", "random", "assistants", "stages")
 TURNS, WARM_UPS = 15, 10
 ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
 """Targets: tokens accepted a row and step; the ratio where nothing repeats; how much faster a tenth of the size is."""
 TENTH = "language-2.5m"
+LONGEST_DRAFT = 40  # tokens of a row; prompts have more
 OFF = "off"
 UNLIKE = replace(SHAPES["llama-tiny"], name="llama-tiny-8k", layers=4, vocab=8192)
 """With random weights and that many words next to no pair of them comes twice."""
@@ -250,6 +254,65 @@ def assistants(
     return rows
 
 
+STAGES = {
+    "stage": "stage of a turn",
+    "runs": "forwards",
+    "tokens": "tokens a forward",
+    "ms": "ms a forward",
+    "seconds": "s",
+    "share": "share",
+}
+
+
+def stages(target: Any, shape: Shape, helper: Any, workload: Workload, turns: int) -> list[dict[str, Any]]:
+    """Where the time goes, medians of turns: forwards of both models by the number of their tokens, and all else."""
+    spans: dict[str, list[tuple[int, float]]] = {}
+    run = Executor.run
+
+    def counted(self: Executor, items: list[tuple[Any, int]]) -> Any:
+        start = time.perf_counter()
+        found = run(self, items)
+        tokens = sum(count for _, count in items)
+        kind = "prompts" if any(count > LONGEST_DRAFT for _, count in items) else "steps"
+        name = f"{'assistant' if self.model is helper else 'target'}, {kind}"
+        spans.setdefault(name, []).append((tokens, time.perf_counter() - start))
+        return found
+
+    rows = []
+    for name, system in {OFF: Engine(), "assistant of a tenth": Assisted(assistant=helper)}.items():
+        found: dict[str, list[tuple[int, int, float]]] = {}
+        Executor.run = counted  # type: ignore[method-assign]
+        try:
+            for turn in range(-min(turns, WARM_UPS), turns):
+                spans.clear()
+                seconds, _, _ = timed(system, target, shape, workload, turn)
+                if turn < 0:
+                    continue
+                times = {stage: (len(some), *map(sum, zip(*some))) for stage, some in spans.items()}
+                rest = seconds[0] - sum(spent for _, _, spent in times.values())
+                for stage, numbers in {**times, "all else": (0, 0, rest), "whole": (0, 0, seconds[0])}.items():
+                    found.setdefault(stage, []).append(numbers)
+        finally:
+            Executor.run = run  # type: ignore[method-assign]
+            system.free()
+        medians = {
+            stage: [statistics.median(column) for column in zip(*numbers)] for stage, numbers in sorted(found.items())
+        }
+        for stage, (runs, tokens, spent) in medians.items():
+            rows.append(
+                {
+                    "stage": f"{name}: {stage}",
+                    "runs": runs or None,
+                    "tokens": tokens / runs if runs else None,
+                    "ms": 1e3 * spent / runs if runs else None,
+                    "seconds": spent,
+                    "share": f"{spent / medians['whole'][2]:.0%}",
+                }
+            )
+    hf_paged.free(target)
+    return rows
+
+
 def few(workload: Workload, quick: bool) -> Workload:
     """Of few rows, if it is to be quick."""
     return replace(workload, num_prompts=min(3, workload.num_prompts)) if quick else workload
@@ -269,14 +332,22 @@ def unlike(turns: int, quick: bool) -> list[dict[str, Any]]:
     return [ngrams(model, UNLIKE, few(workload, quick), turns) for workload in RANDOM]
 
 
-def assisted(folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
-    """With all assistants; quick: two small models."""
+def assisted(part: str, folder: Path, turns: int, quick: bool) -> list[dict[str, Any]]:
+    """With all assistants, or the stages of one; quick: two small models."""
     shape, others, steps = trained.TARGET, trained.ASSISTANTS, trained.SPEAKER_STEPS
+    if part == "stages":
+        others = tuple(other for other in others if other.name == TENTH)
     if quick:
         shape, others, steps = trained.ASSISTANTS[1], trained.ASSISTANTS[:1], 2
-    target = trained.speaker(shape, folder, steps)
-    helpers = {other.name: trained.speaker(other, folder, steps) for other in others}
-    return assistants(target, shape, helpers, few(SPEECH, quick), turns)
+    made = {each.name: folder / each.name for each in (shape, *others)}
+    models = {
+        each.name: trained.load(made[each.name]) if made[each.name].exists() else trained.speaker(each, folder, steps)
+        for each in (shape, *others)
+    }
+    target = models.pop(shape.name)
+    if part == "stages":
+        return stages(target, shape, *models.values(), few(SPEECH, quick), turns)
+    return assistants(target, shape, models, few(SPEECH, quick), turns)
 
 
 def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -333,6 +404,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown := [name for name in only if name not in PARTS]:
         parser.error(f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(PARTS)})")
     found, turns = facts(), 1 if args.quick else args.turns
+    stage_rows: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     transformers.logging.disable_progress_bar()
     gc.collect()
@@ -343,14 +415,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             for part in only:
                 if part in EDITS:
                     rows += edited(part, folder, turns, args.quick)
+                elif part == "random":
+                    rows += unlike(turns, args.quick)
+                elif part == "stages":
+                    stage_rows = assisted(part, folder, turns, args.quick)
                 else:
-                    rows += unlike(turns, args.quick) if part == "random" else assisted(folder, turns, args.quick)
+                    rows += assisted(part, folder, turns, args.quick)
     finally:
         gc.unfreeze()
-    print(markdown(rows, COLUMNS), *notes(rows), sep="\n")
+    tables = [markdown(some, columns) for some, columns in ((rows, COLUMNS), (stage_rows, STAGES)) if some]
+    print(*tables, *notes(rows), sep="\n\n")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"machine": found, "rows": rows, "notes": notes(rows)}, file, indent=1)
+            json.dump({"machine": found, "rows": rows, "notes": notes(rows), "stages": stage_rows}, file, indent=1)
 
 
 if __name__ == "__main__":

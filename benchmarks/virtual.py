@@ -48,9 +48,9 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 TARGETS = {"gpt_neo": 0.95, "gptj": 0.95, "bloom": 1.15}
 
 
-def own_models(quick: bool) -> dict[str, PreTrainedModel]:
+def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
     """With attention code of their own, at the width of models of 100 million parameters and more."""
-    layers, width, heads = (2, 64, 4) if quick else (12, 768, 12)
+    layers, width, heads = (2, 64, 4) if quick else (layers, 768, 12)
     common = {"vocab_size": 1000, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
     neo = {"attention_types": [[["global", "local"], layers // 2]], "num_layers": layers, "num_heads": heads}
     configs = {
@@ -207,12 +207,13 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
 
 def mechanisms(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
-    """Of GPT-Neo: a call's decode steps, and calls of `mmap` in them, where 8 rows begin anew behind others."""
-    what = "mechanisms, decode steps of gpt_neo, over 'on demand'"
+    """Of a GPT-Neo of which all contenders can be mapped at once (`pages.Extents`): a call's decode steps, and calls of
+    `mmap` in them, where 4 rows begin behind others that ended."""
+    what = "mechanisms, decode steps of gpt_neo of 4 layers, over 'on demand'"
     if not re.search(only, what):
         return []
-    model = own_models(quick)["gpt_neo"]
-    rows, length, steps = (2, 64, 70) if quick else (8, 512, 160)
+    model = own_models(quick, layers=4)["gpt_neo"]
+    rows, length, steps = (2, 64, 70) if quick else (4, 512, 160)
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
     counts: dict[str, list[int]] = {name: [] for name in MECHANISMS}
     calls, own = [0], pages.MemoryFile.map

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -47,12 +49,40 @@ class Addresses:
             return self._view(self).view(dtype)
 
 
+class Extents:
+    """Counts the stretches of addresses that all rows of a process are mapped into: what lies side by side in addresses
+    and in pages is one. Linux allows `vm.max_map_count` a process, and all that allocates memory takes some, so that
+    rows take half of them at most."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit, self.count = limit, 0
+
+    @classmethod
+    def of_linux(cls) -> Extents:
+        try:
+            return cls(int(Path("/proc/sys/vm/max_map_count").read_text()) // 2)
+        except (OSError, ValueError):  # not to be read: what Linux allows if nothing else is said
+            return cls(65530 // 2)
+
+    def add(self, count: int) -> None:
+        self.count += count
+
+    def check(self) -> None:
+        """Raises `MemoryError` if there are too many."""
+        if self.count > self.limit:
+            raise MemoryError(
+                f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is {self.limit:,}: raise it, "
+                "or `page_bytes` of `VirtualStorage`"
+            )
+
+
 class Pages(Protocol):
     """What maps pages. Sizes, offsets and addresses are in bytes, in whole multiples of `granularity`."""
 
     granularity: int
     maps_over: bool  # whether `map` may replace what is mapped, and `release` take pages that are mapped
     is_sparse: bool  # whether pages that are mapped take no memory before they are written to
+    extents: Extents  # of addresses of rows
 
     def reserve(self, size: int) -> Addresses:
         """Raises `MemoryError` where there are none."""
@@ -128,13 +158,18 @@ def _munmap(address: int, size: int) -> None:
     _libc().munmap(address, size)
 
 
+@functools.cache
+def _extents() -> Extents:
+    return Extents.of_linux()
+
+
 class MemoryFile:
     """Pages of a sparse file in memory (`memfd_create`). Addresses at which nothing is mapped read as zeros."""
 
     maps_over, is_sparse = True, True
 
     def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
-        self.granularity = granularity
+        self.granularity, self.extents = granularity, _extents()
         self._fd, self._size = os.memfd_create("hf_paged"), 0
         weakref.finalize(self, os.close, self._fd).atexit = False
 
@@ -182,7 +217,7 @@ class CudaPages:
     maps_over, is_sparse = False, False
 
     def __init__(self, device: torch.device, api: Any = None) -> None:
-        self.device, self._api = device, api or _cuda_driver()
+        self.device, self._api, self.extents = device, api or _cuda_driver(), Extents()
         cuda = self._api
         self._properties = cuda.CUmemAllocationProp()
         self._properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

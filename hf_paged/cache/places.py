@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .pages import PLANE_BYTES, Addresses, Pages
+from .pages import PLANE_BYTES, Addresses, Extents, Pages
 from .row_slots import Row
 
 
@@ -124,6 +124,8 @@ class Places:
         self.views = self._views(addresses)
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]  # blocks of each slot, by position
         self.versions, self.owners = [0] * num_slots, [0] * num_slots
+        self._num_extents = [0]
+        weakref.finalize(addresses, _forget, region.pages.extents, self._num_extents).atexit = False
         self.seen = -1  # changes of the books that were made here
         self.loans: list[Loan] = []
 
@@ -179,22 +181,41 @@ class Places:
         if count > 0:
             self._map(slot, position + same, block_id + same, count)
 
+    def drop(self, slot: int) -> None:
+        """Nothing is mapped in a slot any more."""
+        self._unmap(slot, 0, len(self.mapped[slot]))
+        self.mapped[slot].clear()
+        self.versions[slot] = -1
+
     def _map(self, slot: int, position: int, block_id: int, count: int) -> None:
-        region, size, have = self.region, self.region.planes.block_bytes, self.mapped[slot]
+        region, size = self.region, self.region.planes.block_bytes
         if not region.pages.maps_over:
             self._unmap(slot, position, count)
-        have += [None] * (position + count - len(have))
-        have[position : position + count] = [None] * count  # until all planes are mapped
-        for plane in range(region.planes.count):
-            address = self._at(slot, plane) + position * size
-            region.pages.map(address, region.offset_of(plane, block_id), count * size)
-        have[position : position + count] = range(block_id, block_id + count)
+        self._note(slot, position, list(range(block_id, block_id + count)))
+        try:
+            region.pages.extents.check()
+            for plane in range(region.planes.count):
+                address = self._at(slot, plane) + position * size
+                region.pages.map(address, region.offset_of(plane, block_id), count * size)
+        except BaseException:
+            self._note(slot, position, [None] * count)  # some planes are mapped, perhaps
+            raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
-        region, size, have = self.region, self.region.planes.block_bytes, self.mapped[slot]
+        region, size = self.region, self.region.planes.block_bytes
         for plane in range(region.planes.count) if count else ():
             region.pages.unmap(self._at(slot, plane) + position * size, count * size)
-        have[position : position + count] = [None] * len(have[position : position + count])
+        self._note(slot, position, [None] * min(count, max(0, len(self.mapped[slot]) - position)))
+
+    def _note(self, slot: int, position: int, found: list[int | None]) -> None:
+        """Books what is mapped from a position on, and counts extents."""
+        have, end = self.mapped[slot], position + len(found)
+        have += [None] * (end - len(have))
+        before = _num_ends(have, position, end)
+        have[position:end] = found
+        more = (_num_ends(have, position, end) - before) * self.region.planes.count
+        self._num_extents[0] += more
+        self.region.pages.extents.add(more)
 
     def lend(self, part: int, slots: range, first: int, end: int) -> Tensor:
         """Tokens `[first, end)` of neighbouring slots, for code that is not ours."""
@@ -227,6 +248,19 @@ class Places:
             weakref.finalize(self._addresses, _drop, pages, list(spots), size, offset).atexit = False
             self.region.places = None
         self.loans = []
+
+
+def _num_ends(have: list[int | None], first: int, end: int) -> int:
+    """Of extents: where a block, or none, is behind something that it does not follow."""
+    found, before = 0, have[first - 1] if first else None
+    for block_id in [*have[first : end + 1], *([None] if end >= len(have) else ())]:
+        found += block_id != (None if before is None else before + 1) if block_id is not None else before is not None
+        before = block_id
+    return found
+
+
+def _forget(extents: Extents, count: list[int]) -> None:
+    extents.add(-count[0])
 
 
 def _drop(pages: Pages, spots: list[int], size: int, offset: int) -> None:

@@ -10,6 +10,7 @@ from .. import forks
 from ..step import StepMetadata
 
 MIN_ROWS, MAX_ROWS = 64, 1024
+FULL_STEPS = 256  # that gather, before mapping is tried again
 MIN_ROW_TOKENS = 4096  # addresses of a slot, which take no memory
 
 
@@ -47,14 +48,17 @@ class RowSlots:
         self.lock = forks.rlock()
         self.num_slots, self.max_len = MIN_ROWS, MIN_ROW_TOKENS
         self.rows = [Row() for _ in range(MIN_ROWS)]
-        self.is_full = False  # the system maps no more
+        self._num_full = 0  # steps that are to gather, as the system maps no more
         self._tails: dict[int, int] = {}  # the slot of a row, by its last block
         self._runs: dict[int, int] = {}  # the first of the neighbours that were taken last, by their number
         self._clock = 0
 
     def place(self, step: StepMetadata, together: bool) -> Placement | None:
         """Slots for the rows of a step, neighbours in the step's order if `together`; `None` if they cannot be had."""
-        if self.is_full or len(step.seq_lens) != step.num_rows or not step.num_rows:
+        if len(step.seq_lens) != step.num_rows or not step.num_rows:
+            return None
+        if self._num_full:
+            self._num_full -= 1
             return None
         size, known = step.block_size, len(step.block_ids) == step.num_rows
         tables = list(step.block_ids) if known else step.block_tables.tolist()
@@ -70,6 +74,15 @@ class RowSlots:
                 self._write(step, slot, first, ids, step.has_padding)
             self._fit_length(max((first + len(ids)) * size for first, ids in rows))
         return Placement(slots, [first * size for first, _ in rows])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next steps gather."""
+        return bool(self._num_full)
+
+    def fill(self) -> None:
+        """The system maps no more: the next steps gather."""
+        self._num_full = FULL_STEPS
 
     def _fit_length(self, num_tokens: int) -> None:
         while self.max_len < num_tokens:

@@ -75,10 +75,14 @@ class LayerRows:
             with slots.lock:
                 try:
                     self._follow(placement)
-                except MemoryError as error:
-                    logger.warning("rows are gathered, as no more of them can be mapped: %s", error)
-                    slots.is_full = True
-                    return None
+                except MemoryError:
+                    _drop_idle(keep=placement, of=slots)
+                    try:
+                        self._follow(placement)
+                    except MemoryError as error:
+                        logger.warning("rows are gathered, as no more of them can be mapped: %s", error)
+                        slots.fill()
+                        return None
         return placement
 
     def _follow(self, placement: Placement) -> None:
@@ -102,6 +106,15 @@ class LayerRows:
                 region.places.follow(slot, slots.rows[slot], ahead, config.keep_mappings)
             if config.background:
                 background.submit(self, stale)
+
+    def drop(self, some: Sequence[int]) -> None:
+        """Nothing is mapped in these slots any more."""
+        for region in self.regions:
+            if region.places is not None:
+                region.places.settle()
+            for slot in some:
+                if region.places is not None and slot < region.places.num_slots:
+                    region.places.drop(slot)
 
     def map_ahead(self, some: Sequence[int]) -> None:
         """What the next steps of rows in these slots will need, while this one computes."""
@@ -283,6 +296,21 @@ class MappedStorage(Storage):
 
 
 _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
+
+
+def _drop_idle(keep: Placement, of: RowSlots) -> None:
+    """Unmaps what no step reads, but for `keep`, which is `of` a storage whose lock is held."""
+    for storage in list(_storages):
+        slots = storage.slots
+        if not slots.lock.acquire(blocking=False):
+            continue  # another thread maps there
+        try:
+            kept = set(keep.slots) if slots is of else ()
+            idle = [slot for slot, row in enumerate(slots.rows) if row.is_free and slot not in kept]
+            for rows in storage._mapped:
+                rows.drop(idle)
+        finally:
+            slots.lock.release()
 
 
 def _tell(name: str) -> None:

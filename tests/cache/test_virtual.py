@@ -16,7 +16,9 @@ from hf_paged.cache import virtual
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.handles import gather
-from hf_paged.cache.pages import MemoryFile, Pages
+from hf_paged.cache.pages import Extents, MemoryFile, Pages
+from hf_paged.cache.places import Region
+from hf_paged.cache.row_slots import FULL_STEPS
 from hf_paged.cache.storage import KVBlocks
 from hf_paged.cache.virtual import MappedStorage
 from hf_paged.config import VirtualStorage
@@ -142,8 +144,20 @@ class Model:
 
     def check(self) -> None:
         self.pool.check_integrity([table.block_ids for table, _ in self.rows])
+        for region in self.layer.rows.regions if self.layer.rows is not None else ():
+            if region.places is not None:
+                assert region.places._num_extents[0] == num_extents(region)
         for found, expected in self.loans:
             assert torch.equal(found, expected)
+
+
+def num_extents(region: Region) -> int:
+    """Ends of what is mapped as one, counted from all that is mapped."""
+    found = 0
+    for have in region.places.mapped:
+        beside = zip([None, *have], [*have, None])
+        found += sum(new != (None if old is None else old + 1) and (old, new) != (None, None) for old, new in beside)
+    return found * region.planes.count
 
 
 def walk(model: Model, count: int) -> None:
@@ -172,16 +186,73 @@ def test_a_hundred_thousand_operations(driver: str, monkeypatch: pytest.MonkeyPa
 def walks(driver: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make, size = DRIVERS[driver]
     pages = make()
+    before = pages.extents.count
     storage, pool, layer = make_storage(monkeypatch, pages, size, **options)
     model = Model(storage, pool, layer, size, seed=1)
     walk(model, count)
-    assert pages.physical_bytes() > 0
+    assert pages.physical_bytes() > 0 and pages.extents.count > before
     for table, _ in model.rows:
         table.free()
     model.loans, model.layer = [], None  # type: ignore[assignment]
     storage.clear()
     del layer
     gc.collect()
-    assert pages.physical_bytes() == 0
+    assert pages.physical_bytes() == 0 and pages.extents.count == before
     if isinstance(pages, StandInPages):
         assert not pages._api.broken and not pages._api.reserved and not pages._api.handles
+
+
+def mapped(address: int, size: int) -> int:
+    """Stretches of pages of memory files there, as Linux counts them."""
+    with open("/proc/self/maps") as file:
+        lines = [line for line in file if "memfd:hf_paged" in line]
+    begins = [int(line.split("-")[0], 16) for line in lines]
+    return sum(address <= begin < address + size for begin in begins)
+
+
+def grown(
+    monkeypatch: pytest.MonkeyPatch, pages: MemoryFile, num_rows: int = 5, num_blocks: int = 7
+) -> tuple[MappedStorage, list[BlockTable]]:
+    """Rows that grow a block each in turn, so that those of a row lie apart."""
+    size = pages.granularity // (4 * DIM)
+    storage, pool, _ = make_storage(monkeypatch, pages, size)
+    total = num_rows * num_blocks
+    storage.grow(total, most=total)
+    pool.grow(total)
+    tables = [BlockTable(pool, size) for _ in range(num_rows)]
+    for _ in range(num_blocks):
+        for table in tables:
+            table.append(size, pool.allocate(1))
+    return storage, tables
+
+
+def step_of(tables: list[BlockTable]) -> StepMetadata:
+    ids = torch.tensor([table.block_ids for table in tables], dtype=torch.int32)
+    return StepMetadata.rectangle(ids, [table.num_tokens for table in tables], tables[0].block_size)
+
+
+def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = MemoryFile()
+    pages.extents = Extents()
+    storage, tables = grown(monkeypatch, pages)
+    rows = storage.layers[0].rows
+    assert rows.place(step_of(tables)) is not None
+    counts = [(mapped(region.places.address, region.places.size), num_extents(region)) for region in rows.regions]
+    assert counts == [(5 * 7 * HEADS * 2, 5 * 8 * HEADS * 2)], "seven runs in each row, and what is behind them"
+    assert pages.extents.count == sum(count for _, count in counts)
+
+
+def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten rows fit, of which each step reads five; a step of all rows but ten is gathered, and later ones try again."""
+    pages = MemoryFile()
+    pages.extents = Extents(limit=10 * 8 * HEADS * 2)
+    storage, tables = grown(monkeypatch, pages, num_rows=15)
+    rows = storage.layers[0].rows
+    for first in (0, 5, 10, 0, 7):
+        assert rows.place(step_of(tables[first : first + 5])) is not None
+        assert pages.extents.count <= pages.extents.limit
+    assert rows.place(step_of(tables)) is None and storage.slots.is_full
+    for _ in range(FULL_STEPS):
+        assert rows.place(step_of(tables[:5])) is None
+    placement = rows.place(step_of(tables[:5]))
+    assert placement is not None and not storage.slots.is_full

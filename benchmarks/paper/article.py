@@ -59,7 +59,7 @@ def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
 
 def block_times(size: Size) -> dict[str, Times]:
     """Seconds of whole runs by block size, and of a layer's attention."""
-    shape, pairs = SHAPES[size.small], sharegpt_pairs(size)
+    shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
     model = build(shape, "cpu", torch.float32)
 
     def work(block: int) -> float:
@@ -90,7 +90,7 @@ def sweep(size: Size) -> list[Row]:
         rate = REQUESTS_A_SECOND[block]
         rows.append(
             Row(
-                f"throughput at block size {block}, over that at 16, {size.small}",
+                f"throughput at block size {block}, over that at 16, {small_shape(size, 8).name}",
                 f"{rate / REQUESTS_A_SECOND[16]:.3f} ({rate} requests/s)",
                 said(speeds, size),
                 "times",
@@ -128,7 +128,7 @@ def preempting_pairs(size: Size) -> list[tuple[int, int]]:
 
 def preempted_times(size: Size) -> dict[str, Times]:
     """By block size: seconds of whole runs with each method, in a memory that is too small."""
-    shape, pairs = small_shape(size, 4), preempting_pairs(size)
+    shape, pairs = small_shape(size, 2), preempting_pairs(size)
     model, found = build(shape, "cpu", torch.float32), {}
     slots = 384 if size.turns > 1 else 128
     for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
@@ -154,7 +154,7 @@ def preempted(size: Size) -> list[Row]:
     recompute, by block size.
 
     The same: one trace, one memory that is too small for it, all preemptions by one method. Different: host memory on
-    both sides of a swap; 4 layers of a small random model in float32 on a CPU; few requests, of short contexts. Both
+    both sides of a swap; 2 layers of a small random model in float32 on a CPU; few requests, of short contexts. Both
     without the rest of a run are in `preemption`.
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
@@ -166,7 +166,7 @@ def preempted(size: Size) -> list[Row]:
         figures = ", ".join(f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions" for method in METHODS)
         rows.append(
             Row(
-                f"time with swap over time with recompute, block size {block}, {size.small}",
+                f"time with swap over time with recompute, block size {block}, {small_shape(size, 2).name}",
                 said_there[int(block)],
                 f"{said(ratios, size)}; {figures}",
                 "times",

@@ -62,9 +62,11 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def small_shape(size: Size, layers: int) -> Shape:
-    """The small model with few layers, so that long runs leave time for turns."""
+    """The small model with few layers and words, so that long runs leave time for turns, and attention is not lost
+    beside the logits."""
     shape = SHAPES[size.small]
-    return replace(shape, layers=min(layers, shape.layers))
+    layers, vocab = min(layers, shape.layers), min(2048, shape.vocab)
+    return replace(shape, name=f"{shape.name} of {layers} layers", layers=layers, vocab=vocab)
 
 
 def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:

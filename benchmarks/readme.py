@@ -534,7 +534,7 @@ def paper(data: Data) -> str:
 
 
 def paper_turns(data: Data) -> list[str]:
-    """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run."""
+    """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run: rows that have a published figure."""
     columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
     columns |= {"why": "what differs"}
     parts = []
@@ -554,14 +554,14 @@ def paper_turns(data: Data) -> list[str]:
             ("{TOLD_S2}"). What is called computed was not measured: a roofline gives the steps' times.""",
         ),
     ):
-        rows = [row for row in data["rows"] if row["table"] in names]
+        rows = [row for row in data["rows"] if row["table"] in names and row["published"]]
         if not rows:
             continue
         there = [name for name in names if name in data["runs"]]
         made = "; ".join(dict.fromkeys(machine_of(data["runs"][name]["facts"]) for name in there))
         said = flow(
             f"""{title} `{data["command"]} --only {" ".join(there)}` ({made}); medians, 95% intervals over turns of two
-            processes."""
+            processes. All rows: [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
         )
         drawn = picture_of(f"{PAPER}-{picture}", "The same as a picture")
         parts.append("\n\n".join([said, report.markdown(rows, columns), *drawn]))

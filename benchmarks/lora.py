@@ -190,6 +190,35 @@ def targets(found: dict[str, System]) -> list[str]:
     return lines
 
 
+def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of several runs of one revision, a process each, with the turns of all; a target is met where the interval
+    of the ratio reaches it."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        parts.setdefault(row["system"], []).append(row)
+    seconds = {name: [one for row in rows for one in row["seconds_by_turn"]] for name, rows in parts.items()}
+    found = []
+    for name, rows in parts.items():
+        first = rows[0]
+        line: dict[str, Any] = {"rows": name, "turns, processes": f"{len(seconds[name])}, {len(rows)}"}
+        median = statistics.median(seconds[name])
+        line |= {"s": median, "tokens/s": first["tokens_per_second"] * first["seconds"] / median}
+        line |= {"forwards": first["forwards"], "loads a turn": first["loads"]}
+        for title, base, target in (
+            ("throughput over one adapter a forward", APART, FASTER),
+            ("of a single adapter's", ONE, OF_ONE),
+        ):
+            ratios = paired.ratios(seconds[base], seconds[name])
+            span = paired.interval(ratios) or (min(ratios), max(ratios))
+            line[title] = f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})"
+            if name == MIXED:
+                line[title] += f", at least {target:g}: {paired.said(span[1] >= target)}"
+        told = {row["equal"] for row in rows} - {""}
+        line["tokens as alone"] = ("equal" if told == {"yes"} else "NOT equal") if told else ""
+        found.append(line)
+    return found
+
+
 def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
     """Tokens a second of every system, with the bars that the targets ask for."""
     drawing, axis = report.figure(300)

@@ -1,7 +1,7 @@
 """
 One model over several processes.
 
-    python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick] [--json PATH] [--plot PATH]
+    python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick] [--json PATH]
 
 First table, measured: `PagedEngine` on a model in one process, with all cores, and in shards over several processes on
 the CPU (torchrun, gloo), which share the cores: seconds for the same prompts, bytes of keys and values in each process.
@@ -154,12 +154,36 @@ def measured(name: str, processes: int, count: int, new: int, turns: int) -> lis
                     "tokens_s": round(count * new / seconds, 1),
                     "kv_bytes": found["kv_bytes"],
                     "turns": len(found["seconds"]),
+                    "seconds_by_turn": found["seconds"],
                 }
             )
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: str) -> Path:
+def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of several runs of one revision with the turns of all. Each kind's turns were in a process, or several, of
+    their own, so that no ratio is one of a turn."""
+    parts: dict[int, list[dict[str, Any]]] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        parts.setdefault(row["processes"], []).append(row)
+    found = []
+    for count, rows in parts.items():
+        seconds = [one for row in rows for one in row.get("seconds_by_turn", [row["seconds"]])]
+        median = statistics.median(seconds)
+        found.append(
+            {
+                "processes": count,
+                "turns, runs": f"{sum(row['turns'] for row in rows)}, {len(rows)}",
+                "s": f"{median:.3g} ({min(seconds):.3g} to {max(seconds):.3g})",
+                "tokens/s": rows[0]["tokens_s"] * rows[0]["seconds"] / median,
+                "peak of K/V in each process, MiB": max(row["kv_bytes"] for row in rows) / 2**20,
+                "tokens": "equal" if all(row["equal"] == "yes" for row in rows) else "NOT equal",
+            }
+        )
+    return found
+
+
+def draw(rows: list[dict[str, Any]], path: str | Path) -> Path:
     figure, axis = report.figure()
     values: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -183,8 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
-    parser.add_argument("--json", help="also write both tables here")
-    parser.add_argument("--plot", help="draw the second table here")
+    parser.add_argument("--json", help="also write both tables here, and a picture of the second beside them")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", default="32x64", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -202,11 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nComputed, not measured: bfloat16, A100 80 GB, rows of {LENGTH} tokens, at most {MAX_ROWS}\n")
     print(report.markdown(computed, {column: column for column in COMPUTED}))
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"facts": machine, "model": name, "rows": rows, "computed": computed}, file, indent=1)
-            file.write("\n")
-    if arguments.plot:
-        report.plot(lambda: draw(computed, arguments.plot))
+        path = Path(arguments.json)
+        found = {"facts": machine, "model": name, "prompts": count, "new_tokens": new, "rows": rows}
+        path.write_text(json.dumps({**found, "computed": computed}, indent=1) + "\n")
+        report.plot(lambda: draw(computed, path.with_suffix(".png")))
     return int(any(row["equal"] != "yes" for row in rows))
 
 

@@ -22,13 +22,19 @@ from benchmarks.grpo import table as rollout_table
 from benchmarks.linears import TARGET as PRODUCT_TARGET
 from benchmarks.linears import TURNS as PRODUCT_TURNS
 from benchmarks.linears import table as product_table
-from benchmarks.paper.rows import TOLD
+from benchmarks.lora import pooled as lora_rows
+from benchmarks.paper.article import TABLES as S4_TABLES
+from benchmarks.paper.rows import TOLD, TOLD_S1, TOLD_S2
+from benchmarks.paper.vattention import TABLES as S1_TABLES
+from benchmarks.parallel import COMPUTED, LENGTH, MAX_ROWS
+from benchmarks.parallel import pooled as parallel_rows
 from benchmarks.peers import TITLES
 from benchmarks.report import RESULTS
 from benchmarks.side_by_side import table as side_by_side_table
 from benchmarks.speculation import STAGES
 from benchmarks.speculation import pooled as speculation_rows
 from benchmarks.threads import table as thread_table
+from benchmarks.virtual import pooled as virtual_rows
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +46,7 @@ SPECULATION = ("speculation-cpu-1", "speculation-cpu-2")
 DRAFT_STAGES = "speculation-stages-cpu"
 TIERS = ("tiers-cpu-1", "tiers-cpu-2", "tiers-w3-cpu-1", "tiers-w3-cpu-2")
 QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
+LORA, PARALLEL, VIRTUAL = (tuple(f"{name}-cpu-{run}" for run in (1, 2)) for name in ("lora", "parallel", "virtual"))
 LINEARS = ("linears-cpu", "linears-cpu-avx2")
 PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
 PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
@@ -56,6 +63,16 @@ Data = Mapping[str, Any]
 def read(name: str, directory: Path = RESULTS) -> dict[str, Any]:
     """The content of a result."""
     return report.read(directory / f"{name}.json")
+
+
+def read_those(names: Sequence[str], directory: Path = RESULTS) -> list[dict[str, Any]]:
+    """The contents of those results that are there."""
+    return [read(name, directory) for name in names if (directory / f"{name}.json").exists()]
+
+
+def picture_of(name: str, said: str) -> list[str]:
+    """A picture of a result, if it is there."""
+    return [f"![{said}](../benchmarks/results/{name}.png)"] if (RESULTS / f"{name}.png").exists() else []
 
 
 def flow(text: str) -> str:
@@ -435,6 +452,51 @@ def quantized(runs: Sequence[Data]) -> str:
     return f"{said}\n\n{report.markdown(rows)}"
 
 
+def lora(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.lora`, of the turns of all runs; nothing without any."""
+    if not runs:
+        return ""
+    said = flow(
+        f"""**Adapters**: {runs[0]["title"]}, `PagedEngine`, greedy, `python -m benchmarks.lora`,
+        {machine_of(runs[0]["facts"])}; turns of {len(runs)} processes in which all take their turn, 95% intervals. A
+        target is met where the interval reaches it:"""
+    )
+    picture = picture_of(LORA[0], "Tokens a second with adapters, in one forward and apart")
+    return "\n\n".join([said, report.markdown(lora_rows(runs)), *picture])
+
+
+def virtual(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.virtual`, of the turns of all runs; nothing without any."""
+    if not runs:
+        return ""
+    said = flow(
+        f"""**Rows side by side in addresses** (`storage="virtual"`, vAttention): times over the base that each line
+        names, and bytes over contiguous ones, `python -m benchmarks.virtual`, {machine_of(runs[0]["machine"])}; turns
+        of {len(runs)} processes in which all take their turn, 95% intervals. A target is met where the interval reaches
+        it:"""
+    )
+    return f"{said}\n\n{report.markdown(virtual_rows(runs))}"
+
+
+def parallel(runs: Sequence[Data]) -> str:
+    """The tables of `benchmarks.parallel`; nothing without a run."""
+    if not runs:
+        return ""
+    first = runs[0]
+    said = flow(
+        f"""**Shards over processes** (`tp_plan="auto"`, gloo) that share the cores of one machine, `{first["model"]}`,
+        float32, `python -m benchmarks.parallel`, {machine_of(first["facts"])}; medians of the turns, with the least and
+        the greatest, and the memory that each process holds:"""
+    )
+    more = flow(
+        f"""The second table of `benchmarks.parallel`, **computed from data sheets, not measured** (A100 of 80 GB, rows
+        of {LENGTH} tokens, at most {MAX_ROWS}; the ratio is the throughput over that of as many GPUs on their own):"""
+    )
+    computed = report.markdown(first["computed"], {name: name.replace("_", " ") for name in COMPUTED})
+    picture = picture_of(PARALLEL[0], "Computed: tokens a second of 7B to 65B over GPUs")
+    return "\n\n".join([said, report.markdown(parallel_rows(runs)), more, computed, *picture])
+
+
 def side_by_side(data: Data) -> str:
     """The tables of `benchmarks.side_by_side`, one for each run."""
     parts = [
@@ -469,6 +531,41 @@ def paper(data: Data) -> str:
         f"![Memory by use: reservation against blocks, published and here](../benchmarks/results/{PAPER}-waste.png)"
     )
     return f"{said}\n\n{report.markdown(rows, columns)}\n\n{picture}"
+
+
+def paper_turns(data: Data) -> list[str]:
+    """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run: rows that have a published figure."""
+    columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
+    columns |= {"why": "what differs"}
+    parts = []
+    for names, picture, title in (
+        (
+            S1_TABLES,
+            "vattention",
+            f"""**vAttention's tables** (arXiv 2405.04437) on our own system: rows side by side in addresses
+            (`storage="virtual"`) that code which knows nothing of blocks reads in place, beside blocks with the kernel
+            that was made for them, and contiguous tensors. "{TOLD_S1}": the figure is from a document that this project
+            was asked for in, an article on that paper.""",
+        ),
+        (
+            S4_TABLES,
+            "s4",
+            f"""**S4's tables**, an article on the PagedAttention paper, and the figure of S2 for beams
+            ("{TOLD_S2}"). What is called computed was not measured: a roofline gives the steps' times.""",
+        ),
+    ):
+        rows = [row for row in data["rows"] if row["table"] in names and row["published"]]
+        if not rows:
+            continue
+        there = [name for name in names if name in data["runs"]]
+        made = "; ".join(dict.fromkeys(machine_of(data["runs"][name]["facts"]) for name in there))
+        said = flow(
+            f"""{title} `{data["command"]} --only {" ".join(there)}` ({made}); medians, 95% intervals over turns of two
+            processes. All rows: [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
+        )
+        drawn = picture_of(f"{PAPER}-{picture}", "The same as a picture")
+        parts.append("\n\n".join([said, report.markdown(rows, columns), *drawn]))
+    return parts
 
 
 def headline_section() -> str:
@@ -514,11 +611,15 @@ def benchmarks_section() -> str:
         speculation([read(name) for name in SPECULATION]),
         tiers([read(name) for name in TIERS]),
         quantized([read(name) for name in QUANTIZED]),
+        lora(read_those(LORA)),
+        parallel(read_those(PARALLEL)),
+        virtual(read_those(VIRTUAL)),
         side_by_side(read(SIDE_BY_SIDE)),
         paper(read(PAPER)),
+        *paper_turns(read(PAPER)),
         attention(read(ATTENTION)),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def architectures_section() -> str:

@@ -279,6 +279,40 @@ def physical(only: str) -> list[dict[str, Any]]:
     return found
 
 
+BASES = ("DynamicCache", "contiguous", "on demand")
+
+
+def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of several runs of one revision, a process each, with the turns of all; a target is met where the interval
+    of the ratio reaches it."""
+    parts: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        parts.setdefault(row["what"], {}).setdefault(row["case"], []).append(row)
+    found = []
+    for what, cases in parts.items():
+        seconds = {case: [one for row in rows for one in row.get("seconds", [])] for case, rows in cases.items()}
+        base = next((case for case in BASES if case in cases), "")
+        for case, rows in cases.items():
+            if case == base:
+                continue
+            line: dict[str, Any] = {"what": what, "case": case}
+            ratios = paired.ratios(seconds[case], seconds.get(base, []))
+            value = statistics.median(ratios) if ratios else rows[0]["ratio"]
+            low, high = paired.interval(ratios) or ((min(ratios), max(ratios)) if ratios else (value, value))
+            if ratios:
+                line["turns, processes"] = f"{len(ratios)}, {len(rows)}"
+                line["ms"] = 1e3 * statistics.median(seconds[case])
+                line["ratio"] = f"{value:.3f} ({low:.3f} to {high:.3f})"
+            else:
+                line["ratio"] = f"{value:.3f}"
+            target = rows[0].get("target")
+            line["target"] = "" if target is None else paired.at_most(low, target)
+            more = {"mmaps a step": "calls of `mmap` a step", "bytes after": "bytes when all rows are gone"}
+            line["more"] = "; ".join(f"{rows[0][key]} {title}" for key, title in more.items() if key in rows[0])
+            found.append(line)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

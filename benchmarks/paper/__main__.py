@@ -1,6 +1,8 @@
 """The tables of the seed papers on our own system, each row beside the published figure.
 
 python -m benchmarks.paper [--quick] [--only NAME ...] [--json PATH]
+
+What claims a ratio of times takes turns, half of them in a second process.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, report
+from benchmarks.paper import article, vattention
 from benchmarks.paper.blocks import block_sizes, preemption
 from benchmarks.paper.kernel import overhead
 from benchmarks.paper.memory import batch_size, waste
 from benchmarks.paper.plots import draw_all
-from benchmarks.paper.rows import FULL, QUICK, READ, TOLD, Row, Size
+from benchmarks.paper.rows import FULL, QUICK, READ, TOLD, TOLD_S1, TOLD_S2, Row, Size
 from benchmarks.paper.schedulers import schedulers
 from benchmarks.paper.sharing import beams, example, sampling
 
@@ -32,6 +35,8 @@ TABLES: dict[str, Callable[[Size], list[Row]]] = {
     "preemption": preemption,
     "overhead": overhead,
     "schedulers": schedulers,
+    **vattention.TABLES,
+    **article.TABLES,
 }
 COLUMNS = {"table": "table", "name": "what", "published": "published", "ours": "ours", "unit": "unit"} | {
     "source": "published in",
@@ -40,6 +45,8 @@ COLUMNS = {"table": "table", "name": "what", "published": "published", "ours": "
 NOTES = (
     f"`{READ}`: the figure was looked up in the paper. `{TOLD}`: it is from the document S4 of those that this project "
     "was asked for in, an article on the PagedAttention paper (2026-02-17, Japanese), and the paper does not have it. "
+    f"`{TOLD_S1}`: it is from S1, an article on the vAttention paper (2025-03-11, Korean). `{TOLD_S2}`: it is from S2, "
+    "notes on that announcement (2023-06-20, Korean). "
     "A value with a range is the median with the least and the greatest over several seeds, or turns if it is timed; "
     "the spread is that of the lengths' logarithms, a constant that the paper does not give. What each table has in "
     "common with the paper's is in its docstring, `benchmarks/paper/`."

@@ -25,7 +25,7 @@ from hf_paged.config import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 
 SIMULATED = (4, 8, 16, 32, 64, 128, 256)
 ENGINE_SLOTS = 1024
-SUPPORTED = tuple(size for size in (8, 16, 32, 64, 128, 256) if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE)
+SUPPORTED = tuple(size for size in SIMULATED if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE)
 
 
 def block_sizes(size: Size) -> list[Row]:
@@ -35,7 +35,7 @@ def block_sizes(size: Size) -> list[Row]:
     The same: OPT-13B's slots and the data sets' mean lengths in the simulated rows. Different: the paper plots the
     latency at one request rate, ours is requests (or tokens) a second over those at block size 16, memory always short.
     Simulated rows know what large blocks waste, not what small ones cost a kernel; the measured rows know both: the
-    engine on a real model in a fixed memory. Our pools take powers of two from 8 to 256, so 4 is simulated only.
+    engine on a real model in a fixed memory, with the sizes that `PagedConfig` takes.
     """
     rows = []
     for lengths, said in (

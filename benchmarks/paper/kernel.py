@@ -17,10 +17,11 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.storage import KVBlocks
+from hf_paged.config import MIN_BLOCK_SIZE
 from hf_paged.step import StepMetadata
 
 ROWS = 8
-BLOCKS = (8, 16, 32, 64, 128, 256)
+BLOCKS = tuple(size for size in (4, 8, 16, 32, 64, 128, 256) if size >= MIN_BLOCK_SIZE)
 LAYERS = 8
 
 
@@ -92,6 +93,20 @@ def _check(
 
 
 @torch.no_grad()
+def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
+    """Of a layer, by contender, in turns of which each has the order of the one before reversed."""
+    functions = contenders(SHAPES[size.shape], size.context)
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(turns + 1):
+        for name, function in list(functions.items())[:: -1 if turn % 2 else 1]:
+            start = time.perf_counter()
+            for layer in range(LAYERS):
+                function(layer)
+            if turn:  # the first pass warms up
+                seconds[name].append((time.perf_counter() - start) / LAYERS)
+    return seconds
+
+
 def overhead(size: Size) -> list[Row]:
     """
     PagedAttention (arXiv 2309.06180), section 7.1 and figure 18a: a decode kernel that reads blocks against one that
@@ -104,18 +119,10 @@ def overhead(size: Size) -> list[Row]:
     median over the turns of the ratio within a turn, with the least and the greatest. Blocks lie in random order but
     where it says otherwise.
     """
-    functions = contenders(SHAPES[size.shape], size.context)
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(3 * size.repeats + 1):
-        for name, function in list(functions.items())[:: -1 if repeat % 2 else 1]:
-            start = time.perf_counter()
-            for layer in range(LAYERS):
-                function(layer)
-            if repeat:  # the first pass warms up
-                seconds[name].append((time.perf_counter() - start) / LAYERS)
+    seconds = seconds_of(size, 3 * size.repeats)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     rows = []
-    for name in functions:
+    for name in seconds:
         if not name.startswith("blocks"):
             continue
         block = int(name.split()[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ PARTS = {
 def draw_all(rows: Iterable[dict[str, Any]], stem: Path) -> list[Path]:
     """A picture for each table that is among `rows` and has one, at `<stem>-<name>.png`."""
     rows = list(rows)
-    pictures = {"waste": waste, "schedulers": schedulers, "blocks": blocks}
+    pictures = {"waste": waste, "schedulers": schedulers, "blocks": blocks, "vattention": vattention, "s4": article}
     paths = []
     for name, draw in pictures.items():
         path = stem.with_name(f"{stem.name}-{name}.png")
@@ -132,3 +133,95 @@ def blocks(rows: list[dict[str, Any]], path: Path) -> Path | None:
         axis.set_xticks(ticks, [str(size) for size in ticks])
         axis.legend(fontsize=8, frameon=False)
     return report.save(drawing, path)
+
+
+def vattention(rows: list[dict[str, Any]], path: Path) -> Path | None:
+    """Prompts over contexts, decodes over rows, mapping over page groups, and the steps of one turn."""
+    by_table = _by_table(rows, ("prefill", "decode", "allocation", "spikes"))
+    if by_table is None:
+        return None
+    drawing, axes = report.figure(720, nrows=2, ncols=2)
+    prefill, decode, allocation, spikes = axes.flat
+    for axis, table, key, title in (
+        (prefill, "prefill", "context", "tokens of a prompt"),
+        (decode, "decode", "rows", "rows that decode"),
+    ):
+        speeds = {details[key]: details["tokens_per_second"] for details in by_table[table] if key in details}
+        for index, system in enumerate(next(iter(speeds.values()))):
+            style = {"color": report.PALETTE[index], "marker": report.MARKERS[index], "markersize": 5}
+            axis.plot(list(speeds), [one[system] for one in speeds.values()], label=system, **style)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(list(speeds), [str(one) for one in speeds])
+        axis.set_xlabel(title)
+        axis.set_ylabel("tokens a second")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7, frameon=False)
+    found = {details["page_bytes"]: details for details in by_table["allocation"]}
+    for index, (what, keys) in enumerate({"mapped": ("map",), "mapped and written to": ("map", "write")}.items()):
+        rates = []
+        for details in found.values():
+            turns = zip(*(details[f"{key}_seconds"] for key in keys))
+            rates.append(details["bytes"] / statistics.median(map(sum, turns)) / 1e9)
+        style = {"color": report.PALETTE[index], "marker": report.MARKERS[index]}
+        allocation.plot([one // 1024 for one in found], rates, label=what, **style)
+    allocation.axhline(7.6, color="#555555", linewidth=0.8, linestyle="--", label="vAttention, A100 (S1)")
+    allocation.set_xscale("log", base=2)
+    allocation.set_yscale("log")
+    allocation.set_xticks([one // 1024 for one in found], [str(one // 1024) for one in found])
+    allocation.set_xlabel("KiB of a page group")
+    allocation.set_ylabel("GB a second")
+    allocation.legend(fontsize=7, frameon=False)
+    for index, details in enumerate(by_table["spikes"]):
+        spikes.plot(details["step_ms"], label=details["mechanism"], color=report.PALETTE[index], linewidth=1)
+    spikes.set_xlabel("decode step")
+    spikes.set_ylabel("ms")
+    spikes.set_ylim(bottom=0)
+    spikes.legend(fontsize=7, frameon=False)
+    return report.save(drawing, path)
+
+
+def article(rows: list[dict[str, Any]], path: Path) -> Path | None:
+    """S4's block sizes, swap against recompute, and models of 7B to 65B, published and here."""
+    by_table = _by_table(rows, ("sweep", "preempted", "scaling"))
+    if by_table is None:
+        return None
+    drawing, (sizes, swaps, scaled) = report.figure(360, ncols=3)
+    throughput = [details for details in by_table["sweep"] if "ratios" in details]
+    ticks = [details["block_size"] for details in throughput]
+    here = [statistics.median(details["ratios"]) for details in throughput]
+    for index, (name, values) in enumerate(
+        {"S4, A100": [details["published"] for details in throughput], "here, CPU": here}.items()
+    ):
+        sizes.plot(ticks, values, label=name, color=report.PALETTE[index], marker=report.MARKERS[index])
+    sizes.set_ylim(0, 1.3)
+    sizes.set_ylabel("throughput, over block size 16")
+    for index, method in enumerate(by_table["preempted"][0]["seconds"]):
+        blocks_of = [details["block_size"] for details in by_table["preempted"]]
+        seconds = [details["seconds"][method] for details in by_table["preempted"]]
+        swaps.plot(blocks_of, seconds, label=method, color=report.PALETTE[index], marker=report.MARKERS[index])
+    swaps.set_ylim(bottom=0)
+    swaps.set_ylabel("seconds of a run that preempts")
+    for axis, at in ((sizes, ticks), (swaps, blocks_of)):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(at, [str(one) for one in at])
+        axis.set_xlabel("tokens in a block")
+        axis.legend(fontsize=7, frameon=False)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for details in by_table["scaling"]:
+        lines.setdefault(details["model"], []).append((details["gpus"], details["ours"]))
+    for index, (name, points) in enumerate(lines.items()):
+        style = {"color": report.PALETTE[index], "marker": report.MARKERS[index]}
+        scaled.plot(*zip(*points), label=name, **style)
+    scaled.set_xscale("log", base=2)
+    scaled.set_yscale("log")
+    scaled.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    scaled.set_xlabel("GPUs")
+    scaled.set_ylabel("requests a second, computed")
+    scaled.legend(fontsize=7, frameon=False)
+    return report.save(drawing, path)
+
+
+def _by_table(rows: list[dict[str, Any]], tables: Iterable[str]) -> dict[str, list[dict[str, Any]]] | None:
+    """The details of these tables; `None` unless all are there."""
+    found = {table: [row["details"] for row in rows if row["table"] == table and "details" in row] for table in tables}
+    return found if all(found.values()) else None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 PAPER = "PagedAttention, arXiv 2309.06180"
+VATTENTION = "vAttention, arXiv 2405.04437"
 READ = "read"
 """The published figure was looked up in the paper's text or printed on its figure."""
 TOLD = "S4, not in the paper"
@@ -15,6 +16,10 @@ TOLD = "S4, not in the paper"
 The figure is from the document S4 of those that this project was asked for in: an article on the PagedAttention paper,
 of 2026-02-17, in Japanese. The paper itself does not have it.
 """
+TOLD_S1 = "S1, not looked up in the paper"
+"""The figure is from the document S1: an article on the vAttention paper, of 2025-03-11, in Korean."""
+TOLD_S2 = "S2, from the announcement of vLLM"
+"""The figure is from the document S2: notes on the announcement of vLLM, of 2023-06-20, in Korean."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Row:
         name (`str`): What is measured.
         published (`str`): As published; empty where the papers have no such figure.
         ours (`float` or `str`): In `unit`.
-        source (`str`): Section or figure with `READ`, or `TOLD`.
+        source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`, `TOLD_S2`.
         why (`str`): Why ours differs.
         details (`dict`, *optional*): Numbers behind `ours`, for the JSON and the plots.
     """
@@ -60,6 +65,8 @@ class Size:
         beam_tokens (`int`): Most tokens of such a prompt, and most new ones.
         repeats (`int`): Of everything that is timed.
         seeds (`int`): Of traces, where a figure is shown with its range over them.
+        small (`str`): Shape of the model that whole calls take turns on, in float32.
+        turns (`int`): Of contenders, in each of `processes` processes.
     """
 
     requests: int
@@ -72,11 +79,14 @@ class Size:
     beam_tokens: int
     repeats: int
     seeds: int
+    small: str = "llama-tiny"
+    turns: int = 1
+    processes: int = 1
 
 
 TINY = Size(60, 40, "llama-tiny", "llama-tiny", 64, 2, 2, 24, 1, 1)
 QUICK = Size(10_000, 1_000, "llama-100m", "llama-tiny", 256, 8, 3, 64, 3, 2)
-FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 4, 256, 9, 5)
+FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 4, 256, 9, 5, "llama-24m", 8, 2)
 
 
 def ranged(values: Sequence[float], digits: str = ".4g") -> str:

@@ -23,12 +23,13 @@ BLOCK_SIZE = 16
 @dataclass(frozen=True)
 class StepCost:
     """
-    Seconds of one step: `max(floor, fixed + per_token * new) + per_context * context`.
+    Seconds of one step: `max(floor, fixed + per_token * new) + per_link * new + per_context * context`.
 
     Args:
         fixed, floor (`float`): Seconds however few tokens there are; `floor` overlaps with computing them.
         per_token (`float`): Seconds of a new token, of a prompt or generated.
         per_context (`float`): Seconds to read one token's keys and values.
+        per_link (`float`): Seconds to send what one new token needs of other devices.
     """
 
     name: str
@@ -36,10 +37,11 @@ class StepCost:
     per_token: float
     per_context: float
     floor: float = 0.0
+    per_link: float = 0.0
 
     def work(self, new: int) -> float:
         """Seconds apart from reading keys and values."""
-        return max(self.floor, self.fixed + self.per_token * new)
+        return max(self.floor, self.fixed + self.per_token * new) + self.per_link * new
 
     def seconds(self, new: int, context: int) -> float:
         """Of a step that computes `new` tokens and reads `context`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 import hf_paged
 from benchmarks.models import SHAPES
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import kernel, plots, sharing
+from benchmarks.paper import kernel, plots, sharing, vattention
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS, fit, model_of
 from benchmarks.paper.reservation import POLICIES, Buddy, power_of_two, reserve_pow2
-from benchmarks.paper.rows import TINY, Row
+from benchmarks.paper.rows import TINY, TOLD, TOLD_S1, TOLD_S2, Row
 from benchmarks.paper.schedulers import sustained
 from benchmarks.paper.serving import (
     StepCost,
@@ -208,6 +209,8 @@ def test_kernel_contenders_read_the_same_numbers(monkeypatch):
 
 @pytest.mark.parametrize("name", command.TABLES)
 def test_every_table_prints_its_rows(name, capsys):
+    if name in vattention.TABLES and not hasattr(os, "memfd_create"):
+        pytest.skip("no memory files")
     rows, runs = command.run([name], TINY)
     printed = capsys.readouterr().out
     assert rows and list(runs) == [name] and runs[name]["seconds"] >= 0
@@ -216,7 +219,7 @@ def test_every_table_prints_its_rows(name, capsys):
         assert isinstance(row["ours"], str) or math.isfinite(row["ours"])
         assert row["unit"]
         if row["published"]:
-            assert "read" in row["source"] or "S4" in row["source"]
+            assert "read" in row["source"] or row["source"] in (TOLD, TOLD_S1, TOLD_S2)
     assert any(row["published"] for row in rows)
 
 

@@ -1,0 +1,314 @@
+"""The tables of the document S4, an article on the PagedAttention paper, and the one figure of S2."""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hf_paged
+from benchmarks import paired, parallel
+from benchmarks.models import SHAPES, Shape, build
+from benchmarks.paper.blocks import ENGINE_SLOTS, SUPPORTED
+from benchmarks.paper.kernel import seconds_of
+from benchmarks.paper.measured import A100, OPT_13B_SLOTS, prompt_of
+from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
+from benchmarks.paper.serving import StepCost, serve_paged, serve_static
+from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
+from benchmarks.paper.turns import Times, details_of, measured, said, small_shape
+from benchmarks.systems import Generate, System, quiet
+from benchmarks.virtual import in_turns
+from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
+
+SWEEP = tuple(block for block in SUPPORTED if block <= 64)
+REQUESTS_A_SECOND = {4: 3.12, 8: 3.38, 16: 3.56, 32: 3.48, 64: 3.21}
+OVERHEAD = {4: 11, 8: 6, 16: 3, 32: 8, 64: 18}
+"""Percent, by block size; S4."""
+SWAPPED_BLOCKS = tuple(block for block in (8, 16, 64) if block in SUPPORTED)
+METHODS = ("swap", "recompute")
+SCALED = {"LLaMA-7B": (1.24, 4.21), "LLaMA-13B": (0.89, 3.56), "LLaMA-33B": (0.34, 1.52), "LLaMA-65B": (0.18, 0.89)}
+"""Requests a second of FasterTransformer and of vLLM; S4."""
+
+
+def serve(model: Any, shape: Shape, pairs: list[tuple[int, int]], config: dict[str, Any]) -> tuple[float, Any]:
+    """Seconds in which a new engine serves greedy requests of these tokens, prompt and new, and its figures."""
+    draw = random.Random(0)
+    with hf_paged.PagedEngine(model, {"prefix_caching": False, **config}) as engine:
+        for prompt, output in pairs:
+            options = {"max_new_tokens": output, "do_sample": False, "eos_token_id": None}
+            engine.add_request(prompt_of(prompt, shape.vocab, draw), options)
+        start = time.perf_counter()
+        while engine.has_unfinished:
+            engine.step()
+        return time.perf_counter() - start, engine.stats()
+
+
+def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
+    """Prompts and outputs of ShareGPT-like lengths, cut so that a run takes about a second."""
+    trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
+    return [(min(256, prompt), max(2, min(48, output // 16))) for prompt, output in zip(trace.prompts, trace.outputs)]
+
+
+# -- block sizes -----------------------------------------------------------------------------------------------------
+
+
+def block_times(size: Size) -> dict[str, Times]:
+    """Seconds of whole runs by block size, and of a layer's attention."""
+    shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
+    model = build(shape, "cpu", torch.float32)
+
+    def work(block: int) -> float:
+        return serve(model, shape, pairs, {"block_size": block, "num_blocks": ENGINE_SLOTS // block})[0]
+
+    works = {str(block): functools.partial(work, block) for block in SWEEP}
+    in_turns(works, 1)  # warm-up
+    return {"engine": in_turns(works, size.turns), "kernel": seconds_of(size, size.turns)}
+
+
+def sweep(size: Size) -> list[Row]:
+    """
+    S4's block sizes: throughput, and an "overhead" that is least at 16, for ShareGPT, LLaMA-13B and an A100.
+
+    The same: mean lengths, one memory for all sizes. Different: S4 does not say what its overhead is of; it names the
+    management of block tables and what is left of a request's last block. Ours are two figures: what our kernel takes
+    beyond its time over contiguous rows (each row one block), and slots that are allocated and empty, simulated in
+    OPT-13B's 15.7K slots. Throughput is of the engine on a small random model in float32 on this CPU.
+    """
+    times, rows = measured(block_times, size), []
+    trace = make_trace(SHAREGPT, max(60, size.short // 8))
+    for block in SWEEP:
+        speeds = paired.ratios(times["engine"]["16"], times["engine"][str(block)])
+        usage = serve_paged(trace, A100, OPT_13B_SLOTS, block).usage.percent()
+        empty = 100 * usage["internal"] / (usage["used"] + usage["internal"])
+        over = paired.ratios(times["kernel"].get(f"blocks of {block}", []), times["kernel"]["one block a row"])
+        over = [100 * (ratio - 1) for ratio in over]
+        rate = REQUESTS_A_SECOND[block]
+        rows.append(
+            Row(
+                f"throughput at block size {block}, over that at 16, {small_shape(size, 8).name}",
+                f"{rate / REQUESTS_A_SECOND[16]:.3f} ({rate} requests/s)",
+                said(speeds, size),
+                "times",
+                TOLD,
+                _WHY_SWEEP,
+                {"block_size": block, "published": rate / REQUESTS_A_SECOND[16], **details_of(speeds)},
+            )
+        )
+        kernel = said(over, size, ".1f") if over else "not measured: contexts are shorter"
+        rows.append(
+            Row(
+                f"overhead at block size {block}: attention over contiguous rows; empty slots",
+                str(OVERHEAD[block]),
+                f"{kernel}; {empty:.1f} empty",
+                "%",
+                TOLD,
+                "S4 does not say of what; its figures are least at 16",
+                {"block_size": block, "published": OVERHEAD[block], "kernel_percent": over, "empty_percent": empty},
+            )
+        )
+    return rows
+
+
+_WHY_SWEEP = "another model, a CPU, and memory that holds few requests, so that large blocks keep some of them waiting"
+
+
+# -- swap against recompute ------------------------------------------------------------------------------------------
+
+
+def preempting_pairs(size: Size) -> list[tuple[int, int]]:
+    """Prompts and outputs of requests that grow out of a memory in which several begin."""
+    draw, count = random.Random(3), max(6, size.engine_requests)
+    return [(draw.randrange(16, 49), 128 if size.turns > 1 else 32) for _ in range(count)]
+
+
+def preempted_times(size: Size) -> dict[str, Times]:
+    """By block size: seconds of whole runs with each method, in a memory that is too small."""
+    shape, pairs = small_shape(size, 2), preempting_pairs(size)
+    model, found = build(shape, "cpu", torch.float32), {}
+    slots = 384 if size.turns > 1 else 128
+    for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
+        counts: Times = {f"{method}, preemptions": [] for method in METHODS}
+
+        def work(method: str, block: int = block, counts: Times = counts) -> float:
+            config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
+            seconds, stats = serve(model, shape, pairs, config)
+            if not stats.num_preemptions or (method == "swap") != (stats.num_swaps > 0):
+                raise RuntimeError(f"{method}: {stats.num_preemptions} preemptions, {stats.num_swaps} swaps")
+            counts[f"{method}, preemptions"].append(stats.num_preemptions)
+            return seconds
+
+        works = {method: functools.partial(work, method) for method in METHODS}
+        in_turns(works, 1)  # warm-up
+        found[str(block)] = in_turns(works, size.turns) | counts
+    return found
+
+
+def preempted(size: Size) -> list[Row]:
+    """
+    PagedAttention (arXiv 2309.06180), section 7.3 and figure 19b: whole runs with swap against whole runs with
+    recompute, by block size.
+
+    The same: one trace, one memory that is too small for it, all preemptions by one method. Different: host memory on
+    both sides of a swap; 2 layers of a small random model in float32 on a CPU; few requests, of short contexts. Both
+    without the rest of a run are in `preemption`.
+    """
+    said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
+    rows = []
+    for block, times in measured(preempted_times, size).items():
+        ratios = paired.ratios(times["swap"], times["recompute"])
+        seconds = {method: statistics.median(times[method]) for method in METHODS}
+        counts = {method: statistics.median(times[f"{method}, preemptions"]) for method in METHODS}
+        figures = ", ".join(f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions" for method in METHODS)
+        rows.append(
+            Row(
+                f"time with swap over time with recompute, block size {block}, {small_shape(size, 2).name}",
+                said_there[int(block)],
+                f"{said(ratios, size)}; {figures}",
+                "times",
+                f"{PAPER}, section 7.3 ({READ})",
+                "a copy within host memory has no PCIe transfers to set up, and a CPU computes a prompt slowly",
+                {"block_size": int(block), "seconds": seconds, "preemptions": counts, **details_of(ratios)},
+            )
+        )
+    return rows
+
+
+# -- larger models, more devices -------------------------------------------------------------------------------------
+
+
+def step_cost(shape: Shape, gpus: int) -> StepCost:
+    """Of a model over GPUs, as `benchmarks.parallel` computes it."""
+    part, bandwidth, flops = parallel.cost(shape, gpus), parallel.A100.bandwidth, parallel.A100.flops["bfloat16"]
+    return StepCost(
+        f"{shape.name} on {gpus} GPUs, roofline",
+        fixed=0.0,
+        floor=part.weight_bytes / bandwidth,
+        per_token=2 * (part.body + part.head) / flops,
+        per_context=part.shape.kv_bytes(1, 2) / bandwidth,
+        per_link=parallel.all_reduce_seconds(shape, gpus, 1),
+    )
+
+
+def scaling(size: Size) -> list[Row]:
+    """
+    S4's scaling over model sizes, **computed, not measured**: LLaMA of 7B to 65B on 1 to 8 A100 of 80 GB.
+
+    The same: ShareGPT's mean lengths, all requests waiting. Different: no GPU has run it. A step costs what the
+    roofline of `benchmarks.parallel` says (its part of the weights or of the products, the keys and values that it
+    reads, the all-reduces of each layer); ours is the engine's scheduler and block manager, the other reserves the
+    longest sequence for each row of a static batch, as FasterTransformer does. S4 does not say how many GPUs a model
+    has. Where less than one longest sequence fits beside the weights, there is no row.
+    """
+    trace, rows = make_trace(SHAREGPT, max(60, size.short // 20)), []
+    shapes = {shape.name: shape for shape in parallel.LLAMAS}
+    for line in parallel.scaling():
+        name, gpus = line["model"], line["gpus"]
+        slots = line["kv_tokens"]
+        if slots < LONGEST:
+            continue
+        cost = step_cost(shapes[name], gpus)
+        ours, static = serve_paged(trace, cost, slots).rate, serve_static(trace, cost, slots).rate
+        theirs, vllm = SCALED[name]
+        devices = f"{gpus} GPU{'s' * (gpus > 1)}"
+        details = {"model": name, "gpus": gpus, "kv_tokens": slots, "ours": ours, "static": static}
+        details |= {"published": {"FasterTransformer": theirs, "vLLM": vllm}, "tokens_per_second": line["tokens_s"]}
+        rows.append(
+            Row(
+                f"computed: {name} on {devices}, ours over static batches",
+                f"{vllm / theirs:.1f} ({vllm} over {theirs} requests/s)",
+                f"{ours / static:.1f} ({ours:.3g} over {static:.3g} requests/s)",
+                "times",
+                TOLD,
+                _WHY_SCALING,
+                details,
+            )
+        )
+    return rows
+
+
+_WHY_SCALING = (
+    "a static batch waits for its longest row, with room for the longest sequence in each; a roofline has no overhead "
+    "per request or kernel; S4 does not say how many GPUs a model has"
+)
+
+
+# -- beams -----------------------------------------------------------------------------------------------------------
+
+PLAIN, OURS = "plain", "ours"
+
+
+def beam_workload(size: Size) -> Workload:
+    return WORKLOADS["W5"] if size.turns > 1 else WORKLOADS["W5"].scaled(1, 0.125)
+
+
+def beam_times(size: Size) -> dict[str, Times]:
+    """Seconds of whole calls, bytes of keys and values, and the share of equal tokens."""
+    shape, workload = SHAPES[size.small], beam_workload(size)
+    model = build(shape, "cpu", torch.float32)
+    systems: dict[str, System] = {PLAIN: Generate(), OURS: Generate(cache="paged")}
+    numbers: Times = {"bytes": [], "contiguous bytes": []}
+    answers: dict[str, Any] = {}
+    calls = 0
+
+    def work(name: str) -> float:
+        nonlocal calls
+        batch = workload.batch(calls // 2, shape.vocab)  # the same for both in a turn
+        calls += 1
+        start = time.perf_counter()
+        answers[name] = systems[name](model, shape, workload, batch).rows
+        seconds = time.perf_counter() - start
+        if name == OURS:
+            numbers["bytes"].append(float(systems[OURS].kv_bytes(model, shape, workload, batch) or 0))
+            numbers["contiguous bytes"].append(float(contiguous_bytes(shape, workload, batch, 4)))
+        if calls % 2 == 0 and answers[PLAIN] != answers[OURS]:
+            raise RuntimeError("beams differ from those of plain generate")
+        return seconds
+
+    with quiet():
+        works = {name: functools.partial(work, name) for name in systems}
+        in_turns(works, 1)  # warm-up
+        found = in_turns(works, size.turns)
+    hf_paged.free(model)
+    return {"W5": found | numbers}
+
+
+def beam_speed(size: Size) -> list[Row]:
+    """
+    S2's "up to 55% of the memory, which gives up to 2.2 times the throughput" of beams and samples, beside W5.
+
+    The same: beam search. Different: W5 is one prompt of 512 with 8 beams of 64 new tokens, plain `generate` against
+    `generate(cache_implementation="paged")`, so that memory makes room for nothing: what is gained is what moves and
+    reads fewer bytes. The announcement's figure is of a server whose batch grows into what is saved.
+    """
+    times, workload = measured(beam_times, size)["W5"], beam_workload(size)
+    ratios = paired.ratios(times[PLAIN], times[OURS])
+    saved = 100 * (1 - max(times["bytes"]) / max(times["contiguous bytes"]))
+    title = f"{workload.title}, {size.small}, float32" + ("" if size.turns > 1 else ", an eighth of it")
+    seconds = {name: statistics.median(times[name]) for name in (PLAIN, OURS)}
+    details = {"seconds": seconds, **details_of(ratios)}
+    why = "one prompt: no other request takes the room"
+    return [
+        Row(
+            f"plain's time over ours, W5 ({title})",
+            "up to 2.2",
+            f"{said(ratios, size)}; {seconds[PLAIN]:.3g} over {seconds[OURS]:.3g} s",
+            "times",
+            TOLD_S2,
+            why,
+            details,
+        ),
+        Row("bytes of keys and values saved, W5", "up to 55", saved, "%", TOLD_S2, "8 beams share a prompt of 512", {}),
+    ]
+
+
+TABLES: dict[str, Callable[[Size], list[Row]]] = {
+    "sweep": sweep,
+    "preempted": preempted,
+    "scaling": scaling,
+    "beam_speed": beam_speed,
+}

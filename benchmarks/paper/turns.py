@@ -1,0 +1,82 @@
+"""Contenders that take turns in several processes, and what is said of their times."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks import paired
+from benchmarks.models import SHAPES, Shape
+from benchmarks.paper.rows import Size
+from hf_paged.kernels import VARIABLE
+
+Times = dict[str, list[float]]
+"""Seconds of each contender, turn by turn."""
+
+
+def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict[str, Times]:
+    """
+    The turns of `size.processes` processes that run one after the other, each with memory and models of its own; of
+    this process where that is 1.
+
+    Args:
+        measure (`Callable`): A function of a module, which returns the times of each case.
+    """
+    if size.processes == 1:
+        return dict(measure(size))
+    found: dict[str, Times] = {}
+    for _ in range(size.processes):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            part = pool.submit(_child, measure, size, torch.get_num_threads()).result()
+        for case, times in part.items():
+            for name, seconds in times.items():
+                found.setdefault(case, {}).setdefault(name, []).extend(seconds)
+    return found
+
+
+def _child(measure: Callable[[Size], Mapping[str, Times]], size: Size, threads: int) -> Mapping[str, Times]:
+    torch.set_num_threads(threads)
+    return measure(size)
+
+
+@contextlib.contextmanager
+def backend(name: str | None) -> Iterator[None]:
+    """Within it one backend of attention is forced (`HF_PAGED_ATTENTION`); `None`: the one that the library chooses."""
+    before = os.environ.pop(VARIABLE, None)
+    if name is not None:
+        os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def small_shape(size: Size, layers: int) -> Shape:
+    """The small model with few layers and words, so that long runs leave time for turns, and attention is not lost
+    beside the logits."""
+    shape = SHAPES[size.small]
+    layers, vocab = min(layers, shape.layers), min(2048, shape.vocab)
+    return replace(shape, name=f"{shape.name} of {layers} layers", layers=layers, vocab=vocab)
+
+
+def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:
+    """The median of some turns' values with its 95% interval, or their range where there are few."""
+    low, high = paired.interval(values) or (min(values), max(values))
+    processes = f" in {size.processes} processes" if size.processes > 1 else ""
+    turns = f"{len(values)} turn{'s' * (len(values) > 1)}{processes}"
+    return f"{statistics.median(values):{digits}} ({low:{digits}}..{high:{digits}}), {turns}"
+
+
+def details_of(values: Sequence[float]) -> dict[str, Any]:
+    """For the JSON: the ratios of all turns, and the interval of their median."""
+    return {"turns": len(values), "interval": paired.interval(values), "ratios": list(values)}

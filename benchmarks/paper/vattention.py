@@ -1,0 +1,524 @@
+"""vAttention's tables: rows side by side in addresses, against blocks and against contiguous tensors."""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+import hf_paged
+from benchmarks import paired
+from benchmarks.models import SHAPES, Shape, build
+from benchmarks.paper.measured import prompt_of
+from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
+from benchmarks.paper.traces import SHAREGPT, make_trace
+from benchmarks.paper.turns import Times, backend, details_of, measured, said, small_shape
+from benchmarks.virtual import in_turns
+from hf_paged import PagedCache, VirtualStorage
+from hf_paged.cache import pages
+from hf_paged.cache.virtual import fit_blocks
+from hf_paged.config import MIN_BLOCK_SIZE
+
+GIB, MIB = 2**30, 2**20
+CHUNK = 256
+BATCHES = (1, 2, 4, 8)
+BLOCKS, LARGE, GATHERED = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel", "blocks of 16, gathered for SDPA"
+VIRTUAL, RESERVED, DYNAMIC = "virtual, SDPA in place", "contiguous, reserved", "contiguous, copied (DynamicCache)"
+PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
+"""A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
+
+
+def contexts(size: Size) -> tuple[int, ...]:
+    return tuple(size.context * share // 2 for share in (1, 2, 4, 8))
+
+
+def named(page: int) -> str:
+    return f"{page // MIB} MiB" if page >= MIB else f"{page // 1024} KiB"
+
+
+class ReservedLayer(DynamicLayer):
+    """Contiguous keys and values in memory that was reserved for the longest sequence."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            rows, heads, _, dim = key_states.shape
+            self.room = [x.new_empty(rows, heads, self.longest, dim) for x in (key_states, value_states)]
+        first = self.get_seq_length()
+        end = first + key_states.shape[2]
+        for room, states in zip(self.room, (key_states, value_states)):
+            room[:, :, first:end] = states
+        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        return self.keys, self.values
+
+
+def reserved(shape: Shape, longest: int) -> Cache:
+    return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
+
+
+# -- prefill ---------------------------------------------------------------------------------------------------------
+
+
+def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
+    """Of a prompt `[1, n]` that is computed in chunks, as transformers' own loop does."""
+    cache = reserved(shape, ids.shape[1])
+    for part in ids.split(CHUNK, dim=1):
+        hidden = model.model(part, past_key_values=cache, use_cache=True).last_hidden_state
+    return int(model.lm_head(hidden[0, -1]).argmax())
+
+
+@torch.no_grad()
+def prefill_times(size: Size) -> dict[str, Times]:
+    """By context: seconds to the first token of one prompt."""
+    shape = small_shape(size, 2)
+    model = build(shape, "cpu", torch.float32)
+    common: dict[str, Any] = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
+    systems = {
+        BLOCKS: ("blocks", None),
+        GATHERED: ("blocks", "gather"),
+        VIRTUAL: ("virtual", "gather"),
+    }
+    engines = {name: hf_paged.PagedEngine(model, {"storage": kind, **common}) for name, (kind, _) in systems.items()}
+    found = {}
+    for context in contexts(size):
+        prompt = prompt_of(context, shape.vocab, random.Random(context))
+        expected = contiguous_first_token(model, shape, torch.tensor([prompt]))
+
+        def work(name: str, prompt: list[int] = prompt, expected: int = expected) -> float:
+            start = time.perf_counter()
+            if name == RESERVED:
+                token = contiguous_first_token(model, shape, torch.tensor([prompt]))
+            else:
+                with backend(systems[name][1]):
+                    (result,) = engines[name].generate([prompt], {"max_new_tokens": 1, "do_sample": False})
+                if result.error is not None:
+                    raise result.error
+                (token,) = result.token_ids
+            seconds = time.perf_counter() - start
+            if token != expected:
+                raise RuntimeError(f"{name}: the first token behind {len(prompt)} others is {token}, not {expected}")
+            return seconds
+
+        works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}
+        in_turns(works, 1)  # warm-up
+        found[str(context)] = in_turns(works, size.turns)
+    for engine in engines.values():
+        engine.free()
+    return found
+
+
+def prefill(size: Size) -> list[Row]:
+    """
+    vAttention (arXiv 2405.04437), section 7.1: prompts over context lengths, computed in chunks.
+
+    The same: one prompt at a time, in chunks; a kernel that was written for blocks, and one that knows nothing of them
+    (PyTorch's SDPA), over rows side by side in addresses and over contiguous tensors. Different: a CPU; two layers of a
+    small random model in float32, so that turns of long prompts take seconds; contexts of thousands of tokens, not of
+    up to 192 thousand. What else this CPU offers to code that knows nothing of blocks is a copy: gathered. Times are
+    until the first token, of the engine but for contiguous tensors, whose chunks a loop of the model computes, which
+    repeats keys of grouped heads, as transformers does under a mask.
+    """
+    rows, (shortest, *_, longest) = [], contexts(size)
+    published = {
+        (BLOCKS, shortest): ("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
+        (BLOCKS, longest): (
+            "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)",
+            f"{VATTENTION}, abstract ({READ}); 16K: S1",
+            _WHY_PREFILL,
+        ),
+        (RESERVED, longest): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})", _WHY_RESERVED),
+    }
+    for context, times in measured(prefill_times, size).items():
+        speed = {name: int(context) / statistics.median(seconds) for name, seconds in times.items()}
+        for base in (BLOCKS, GATHERED, RESERVED):
+            ratios = paired.ratios(times[base], times[VIRTUAL])
+            figure, source, why = published.get((base, int(context)), ("", "", ""))
+            rows.append(
+                Row(
+                    f"prompt of {context} tokens: throughput of {VIRTUAL}, over {base}",
+                    figure,
+                    f"{said(ratios, size)}; {speed[VIRTUAL]:.0f} over {speed[base]:.0f} tokens/s",
+                    "times",
+                    source,
+                    why,
+                    {"context": int(context), "base": base, "tokens_per_second": speed, **details_of(ratios)},
+                )
+            )
+    return rows
+
+
+_WHY_PREFILL = (
+    "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was made for blocks, "
+    "and the unmodified one is PyTorch's"
+)
+_WHY_RESERVED = "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a mask"
+
+
+# -- decode ----------------------------------------------------------------------------------------------------------
+
+
+def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
+    """A cache that holds these keys and values of each layer, `[rows, heads, tokens, dim]`."""
+    for layer, (keys, values) in enumerate(states):
+        cache.update(keys, values, layer)
+    return cache
+
+
+def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(rows)
+    size = rows, shape.kv_heads, length, shape.head_dim
+    return [(torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for _ in range(shape.layers)]
+
+
+@torch.no_grad()
+def decode_times(size: Size) -> dict[str, Times]:
+    """By rows: seconds a decode step."""
+    shape, steps = small_shape(size, 4), 8 if size.turns > 1 else 2
+    own, ours = (build(shape, "cpu", torch.float32) for _ in range(2))
+    ours.set_attn_implementation("hf_paged")
+    context, found = contexts(size)[-1], {}
+    for rows in BATCHES:
+        states, longest = random_states(shape, rows, context), context + steps * (size.turns + 1)
+        systems: dict[str, tuple[Any, Any, str | None]] = {
+            BLOCKS: (ours, PagedCache(ours.config, {"block_size": 16}), None),
+            LARGE: (ours, PagedCache(ours.config, {"block_size": 128}), None),
+            VIRTUAL: (ours, PagedCache(ours.config, {"storage": "virtual"}), "gather"),
+            RESERVED: (own, reserved(shape, longest), None),
+            DYNAMIC: (own, DynamicCache(config=own.config), None),
+        }
+        for _, cache, _ in systems.values():
+            filled(cache, states)
+        token, logits = torch.full((rows, 1), 5), {}
+
+        def work(name: str, token: Tensor = token, systems: Any = systems, logits: Any = logits) -> float:
+            model, cache, forced = systems[name]
+            with backend(forced):
+                start = time.perf_counter()
+                for _ in range(steps):  # each cache grows by as many tokens, in each turn
+                    logits[name] = model(token, past_key_values=cache, use_cache=True).logits
+                return (time.perf_counter() - start) / steps
+
+        works = {name: functools.partial(work, name) for name in systems}
+        in_turns(works, 1)  # warm-up
+        for name, found_logits in logits.items():
+            torch.testing.assert_close(found_logits, logits[DYNAMIC], atol=1e-3, rtol=1e-3, msg=f"{name} differs")
+        found[str(rows)] = in_turns(works, size.turns)
+        virtual = systems[VIRTUAL][1]
+        if virtual.counters.gathered:
+            raise RuntimeError("keys and values of rows side by side were gathered")
+    return found
+
+
+def decode(size: Size) -> list[Row]:
+    """
+    vAttention (arXiv 2405.04437), section 7.2 and figure 9: decodes over the number of rows, all of one long context.
+
+    The same: the context is the same for all rows, and long beside what else a step reads; a kernel that was written
+    for blocks, with small and with large ones, against one that knows nothing of them. Different: a CPU, 4 layers of a
+    small random model in float32, random keys and values; forwards of the model, not recorded. A `DynamicCache` is
+    copied in each step.
+    """
+    shape, context = small_shape(size, 4), contexts(size)[-1]
+    published = {
+        (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1),
+        (BLOCKS, 8): ("1.97 (vLLM's kernel, Yi-6B)", f"{VATTENTION}, abstract ({READ}); batch: S1"),
+        (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1),
+        (RESERVED, 8): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})"),
+    }
+    found = measured(decode_times, size)
+    rows = []
+    for batch, times in found.items():
+        speed = {name: int(batch) / statistics.median(seconds) for name, seconds in times.items()}
+        for base in (BLOCKS, LARGE, RESERVED, DYNAMIC):
+            ratios = paired.ratios(times[base], times[VIRTUAL])
+            figure, source = published.get((base, int(batch)), ("", ""))
+            rows.append(
+                Row(
+                    f"{batch} rows of {context} tokens: decode throughput of {VIRTUAL}, over {base}",
+                    figure,
+                    f"{said(ratios, size)}; {speed[VIRTUAL]:.1f} over {speed[base]:.1f} tokens/s",
+                    "times",
+                    source,
+                    _WHY_DECODE if base in (BLOCKS, LARGE) and figure else "",
+                    {"rows": int(batch), "base": base, "tokens_per_second": speed, **details_of(ratios)},
+                )
+            )
+    batch, times = list(found.items())[-1]
+    needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
+    why = f"{shape.layers} layers of {shape.kv_heads} heads; the paper's models have more of both and run on a GPU"
+    name = f"bytes that {batch} rows grow by while they decode"
+    rows.append(Row(name, "some hundred", needed / 1e6, "MB/s", TOLD_S1, why, {"bytes_per_second": needed}))
+    return rows
+
+
+_WHY_DECODE = (
+    "there the paged kernel is one for a GPU that reads blocks slower than FlashAttention reads rows; here it is a CPU "
+    "kernel that was made for blocks"
+)
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def map_seconds(page: int, total: int) -> tuple[float, float]:
+    """Seconds to map `total` bytes in groups of `page`, one call each, at addresses that are reserved; and to write
+    once to each of Linux' pages in them, which is when they take memory."""
+    mapper = pages.pages_for(torch.device("cpu"), page)
+    offset, addresses = mapper.extend(total), mapper.reserve(total)
+    start = time.perf_counter()
+    for at in range(0, total, page):
+        mapper.map(addresses.address + at, offset + at, page)
+    mapped = time.perf_counter()
+    addresses.tensor(torch.uint8)[:: PAGE_BYTES[0]] = 1
+    return mapped - start, time.perf_counter() - mapped
+
+
+def allocation_times(size: Size) -> dict[str, Times]:
+    """By page-group size: seconds of mapping, and of writing."""
+    total = size.context * 1024 * 256
+    found: dict[str, Times] = {str(page): {"map": [], "write": []} for page in PAGE_BYTES}
+    for turn in range(-1, size.turns):
+        for page in PAGE_BYTES[:: -1 if turn % 2 else 1]:
+            mapping, writing = map_seconds(page, total)
+            if turn >= 0:  # the first one warms
+                found[str(page)]["map"].append(mapping)
+                found[str(page)]["write"].append(writing)
+    return found
+
+
+def allocation(size: Size) -> list[Row]:
+    """
+    vAttention (arXiv 2405.04437), section 7.3: how fast page groups are mapped, by their size.
+
+    The same: one call for each group, one thread, addresses that were reserved before. Different: pages of a memory
+    file and `mmap` on Linux, where a page takes memory when it is first written to, not when it is mapped. So there are
+    two figures: mapping alone, and with the first write to each page of 4 KiB, which is what compares with a GPU's.
+    """
+    total = size.context * 1024 * 256
+    rows, found = [], measured(allocation_times, size)
+    for page, times in found.items():
+        both = [mapping + writing for mapping, writing in zip(times["map"], times["write"])]
+        count, name = total // int(page), named(int(page))
+        details = {"page_bytes": int(page), "bytes": total}
+        details |= {"map_seconds": times["map"], "write_seconds": times["write"]}
+        for what, seconds in (("mapped", times["map"]), ("mapped and written to once", both)):
+            rates = ranged([total / one / 1e9 for one in seconds], ".3g")
+            most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
+            is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
+            published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
+            why = "host memory, which the system fills with zeros; there the driver of an A100" if source else ""
+            rows.append(Row(f"groups of {name}, {what}", published, rates + most, "GB/s", source, why, details))
+    return rows
+
+
+HEADS = {"Yi-6B": (32, 4, 128), "Llama-3-8B": (32, 8, 128), "Yi-34B": (60, 8, 128)}
+"""Layers, heads of keys, dim of a head, from the models' configurations."""
+WASTED = {1 << 16: "4 to 15", 1 << 18: "16 to 60", 1 << 21: "up to 240"}
+"""Most megabytes that a request wastes, over three models."""
+
+
+def model_config(heads: int, dim: int) -> Any:
+    """A configuration with these heads of keys, which is all that is read of it."""
+    return Shape("", "llama", 8 * dim, 1, heads, heads, dim, 8, 8).config()
+
+
+def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[int, int, int, int]:
+    """
+    Of rows of one layer in bfloat16: tokens of a block, bytes that the tokens need, bytes of the pages that were
+    written to, and bytes of whole blocks.
+    """
+    model = model_config(heads, dim)
+    config = fit_blocks(
+        hf_paged.PagedConfig(storage=VirtualStorage(page_bytes=page), block_size=MIN_BLOCK_SIZE),
+        *(model, torch.device("cpu")),
+    )
+    tokens = config.block_size
+    needed = held = whole = 0
+    for length in lengths:
+        cache = PagedCache(model, config)
+        states = torch.zeros(1, heads, length, dim, dtype=torch.bfloat16)
+        cache.update(states, states, 0)
+        (group,) = cache.groups.values()
+        needed += 2 * states.nbytes
+        held += group.blocks.storage.nbytes
+        whole += -(-length // tokens) * tokens * 2 * states.nbytes // length
+    return tokens, needed, held, whole
+
+
+def page_sizes(size: Size) -> list[Row]:
+    """
+    vAttention (arXiv 2405.04437), section 7.4 and table 8: tokens in a page group, and what a request wastes at most.
+
+    The same: heads and layers of the paper's models, in 16 bits. Different: our blocks are whole groups of one head's
+    keys, or, where such a group has more than 256 tokens, of all heads' keys and values together, so that other sizes
+    of groups make the same block; on Linux a page takes memory when it is written to, so what rows hold is counted in
+    pages of 4 KiB whatever the group: by the system (`st_blocks`), for lengths like ShareGPT's, and beside it in whole
+    groups, as a driver would hold them that maps no part of a group.
+    """
+    trace = make_trace(SHAREGPT, max(4, min(48, size.short // 200)))
+    lengths = [prompt + output for prompt, output in zip(trace.prompts, trace.outputs)]
+    rows = []
+    for page in PAGE_BYTES:
+        for name, (layers, heads, dim) in HEADS.items():
+            tokens, needed, held, whole = wasted_bytes(page, heads, dim, lengths)
+            most = (tokens - 1) * 2 * heads * dim * 2 * layers
+            shares = [100 * (1 - needed / taken) for taken in (held, whole)]
+            published, source = "", ""
+            if page in WASTED:
+                published = f"{WASTED[page]} MB at most"
+                source = TOLD_S1 if page == 1 << 21 else f"{VATTENTION}, section 7.4, three models ({READ})"
+            rows.append(
+                Row(
+                    f"groups of {named(page)}, heads of {name}: most that a request's blocks waste, and shares",
+                    published,
+                    f"{most / MIB:.3g} MiB at most; {shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks",
+                    f"with {tokens} tokens a block",
+                    source,
+                    "a group is one layer's keys or values there, here of one head, or of keys and values together"
+                    if source
+                    else "",
+                    {
+                        "page_bytes": page,
+                        "model": name,
+                        "tokens": tokens,
+                        "most_bytes": most,
+                        "percent_of_pages": shares[0],
+                        "percent_of_blocks": shares[1],
+                    },
+                )
+            )
+    return rows
+
+
+# -- spikes ----------------------------------------------------------------------------------------------------------
+
+MECHANISMS: dict[str, Any] = {
+    "blocks, nothing to map": "blocks",
+    "virtual, mapped on demand": VirtualStorage(),
+    "virtual, a block ahead": VirtualStorage(blocks_ahead=1),
+    "virtual, a block ahead, in the background": VirtualStorage(blocks_ahead=1, background=True),
+}
+MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
+"""More than a thousand runs of pages for 8 rows, as models of billions of parameters have, in steps of milliseconds."""
+
+
+class Counted:
+    """Within it, calls that map pages in this thread are counted."""
+
+    def __enter__(self) -> Counted:
+        self.calls, own, thread = 0, pages.MemoryFile.map, threading.get_ident()
+
+        def count(mapper: Any, *args: int) -> None:
+            self.calls += threading.get_ident() == thread
+            own(mapper, *args)
+
+        self._own, pages.MemoryFile.map = own, count  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pages.MemoryFile.map = self._own  # type: ignore[method-assign]
+
+
+def latencies(model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int) -> list[tuple[float, int]]:
+    """Seconds and calls of `mmap` of each decode step behind these states, in a cache of its own."""
+    cache = filled(PagedCache(model.config, {"storage": storage}), states)
+    token, found = torch.full((states[0][0].shape[0], 1), 5), []
+    with backend(None if storage == "blocks" else "gather"), Counted() as counted:
+        for _ in range(steps):
+            before, start = counted.calls, time.perf_counter()
+            model(token, past_key_values=cache, use_cache=True)
+            found.append((time.perf_counter() - start, counted.calls - before))
+    cache.reset()
+    return found
+
+
+@torch.no_grad()
+def spike_times(size: Size) -> dict[str, Times]:
+    """By mechanism: of each turn the median step, the largest, the median of those that map beyond that of the others;
+    of the last turn all steps."""
+    shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
+    rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
+    model = build(shape, "cpu", torch.float32)
+    model.set_attn_implementation("hf_paged")
+    states = random_states(shape, rows, length)
+    names = list(MECHANISMS)
+    found: dict[str, Times] = {name: {"median": [], "largest": [], "more": [], "maps": []} for name in names}
+    for turn in range(-1, size.turns):
+        at = turn % len(names)
+        for name in names[at:] + names[:at]:
+            taken = latencies(model, MECHANISMS[name], states, steps)[1:]  # the first step maps all that is there
+            if turn < 0:
+                continue
+            seconds = [one for one, _ in taken]
+            maps = [one for one, calls in taken if calls]
+            others = [one for one, calls in taken if not calls]
+            found[name]["median"].append(statistics.median(seconds))
+            found[name]["largest"].append(max(seconds))
+            found[name]["more"].append(statistics.median(maps) - statistics.median(others) if maps and others else 0.0)
+            found[name]["maps"].append(len(maps))
+            found[name]["steps"] = seconds
+    return found
+
+
+def spikes(size: Size) -> list[Row]:
+    """
+    vAttention (arXiv 2405.04437), section 6.1.1: what mapping adds to the steps that need more pages, on demand and in
+    the background while steps compute.
+
+    The same: rows that grow in lockstep, so that all need more pages in the same step. Different: `mmap` on Linux, 8
+    rows of a small random model with as many layers and heads as make a step map more than a thousand runs of pages;
+    the thread of the background competes with the step for a CPU's cores, while a GPU computes beside the CPU that
+    maps. A row gets its blocks in runs of one more than are mapped ahead, and the first of a run is mapped by the step
+    in any case. "Beyond the others" is the median of the steps that call `mmap` less that of those that do not, in the
+    same turn.
+    """
+    rows = []
+    for name, times in measured(spike_times, size).items():
+        published, source, why = "", "", ""
+        if name == "virtual, mapped on demand":
+            published, source, why = "10 and more", TOLD_S1, _WHY_SPIKES
+        elif name.endswith("background"):
+            published, source, why = (
+                "about 0",
+                TOLD_S1,
+                f"the first block of a run is mapped by the step; {_WHY_SPIKES}",
+            )
+        more, median, largest = ([1e3 * one for one in times[key]] for key in ("more", "median", "largest"))
+        maps, steps = statistics.median(times["maps"]), times["steps"][-(len(times["steps"]) // size.processes) :]
+        rows.append(
+            Row(
+                f"steps that map, beyond the others: {name}",
+                published,
+                f"{said(more, size)}; median step {statistics.median(median):.2f} ms, largest of a turn "
+                f"{ranged(largest, '.3g')} ms; {maps:g} steps of {len(steps)} map",
+                "ms",
+                source,
+                why,
+                {"mechanism": name, "step_ms": [round(1e3 * one, 4) for one in steps], "more_ms": more},
+            )
+        )
+    return rows
+
+
+_WHY_SPIKES = "calls of the CUDA driver take longer than `mmap`; pages are filled with zeros when first written to"
+
+TABLES: dict[str, Callable[[Size], list[Row]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "allocation": allocation,
+    "page_sizes": page_sizes,
+    "spikes": spikes,
+}

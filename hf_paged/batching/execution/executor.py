@@ -263,7 +263,7 @@ class Executor:
 
     def run_with(self, adapter: Hashable, items: list[tuple[Sequence, int]]) -> Tensor:
         """As `run`, all with this adapter, and nothing launched ahead."""
-        using = self._using(adapter)
+        using = self.using(adapter)
         return self.compute(
             using, lambda: self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.variant)
         )
@@ -277,7 +277,7 @@ class Executor:
         """Around a forward: interrupts reach it, unless other processes are in theirs meanwhile."""
         return let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
 
-    def _using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
+    def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
         if isinstance(adapter, AdapterFile) and self.adapters is not None:
             with self._loading():
                 return mixing(self.model, self.adapters.alone(adapter))
@@ -300,7 +300,7 @@ class Executor:
         if others:
             return None
         known = token_ids.clamp(0, self.num_embeddings - 1)  # ids out of range are reported once the host has them
-        with self.lock, self._cast(), self._using(adapter):
+        with self.lock, self._cast(), self.using(adapter):
             return self.runner.run_ahead(sequences, known, adapter if (mix := mixed.get()) is None else mix.variant)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:

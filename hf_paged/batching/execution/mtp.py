@@ -158,7 +158,7 @@ class MtpHeads(Assistant):
             return hidden
 
         start = time.perf_counter()
-        self.executor.compute(None, draft)
+        self.executor.compute(self.executor.using(None), draft)
         if len(items) == sum(count for _, _, count in items):
             self.seconds_a_token += ((time.perf_counter() - start) / self.depth - self.seconds_a_token) / 4
 

@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -225,11 +226,11 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
     by_name = {row["system"]: row["tokens_per_second"] for row in rows}
     bars = axis.bar(range(len(rows)), list(by_name.values()), 0.6)
     axis.bar_label(bars, fmt="%.0f", padding=2)
-    axis.set_xticks(range(len(rows)), list(by_name))
+    axis.set_xticks(range(len(rows)), [textwrap.fill(name, 16) for name in by_name])
     least = max(FASTER * by_name[APART], OF_ONE * by_name[ONE])
     axis.hlines(least, -0.4, 0.4, colors="black", linestyles="dashed", label="both targets")
     axis.set_ylabel("tokens a second")
-    axis.set_title(title)
+    axis.set_title(title, fontsize=10, pad=14)
     axis.legend(frameon=False)
     return report.save(drawing, path)
 
@@ -243,7 +244,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
     parser.add_argument("--json", help="also write the results here, and a picture beside them")
+    parser.add_argument("--draw", metavar="PATH", help="only draw the picture of results that are there")
     args = parser.parse_args(argv)
+    if args.draw:
+        found = report.read(args.draw)
+        report.plot(lambda: draw(found["rows"], found["title"], Path(args.draw).with_suffix(".png")))
+        return 0
     name, turns, warm_ups, new_tokens, longest = args.model, args.turns, WARM_UPS, 64, 32
     if args.quick:
         name, turns, warm_ups, new_tokens, longest = QUICK, 1, 1, 8, 32

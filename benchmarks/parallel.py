@@ -186,13 +186,10 @@ def pooled(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw(rows: list[dict[str, Any]], path: str | Path) -> Path:
     figure, axis = report.figure()
     values: dict[str, dict[str, float]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["gpus"]):
         if row["rows"]:
             values.setdefault(f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}", {})[row["model"]] = row["tokens_s"]
-    order = [shape.name for shape in LLAMAS]
-    named = {name: {model: series[model] for model in order if model in series} for name, series in values.items()}
-    named = {name: named[name] for name in sorted(named, key=lambda name: (-len(named[name]), name))}
-    report.grouped_bars(axis, named)
+    report.grouped_bars(axis, values)
     axis.set_yscale("log")
     axis.set_ylabel("tokens a second")
     axis.set_title(f"Computed, not measured: A100 80 GB, rows of {LENGTH} tokens", fontsize=10)
@@ -208,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a small shape, few tokens, one turn: shows that it runs")
     parser.add_argument("--json", help="also write both tables here, and a picture of the second beside them")
+    parser.add_argument("--draw", metavar="PATH", help="only draw the picture of results that are there")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", default="32x64", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -215,6 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quick:
         name, turns, sizes = QUICK, 1, "4x8"
     count, new = map(int, sizes.split("x"))
+    if arguments.draw:
+        table = report.read(arguments.draw)["computed"]
+        report.plot(lambda: draw(table, Path(arguments.draw).with_suffix(".png")))
+        return 0
     if arguments.child:
         child(arguments.child, name, count, new, turns)
         return 0

@@ -20,5 +20,6 @@ def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capture
     assert rows[lora.MIXED]["forwards"] == rows[lora.ONE]["forwards"] == rows[lora.BASE]["forwards"]
     assert rows[lora.APART]["forwards"] == 8 * rows[lora.MIXED]["forwards"]
     assert rows[lora.FOLDERS]["loads"] > 0
-    assert path.with_suffix(".png").exists()
+    path.with_suffix(".png").unlink()
+    assert lora.main(["--draw", str(path)]) == 0 and path.with_suffix(".png").exists()
     assert "throughput over one adapter a forward" in capsys.readouterr().out

@@ -42,6 +42,10 @@ def test_a_forced_backend_is_forced_no_longer(monkeypatch):
     with backend(None):
         assert VARIABLE not in os.environ
     assert os.environ[VARIABLE] == "reference"
+    monkeypatch.delenv(VARIABLE)
+    with backend("gather"):
+        pass
+    assert VARIABLE not in os.environ
 
 
 @mapped

@@ -29,5 +29,7 @@ def test_it_runs(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     one, two = found["rows"]
     assert two["kv_bytes"] * 2 == one["kv_bytes"] and path.with_suffix(".png").stat().st_size > 5000
+    path.with_suffix(".png").unlink()
+    assert parallel.main(["--draw", str(path)]) == 0 and path.with_suffix(".png").exists()
     (first, second) = parallel.pooled([found, found])
     assert (first["turns, runs"], first["tokens"], second["processes"]) == ("2, 2", "equal", 2)

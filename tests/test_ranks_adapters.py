@@ -91,3 +91,21 @@ def test_drafts_over_two_processes_give_plain_tokens() -> None:
                 alone = ranks.plain(adapted(), ranks.REPEATING[place], options)
             assert first["adapters"][kind][place] == alone, (name, kind)
     assert first["adapters"]["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # whose outputs are gathered, inputs split
+        ("mixtral", ["q_proj", "v_proj", "o_proj", "lm_head"]),
+    ],
+)
+def test_families(name: str, targets: list[str]) -> None:
+    model = many(2, name, target_modules=targets)
+    alone = []
+    for adapter in ("a0", "a1", "__base__"):
+        with active(model, adapter):
+            alone.append(ranks.plain_calls(model))
+    first, _ = ranks.run(models.get(name), "adapter_folders", adapters=model)
+    once, _ = first["adapter_folders"]["together"]
+    assert once["tokens"] == alone and once["forwards a step"] == 1.0

@@ -152,7 +152,8 @@ def make_cases() -> dict[str, Case]:
     cases["engine.step"] = Engine(llama, "steps")
     cases["engine.step, row by row"] = Engine(diff_llama, "steps")
     for preemption in ("recompute", "swap"):
-        case = Engine(llama, "steps", num_blocks=9, preemption=preemption)
+        # blocks of pages would be larger, and none preempted
+        case = Engine(llama, "steps", num_blocks=9, preemption=preemption, storage="blocks")
         assert case.num_preemptions, "the pool is not small enough"
         cases[f"engine.step, {preemption}"] = case
     return cases

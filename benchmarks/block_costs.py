@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -33,11 +34,10 @@ SIZES = [size for size in (1 << power for power in range(12)) if MIN_BLOCK_SIZE 
 HEADS = {64: (32, 8), 128: (32, 8)}  # by head dim: query heads and K/V heads
 SMALL = (3, 5, 300)
 LOADS = {  # rows, queries and tokens of each, layers
-    "cpu": [(8, 1, 512, 4), (1, 64, 1024, 2)],
+    "cpu": [(8, 1, 512, 2), (1, 64, 1024, 1)],
     "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
 }
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2, "int8": 2e-4, "fp8_e4m3": 2e-4, "fp8_e5m2": 2e-4}
-FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,12 @@ class Problem:
         dtype = torch.float32 if stored in KV_DTYPES else getattr(torch, stored)
         per_row = -(-seq_len // block_size)
         shape = rows * per_row, kv_heads, block_size, dim
-        layers = []
-        for _ in range(num_layers):
-            keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-            kv_dtype = stored if stored in KV_DTYPES else None
-            blocks = KVBlocks.allocate(shape[0], block_size, keys, values, kv_dtype=kv_dtype)
-            quantized.write(blocks.keys, slice(None), keys)
-            quantized.write(blocks.values, slice(None), values)
-            layers.append(blocks)
+        keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+        kv_dtype = stored if stored in KV_DTYPES else None
+        first = KVBlocks.allocate(shape[0], block_size, keys, values, kv_dtype=kv_dtype)
+        quantized.write(first.keys, slice(None), keys)
+        quantized.write(first.values, slice(None), values)
+        layers = [first, *(first.like([data.clone() for data in first.data]) for _ in range(num_layers - 1))]
         tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
         query = torch.randn(rows * query_len, heads, dim, dtype=dtype, device=device)
         return cls(tables, (seq_len,) * rows, query_len, block_size, query, layers)
@@ -105,8 +103,8 @@ def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
 
 
 def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:
-    """By kernel and dtype, then size: nanoseconds for a token, the geometric mean of loads of the medians of rounds,
-    of which there are as many as the seconds allow."""
+    """By kernel and dtype, then size: nanoseconds for a token, the geometric mean of loads of the medians of turns,
+    of which there are as many as the seconds allow, and one at least."""
     begin = time.monotonic()
     loads = [(2, 1, 64, 1)] if quick else LOADS[device]
     dims = [64] if quick else list(HEADS)
@@ -116,19 +114,16 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
         for dim, size in itertools.product(dims, SIZES):
             Problem.make(stored, dim, size, (*SMALL, 1), device).check(backends.BACKENDS[kernel], stored)
     # problems are made again in every round, or all together would take gigabytes: other places in memory, too
-    for number in itertools.count():
-        for stored, dim, (place, load) in itertools.product(
-            dict.fromkeys(stored for _, stored in chosen), dims, enumerate(loads)
-        ):
-            problems = {size: Problem.make(stored, dim, size, load, device) for size in SIZES}
-            for kernel in dict.fromkeys(kernel for kernel, _ in chosen):
-                for size in SIZES if number % 2 else reversed(SIZES):
-                    problems[size].run(backends.BACKENDS[kernel])  # what is first in memory, or compiled
-                    found = min(problems[size].time(backends.BACKENDS[kernel]) for _ in range(3))
-                    times.setdefault((kernel, stored, size, dim, place), []).append(found)
-        passed = time.monotonic() - begin
-        if quick or (number + 1 >= FEWEST_ROUNDS and passed * (number + 2) / (number + 1) > seconds):
+    kernels, dtypes = (list(dict.fromkeys(names)) for names in zip(*chosen))
+    every = list(itertools.product(dtypes, dims, enumerate(loads)))
+    for number, (stored, dim, (place, load)) in enumerate(itertools.cycle(every)):
+        if number >= len(every) and (quick or time.monotonic() - begin > seconds):
             break
+        problems = {size: Problem.make(stored, dim, size, load, device) for size in SIZES}
+        for kernel, size in itertools.product(kernels, random.sample(SIZES, len(SIZES))):
+            problems[size].run(backends.BACKENDS[kernel])  # what is the first to touch memory, or compiles
+            found = min(problems[size].time(backends.BACKENDS[kernel]) for _ in range(2))
+            times.setdefault((kernel, stored, size, dim, place), []).append(found)
     medians: dict[tuple[str, str, int], list[float]] = {}
     for (kernel, stored, size, _, _), values in times.items():
         medians.setdefault((kernel, stored, size), []).append(statistics.median(values))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.cache.block_sizes import MIN_UNSERVED
 from hf_paged.kernels import costs
 from tests.support import models
 from tests.support.checks import assert_same_tokens
@@ -129,6 +130,19 @@ def test_what_no_prompt_began_with_does_not(llama: Any) -> None:
     assert call(300) == 32
 
 
+def test_blocks_in_use_keep_the_pool(llama: Any) -> None:
+    def call(length: int) -> Any:
+        return llama.generate(**models.prompt("llama", 1, length), **GREEDY, **UNCACHED, return_dict_in_generate=True)
+
+    held = call(5).past_key_values
+    for _ in range(2):
+        call(300)
+    assert held.stats().used_blocks and sizes(hf_paged.memory_stats(llama)) == {"full attention": 8}
+    held.reset()
+    call(300)
+    assert sizes(hf_paged.memory_stats(llama)) == {"full attention": 32}
+
+
 def test_an_engine_changes_between_requests(llama: Any) -> None:
     prompts = [list(range(5, 5 + n)) for n in (20, 9)]
     expected = [llama.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
@@ -194,6 +208,8 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     results = [engines[0].generate([prompt], GREEDY)[0].token_ids]
     assert engines[0].save_prefix(prompt, tmp_path / "prefix") == 96
     assert engines[1].load_prefix(tmp_path / "prefix") == 96
+    for _ in range(MIN_UNSERVED):
+        engines[1]._core.memory.sizes.note(9)  # smaller blocks would suit these, but what was loaded is to serve
     results.append(engines[1].generate([prompt], GREEDY)[0].token_ids)
     assert engines[1].stats().num_prefix_hit_tokens == 96 and results[0] == results[1]
     other = hf_paged.PagedEngine(model, AUTO)

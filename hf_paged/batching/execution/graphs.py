@@ -66,7 +66,7 @@ class Key(NamedTuple):
     """What a graph was recorded for."""
 
     sizes: Sizes
-    variant: Hashable  # adapters, autocast, mode, whether rows are computed as if each were alone
+    variant: Hashable  # adapters, autocast, mode, whether rows are computed as if each were alone, hidden states
 
     def serves(self, other: Key) -> bool:
         """Whether steps for which `other` would be recorded may run as this: padded, with at most twice their tokens of
@@ -201,11 +201,16 @@ class StepGraphs:
         self._outputs.clear()
 
     def run(
-        self, tokens: PackedTokens, variant: Hashable, forward: Forward, token_ids: Tensor | None = None
+        self,
+        tokens: PackedTokens,
+        variant: Hashable,
+        forward: Forward,
+        token_ids: Tensor | None = None,
+        keeps_hidden: bool = False,
     ) -> Tensor | None:
         """A step as a replay: logits `(len(tokens.last), vocab_size)`, the caller's, or `None` if there is no graph for
         it. With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, all of which are decodes,
-        nothing is recorded."""
+        nothing is recorded. `keeps_hidden`: whether the forward stores hidden states, too."""
         if self.obstacle is not None or not self._is_recorded(tokens):
             return None
         # No thread may move the blocks between the look at their addresses and the launch.
@@ -216,7 +221,7 @@ class StepGraphs:
             self._forward = forward
             try:
                 prefixes = self._shared_prefixes(tokens)
-                key = self._find(tokens, prefixes, variant, may_record=token_ids is None)
+                key = self._find(tokens, prefixes, (variant, keeps_hidden), may_record=token_ids is None)
                 return None if key is None else self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = None
@@ -229,10 +234,13 @@ class StepGraphs:
             return is_small and len(tokens.last) == tokens.num_decodes
         return not self._backend.decodes_alone and num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
-    def _find(self, tokens: PackedTokens, prefixes: Prefixes, variant: Hashable, may_record: bool) -> Key | None:
+    def _find(
+        self, tokens: PackedTokens, prefixes: Prefixes, kind: tuple[Hashable, bool], may_record: bool
+    ) -> Key | None:
         """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
         is_training = getattr(self._model(), "training", False)
-        own = variant, autocast_dtype(self._device), is_training, batch_invariant.get()
+        variant, keeps_hidden = kind
+        own = variant, autocast_dtype(self._device), is_training, batch_invariant.get(), keeps_hidden
         wanted = Key(self._sizes(tokens, prefixes), own)
         if wanted in self._graphs or not may_record:
             return wanted if wanted in self._graphs else None

@@ -196,8 +196,8 @@ class PackedRunner(Runner):
         mix = mixed.get()
         if mix is not None and tokens.num_decodes < len(tokens.token_ids) and (mix.adds_to_head or not mix.can_record):
             return None  # which rows the head gets, or where chunks lie in it, the recorded step alone knows
-        kind = variant, self.hidden is not None
-        logits = self._graphs.run(tokens, kind, self._forward, token_ids)
+        keeps_hidden = self.hidden is not None
+        logits = self._graphs.run(tokens, variant, self._forward, token_ids, keeps_hidden)
         self.num_captured_steps += logits is not None
         return logits
 

@@ -30,7 +30,7 @@ def test_quick_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.Capture
 def test_an_unknown_part_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         speculation.main(["--only", "W7,W9"])
-    assert "'W9' (choose from W7, W8, random, assistants)" in capsys.readouterr().err
+    assert "'W9' (choose from W7, W8, random, assistants, stages)" in capsys.readouterr().err
 
 
 def test_the_target_and_its_tenth_are_as_large_as_the_issue_asks() -> None:
@@ -77,3 +77,15 @@ def test_a_model_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     assert (tmp_path / trained.EDITOR.name / "model.safetensors").exists() and not model.training
     again = trained.load(tmp_path / trained.EDITOR.name)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+@pytest.mark.slow
+def test_stages_are_all_of_a_turn(tmp_path: Path) -> None:
+    path = tmp_path / "stages.json"
+    speculation.main(["--only", "stages", "--quick", "--json", str(path)])
+    stages = {row["stage"]: row for row in json.loads(path.read_text())["stages"]}
+    for system in ("off", "assistant of a tenth"):
+        mine = {name: row["seconds"] for name, row in stages.items() if name.startswith(system)}
+        whole = mine.pop(f"{system}: whole")
+        assert sum(mine.values()) == pytest.approx(whole) and f"{system}: target, steps" in mine
+    assert stages["assistant of a tenth: assistant, steps"]["runs"] > 0

@@ -149,16 +149,38 @@ def over_layers(function: Callable[[int], torch.Tensor], layers: int) -> float:
 class Paged:
     """Attention over the blocks of a cache, with one step for all layers, as in a model."""
 
-    def __init__(self, cache: PagedCache, view: StepMetadata, storage: Any, query: torch.Tensor, queries: int) -> None:
-        self.cache, self.storage, self.query, self.queries = cache, storage, query, queries
-        self.fields = view.block_tables, view.seq_lens, view.block_size
+    def __init__(
+        self,
+        cache: PagedCache,
+        view: StepMetadata,
+        storage: Any,
+        query: torch.Tensor,
+        queries: int,
+        keeps_step: bool = False,
+    ) -> None:
+        self.cache, self.view, self.storage, self.query, self.queries = cache, view, storage, query, queries
+        self.fields, self.keeps_step = (view.block_tables, view.seq_lens, view.block_size), keeps_step
         self.step: StepMetadata | None = None
 
     def __call__(self, layer: int) -> torch.Tensor:
-        if layer == 0 or self.step is None:
+        if self.step is None or (layer == 0 and not self.keeps_step):
             self.step = StepMetadata.rectangle(*self.fields, query_len=self.queries)
         scale = self.query.shape[-1] ** -0.5
         return gather.attend(AttentionCall(self.query, self.storage.layers[layer], self.step, scale=scale))
+
+
+def stages(paged: Paged, functions: dict[str, Callable[[int], torch.Tensor]]) -> None:
+    """Contenders that do a part of a decode's work: without the step's plan, and the product alone."""
+    planned = Paged(paged.cache, paged.view, paged.storage, paged.query, 1, keeps_step=True)
+    planned(0)
+    assert planned.step is not None
+    seen = []
+    for layer in paged.storage.layers.values():
+        slots = layer.rows.place(planned.step).slots
+        seen.append([x[slots[0] : slots[-1] + 1, :, : paged.view.seq_lens[0]] for x in layer.rows.views()])
+    grouped = paged.query.unflatten(1, (seen[0][0].shape[1], -1))
+    functions["virtual, planned before"] = planned
+    functions["virtual, SDPA alone"] = lambda layer: F.scaled_dot_product_attention(grouped, *seen[layer])
 
 
 def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
@@ -196,6 +218,8 @@ def attention(turns: int, quick: bool, only: str) -> list[dict[str, Any]]:
 
                 paged = Paged(cache, view, group.blocks.storage, packed, queries)
                 functions[kind] = paged
+                if kind == VIRTUAL and queries == 1:
+                    stages(paged, functions)
                 expected = contiguous(1).transpose(1, 2).flatten(0, 1).float()
                 assert torch.allclose(paged(1).float(), expected, atol=3e-2), f"{what}: {kind} differs"
 

@@ -609,6 +609,7 @@ def benchmarks_section() -> str:
         rollouts(read(GRPO)),
         rollouts(read(BATCHES)),
         speculation([read(name) for name in SPECULATION]),
+        draft_stages(read(DRAFT_STAGES)),
         tiers([read(name) for name in TIERS]),
         quantized([read(name) for name in QUANTIZED]),
         lora(read_those(LORA)),

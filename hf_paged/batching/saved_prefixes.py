@@ -105,7 +105,7 @@ def load(core: EngineCore, path: Any) -> int:
     """Brings the blocks of such a file into the pool, cached; returns how many tokens they hold."""
     try:
         parts, metadata = from_bytes(Path(os.fspath(path)).read_bytes())
-        token_ids, namespace = json.loads(metadata["token_ids"]), tuple(json.loads(metadata["namespace"]))
+        token_ids, namespace = json.loads(metadata["token_ids"]), _tuples(json.loads(metadata["namespace"]))
         weights, digest = metadata["name"].split("/")
     except Corrupt as error:
         raise ValueError(f"{path} is no saved prefix, or not whole: {error}") from error
@@ -137,6 +137,11 @@ def load(core: EngineCore, path: Any) -> int:
                 f"had: raise `num_blocks` ({core.config.num_blocks})"
             )
     return manager.num_tokens(links)
+
+
+def _tuples(value: Any) -> Any:
+    """What JSON has made lists of."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _row(layers: Layers, place: int) -> Layers:

@@ -478,3 +478,15 @@ def test_the_active_adapter_is_one_of_them() -> None:
         expected = lone_run(model, prompt, GREEDY)
         results = engine.generate([prompt] * 2, GREEDY, adapter=[None, "a0"])
         assert_same_as_lone(expected, results[0], GREEDY, "both")
+
+
+def test_a_saved_prefix_has_its_folder(tmp_path: Path) -> None:
+    model, (prompt,) = many(2, lora_bias=False), prompts(20)
+    folder, path = saved(model, tmp_path)[1], tmp_path / "prefix"
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=60)) as engine:
+        assert engine.save_prefix(prompt, path, adapter=folder) == 16
+        engine.reset_prefix_cache()
+        assert engine.load_prefix(path) == 16
+        for adapter, num_hits in (("a1", 0), (folder, 16)):
+            assert engine.generate([prompt], GREEDY, adapter=adapter)[0].num_prefix_hit_tokens == num_hits
+        assert_drained(engine)

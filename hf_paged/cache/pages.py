@@ -163,6 +163,15 @@ def _extents() -> Extents:
     return Extents.of_linux()
 
 
+def reserved(size: int) -> Tensor:
+    """`(size,)` bytes of the host on Linux, which take memory as they are written to. A process can fork however many
+    it has: what else is reserved Linux counts as if it were copied, and refuses more than the machine has. Raises
+    `MemoryError`."""
+    address = _mmap(None, size, _READ | _WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
+    give_up = functools.partial(_munmap, address, size)
+    return Addresses(address, size, MemoryFile._tensor, give_up).tensor(torch.uint8)
+
+
 class MemoryFile:
     """Pages of a sparse file in memory (`memfd_create`). Addresses at which nothing is mapped read as zeros."""
 

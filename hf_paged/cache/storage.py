@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -16,7 +18,7 @@ from torch import Tensor
 from ..kernels import cpp, quantized, uses_triton
 from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
-from . import budget
+from . import budget, pages
 from .copies import BlockCopies
 from .groups import FULL_ATTENTION, GroupSpec
 
@@ -24,6 +26,7 @@ try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
+MIN_RESERVED_BYTES = 32 << 20  # larger ones the C library, too, maps one by one
 _UNLIMITED = -1 if resource is None else resource.RLIM_INFINITY
 
 Look: TypeAlias = tuple[Any, ...]
@@ -191,6 +194,9 @@ class KVBlocks:
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # outlives the call: a tensor made in inference mode could not be written to by a call outside it
     with torch.inference_mode(False):
+        size = math.prod(shape) * dtype.itemsize
+        if device.type == "cpu" and sys.platform == "linux" and size >= MIN_RESERVED_BYTES:
+            return pages.reserved(size).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import hf_paged
 from hf_paged.cache import storage
 from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
-from hf_paged.cache.storage import Reservation, free_bytes
+from hf_paged.cache.storage import KVBlocks, Reservation, free_bytes
 from tests.support import models
+from tests.test_forks import holds_in_child
 
 CPU, WINDOW = torch.device("cpu"), GroupSpec(window=64)
 MPS = torch.device("mps")
@@ -69,3 +71,16 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(monkeypatch: pyte
     found = model.generate(**inputs, **options, cache_implementation="paged")
     assert torch.equal(found, model.generate(**inputs, **options))
     hf_paged.check_integrity(model)
+
+
+def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
+    """Addresses that lie side by side are one mapping: two of these have more bytes than the machine."""
+    keys = torch.empty(1, 2, 0, 64)
+    block_bytes = KVBlocks.allocate(1, 16, keys.to("meta"), keys.to("meta"), FULL_ATTENTION, None).block_bytes
+    num_blocks = int(0.7 * psutil.virtual_memory().total) // block_bytes
+    pools = [KVBlocks.allocate(num_blocks, 16, keys, keys, FULL_ATTENTION, None) for _ in range(2)]
+    for pool in pools:
+        pool.keys[-1] = 7
+    assert holds_in_child(lambda: all(bool((pool.keys[-1] == 7).all()) for pool in pools))
+    with torch.inference_mode():
+        pools[0].keys[0] += 1

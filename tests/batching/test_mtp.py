@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -288,5 +289,17 @@ def test_what_has_no_heads_says_so(folder: Path) -> None:
         with pytest.raises(Exception, match="nowhere"):
             engine.add_request([5, 6], {"use_mtp": True})
         assert not engine.has_unfinished
+        assert engine.generate([[5, 6]], GREEDY)[0].error is None
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_on_what_heads_share_are_refused(folder: Path, target: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=[target, "q_proj"])
+    wrapped = peft.get_peft_model(copy.deepcopy(load(folder, 1)), config)
+    with PagedEngine(wrapped, PagedConfig(**CONFIG)) as engine:
+        with pytest.raises(ValueError, match="share embeddings or `lm_head`"):
+            engine.add_request([5, 6], {"use_mtp": True})
         assert engine.generate([[5, 6]], GREEDY)[0].error is None
         assert_drained(engine)

@@ -53,6 +53,8 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
         return "its heads keep more than keys and values"
     if is_sharded(model):
         return "its weights are in several processes"
+    if any(hasattr(module, "base_layer") for module in (model.get_input_embeddings(), model.get_output_embeddings())):
+        return "its heads share embeddings or `lm_head`, which have adapters: transformers loads them without"
     if not calls_interface(model.modules()):
         return "its layers attend by code of their own"
     own = PagedCache.from_empty(DynamicCache(config=config), PagedMemory(PagedConfig()))

@@ -16,7 +16,7 @@ from benchmarks import paired, parallel
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.blocks import ENGINE_SLOTS, SUPPORTED
 from benchmarks.paper.kernel import seconds_of
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS, prompt_of
+from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
@@ -33,19 +33,6 @@ SWAPPED_BLOCKS = tuple(block for block in (8, 16, 64) if block in SUPPORTED)
 METHODS = ("swap", "recompute")
 SCALED = {"LLaMA-7B": (1.24, 4.21), "LLaMA-13B": (0.89, 3.56), "LLaMA-33B": (0.34, 1.52), "LLaMA-65B": (0.18, 0.89)}
 """Requests a second of FasterTransformer and of vLLM; S4."""
-
-
-def serve(model: Any, shape: Shape, pairs: list[tuple[int, int]], config: dict[str, Any]) -> tuple[float, Any]:
-    """Seconds in which a new engine serves greedy requests of these tokens, prompt and new, and its figures."""
-    draw = random.Random(0)
-    with hf_paged.PagedEngine(model, {"prefix_caching": False, **config}) as engine:
-        for prompt, output in pairs:
-            options = {"max_new_tokens": output, "do_sample": False, "eos_token_id": None}
-            engine.add_request(prompt_of(prompt, shape.vocab, draw), options)
-        start = time.perf_counter()
-        while engine.has_unfinished:
-            engine.step()
-        return time.perf_counter() - start, engine.stats()
 
 
 def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 import hf_paged
 from benchmarks.models import SHAPES, Shape
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS, model_of, prompt_of, timed_steps
+from benchmarks.paper.measured import A100, OPT_13B_SLOTS, model_of, serve, timed_steps
 from benchmarks.paper.rows import PAPER, READ, Row, Size
 from benchmarks.paper.serving import serve_paged
 from benchmarks.paper.traces import ALPACA, SHAREGPT, make_trace
@@ -79,22 +77,10 @@ def engine_rates(size: Size) -> dict[int, float]:
     seconds: dict[int, list[float]] = {block: [] for block in SUPPORTED}
     for turn in range(max(1, size.repeats // 4)):
         for block in SUPPORTED:
-            seconds[block].append(_engine_seconds(model, shape, pairs, block, turn))
+            config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
+            seconds[block].append(serve(model, shape, pairs, config, seed=turn)[0])
     tokens = sum(output for _, output in pairs)
     return {block: tokens / statistics.median(taken) for block, taken in seconds.items()}
-
-
-def _engine_seconds(model: Any, shape: Shape, pairs: list[tuple[int, int]], block: int, turn: int) -> float:
-    draw = random.Random(turn)
-    config = hf_paged.PagedConfig(block_size=block, num_blocks=ENGINE_SLOTS // block, prefix_caching=False)
-    with hf_paged.PagedEngine(model, config) as engine:
-        for prompt, output in pairs:
-            options = {"max_new_tokens": output, "do_sample": False, "eos_token_id": None}
-            engine.add_request(prompt_of(prompt, shape.vocab, draw), options)
-        start = time.perf_counter()
-        while engine.has_unfinished:
-            engine.step()
-        return time.perf_counter() - start
 
 
 def preemption(size: Size) -> list[Row]:

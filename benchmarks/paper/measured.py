@@ -91,3 +91,18 @@ def fit(points: list[tuple[int, int, float]], name: str) -> tuple[StepCost, floa
     cost = StepCost(name, *values)
     errors = [abs(cost.seconds(new, context) / taken - 1) for new, context, taken in points]
     return cost, 100 * statistics.median(errors)
+
+
+def serve(
+    model: Any, shape: Shape, pairs: list[tuple[int, int]], config: dict[str, Any], seed: int = 0
+) -> tuple[float, Any]:
+    """Seconds in which a new engine serves greedy requests of these tokens, prompt and new, and its figures."""
+    draw = random.Random(seed)
+    with hf_paged.PagedEngine(model, {"prefix_caching": False, **config}) as engine:
+        for prompt, output in pairs:
+            options = {"max_new_tokens": output, "do_sample": False, "eos_token_id": None}
+            engine.add_request(prompt_of(prompt, shape.vocab, draw), options)
+        start = time.perf_counter()
+        while engine.has_unfinished:
+            engine.step()
+        return time.perf_counter() - start, engine.stats()

@@ -76,7 +76,7 @@ class BlockManager:
         self.groups, self.prefix_caching = list(groups), prefix_caching
         self._block_sizes = [group.spec.block_size(group.block_size or block_size) for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [block_size]
-        # sizes are powers of two: behind so many tokens blocks of all groups end, and prefixes that are shared
+        # sizes are powers of two: behind this number of tokens blocks of all groups end, and prefixes that are shared
         self.block_size = max(sizes)
         self._unit = min(sizes)  # tokens of a node of the index
         ratios = [1 if size == UNBOUNDED else size // self._unit for size in self._block_sizes]

@@ -95,7 +95,7 @@ class BlockSizes:
         return self.chosen[spec].block_size
 
     def note(self, length: int) -> None:
-        """A sequence of so many tokens has ended."""
+        """A sequence of `length` tokens has ended."""
         self.num_ended += 1
         self.seen.append(length)
 

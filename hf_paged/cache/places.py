@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass
 
@@ -252,11 +253,10 @@ class Places:
 
 def _num_ends(have: list[int | None], first: int, end: int) -> int:
     """Of extents: where a block, or none, is behind something that it does not follow."""
-    found, before = 0, have[first - 1] if first else None
-    for block_id in [*have[first : end + 1], *([None] if end >= len(have) else ())]:
-        found += block_id != (None if before is None else before + 1) if block_id is not None else before is not None
-        before = block_id
-    return found
+    beside = itertools.pairwise(
+        [have[first - 1] if first else None, *have[first : end + 1], *[None][: end >= len(have)]]
+    )
+    return sum(block_id != (None if before is None else before + 1) for before, block_id in beside)
 
 
 def _forget(extents: Extents, count: list[int]) -> None:

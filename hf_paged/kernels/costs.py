@@ -6,7 +6,6 @@ import functools
 import json
 import platform
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -16,13 +15,6 @@ from .cpp.prebuilt import LEVELS
 
 FOLDER = Path(__file__).with_name("tables")
 SHIPPED = "x86-64-v3"  # whose table stands for machines of which there is none
-
-
-class KernelCosts(NamedTuple):
-    """Nanoseconds for a token of the context by the tokens in a block, as far as they were measured."""
-
-    times: dict[int, float]
-    source: str  # what was measured where; or why there are no times
 
 
 def preferred_kernel(device: torch.device) -> str:
@@ -48,18 +40,17 @@ def key(kernel: str, stored: str) -> str:
     return f"{kernel}/{stored}"
 
 
-def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = None) -> KernelCosts:
-    """Of the kernel that serves a model in `dtype` there: measured on such a machine, else on the one whose table
-    ships."""
+def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = None) -> tuple[dict[int, float], str]:
+    """Nanoseconds for a token of the context by the tokens in a block, of the kernel that serves a model in `dtype`
+    there: measured on such a machine, else on the one whose table ships; and what was measured where, or why nothing
+    was."""
     kernel, stored = preferred_kernel(device), kv_dtype or str(dtype).removeprefix("torch.")
     own = machine(device) if device.type == "cpu" or kernel == "triton" else device.type
     for name in dict.fromkeys((own, SHIPPED)):
         times = _table(FOLDER / f"{name}.json").get(key(kernel, stored))
         if times:
-            return KernelCosts(times, f"times of {key(kernel, stored)} on {name}")
-    return KernelCosts(
-        {}, f"no times of {key(kernel, stored)} were measured on {own} (`benchmarks.tune --block-sizes`)"
-    )
+            return times, f"times of {key(kernel, stored)} on {name}"
+    return {}, f"no times of {key(kernel, stored)} were measured on {own} (`benchmarks.tune --block-sizes`)"
 
 
 @functools.cache

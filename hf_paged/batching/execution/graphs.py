@@ -221,7 +221,7 @@ class StepGraphs:
             self._forward = forward
             try:
                 prefixes = self._shared_prefixes(tokens)
-                key = self._find(tokens, prefixes, (variant, keeps_hidden), may_record=token_ids is None)
+                key = self._find(tokens, prefixes, variant, keeps_hidden, may_record=token_ids is None)
                 return None if key is None else self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = None
@@ -235,11 +235,10 @@ class StepGraphs:
         return not self._backend.decodes_alone and num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
     def _find(
-        self, tokens: PackedTokens, prefixes: Prefixes, kind: tuple[Hashable, bool], may_record: bool
+        self, tokens: PackedTokens, prefixes: Prefixes, variant: Hashable, keeps_hidden: bool, may_record: bool
     ) -> Key | None:
         """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
         is_training = getattr(self._model(), "training", False)
-        variant, keeps_hidden = kind
         own = variant, autocast_dtype(self._device), is_training, batch_invariant.get(), keeps_hidden
         wanted = Key(self._sizes(tokens, prefixes), own)
         if wanted in self._graphs or not may_record:

@@ -166,7 +166,7 @@ class MtpHeads(Assistant):
 
 
 class MtpRow(AssistantRow):
-    """As transformers' generator, it proposes a token of each head, whatever was accepted before."""
+    """As transformers' generator, it proposes a token of each head, regardless of what was accepted before."""
 
     def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
         return None, LogitsProcessorList(each for each in decoding.logits_processor if leaves_rows_alone(each))

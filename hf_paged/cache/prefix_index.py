@@ -45,7 +45,7 @@ class PrefixIndex:
     the first of several blocks with the same content has a name. A node without its block in a full-attention group is
     forgotten with everything below it; in a window group blocks may be missing. A group of states is one with a window
     that needs the last block alone: the snapshot after its tokens. Nodes hold `block_size` tokens, as the smallest
-    blocks of a group do; a group whose blocks are `ratios[group]` times as large has one at every such node."""
+    blocks do. A block of `ratios[group]` times that size is held by the last of its nodes."""
 
     def __init__(
         self,

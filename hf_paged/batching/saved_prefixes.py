@@ -120,7 +120,8 @@ def load(core: EngineCore, path: Any) -> int:
         if weights != store.weights:
             raise ValueError(
                 f"{path} was computed by another model than this {type(core.model).__name__} is now: other weights, "
-                "code, dtype, adapters, `block_size`, `kv_dtype` or `batch_invariant`"
+                'code, dtype, adapters, `block_size` ("auto" may choose another one now), `kv_dtype` or '
+                "`batch_invariant`, or with hidden states of `use_mtp` on one side only"
             )
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.block_size

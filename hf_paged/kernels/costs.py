@@ -14,7 +14,6 @@ from .cpp.compiler import cpu_flags
 from .cpp.prebuilt import LEVELS
 
 FOLDER = Path(__file__).with_name("tables")
-SHIPPED = "x86-64-v3"  # whose table stands for machines of which there is none
 
 
 def preferred_kernel(device: torch.device) -> str:
@@ -42,11 +41,11 @@ def key(kernel: str, stored: str) -> str:
 
 def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = None) -> tuple[dict[int, float], str]:
     """Nanoseconds for a token of the context by the tokens in a block, of the kernel that serves a model in `dtype`
-    there: measured on such a machine, else on the one whose table ships; and what was measured where, or why nothing
-    was."""
+    there: measured on such a machine, else, for a processor, on the best one that has a table; and what was measured
+    where, or why nothing was."""
     kernel, stored = preferred_kernel(device), kv_dtype or str(dtype).removeprefix("torch.")
     own = machine(device) if device.type == "cpu" or kernel == "triton" else device.type
-    for name in dict.fromkeys((own, SHIPPED)):
+    for name in (own, *LEVELS) if device.type == "cpu" else (own,):
         times = _table(FOLDER / f"{name}.json").get(key(kernel, stored))
         if times:
             return times, f"times of {key(kernel, stored)} on {name}"

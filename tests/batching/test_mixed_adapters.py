@@ -490,3 +490,10 @@ def test_a_saved_prefix_has_its_folder(tmp_path: Path) -> None:
         for adapter, num_hits in (("a1", 0), (folder, 16)):
             assert engine.generate([prompt], GREEDY, adapter=adapter)[0].num_prefix_hit_tokens == num_hits
         assert_drained(engine)
+
+
+def test_the_blocks_of_an_adapter_evict_none_of_its_first_request(tmp_path: Path) -> None:
+    model, (prompt,) = many(2, lora_bias=False), prompts(20)
+    folder = saved(model, tmp_path)[1]
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        assert engine.save_prefix(prompt, tmp_path / "prefix", adapter=folder) == 16

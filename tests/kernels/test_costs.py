@@ -28,12 +28,15 @@ def write(folder: Path, name: str, **tables: dict[str, float]) -> None:
 
 def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "machine", lambda device: "mine")
-    monkeypatch.setattr(costs, "SHIPPED", "theirs")
+    monkeypatch.setattr(costs, "LEVELS", ["better", "worse"])
     monkeypatch.setenv(kernels.VARIABLE, "gather")
-    write(folder, "theirs", gather_float32={"16": 2}, gather_int8={"8": 3})
+    write(folder, "better", gather_float32={"16": 2}, gather_int8={"8": 3})
+    write(folder, "worse", gather_int8={"8": 4}, gather_bfloat16={"8": 5})
     write(folder, "mine", gather_float32={"16": 1, "32": 0.5})
     assert costs.find_costs(CPU, torch.float32) == ({16: 1.0, 32: 0.5}, "times of gather/float32 on mine")
-    assert costs.find_costs(CPU, torch.bfloat16, "int8") == ({8: 3.0}, "times of gather/int8 on theirs")
+    assert costs.find_costs(CPU, torch.bfloat16, "int8") == ({8: 3.0}, "times of gather/int8 on better")
+    assert costs.find_costs(CPU, torch.bfloat16) == ({8: 5.0}, "times of gather/bfloat16 on worse")
+    assert not costs.find_costs(torch.device("meta"), torch.bfloat16)[0]
     times, reason = costs.find_costs(CPU, torch.float64)
     assert not times and "no times of gather/float64 were measured on mine" in reason and "benchmarks.tune" in reason
 

@@ -481,18 +481,19 @@ class Scheduler:
         if sequence.is_finished:
             return
         request = sequence.request
+        if request.num_open_rows == 1:
+            self.finish(request)
+            return
         self.preemption.end_sequence(sequence)
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
             self._num_rows -= 1
-        if not request.num_open_rows:
-            self.finish(request)
 
     def finish(self, request: Request) -> None:
         """The request needs nothing any more, wherever it is. Not between `schedule` and the end of the forward."""
         if request.status is Status.FINISHED:
             return
-        self._remove(request)
+        self._remove(request)  # before its blocks are cached: its adapter may take blocks then, and would evict them
         request.status = Status.FINISHED
         self.timeline.finished(request)
         for sequence in request.open_sequences:

@@ -32,6 +32,8 @@ hypothesis.settings.register_profile("tests", deadline=None)  # a machine that d
 hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests.support")  # its assertions show both sides too
 
+from tests.support import slowest  # noqa: E402  once its folder is found and its assertions are rewritten
+
 SEED = 0
 
 
@@ -40,7 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    listed = slowest.read()
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import parallel, readme
+from benchmarks import parallel, sections
 from benchmarks.paper import article, plots, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
+from benchmarks.sections import features, papers
 from hf_paged.cache import pages
 from hf_paged.kernels import VARIABLE
 
@@ -103,30 +104,30 @@ def test_pictures_come_once_all_of_their_tables_are_there(tmp_path: Path):
 
 
 def test_the_text_has_the_tables_that_were_run():
-    data = {**readme.read(readme.PAPER)}
+    data = {**sections.read(papers.PAPER)}
     run = next(iter(data["runs"].values()))
     row = {**rows_of("spikes", [{}])[0], "unit": "ms", "source": "S1", "why": "slow"}
     data |= {"rows": [row, {**row, "name": "b", "published": ""}], "runs": {"spikes": run}}
-    (shown,) = readme.paper_turns(data)
+    (shown,) = papers.paper_turns(data)
     assert "vAttention's tables" in shown and "--only spikes`" in shown and "| a | 2 | 1 | ms | S1 | slow |" in shown
-    assert "| b |" not in shown and readme.paper_turns({**data, "rows": []}) == []
+    assert "| b |" not in shown and papers.paper_turns({**data, "rows": []}) == []
 
 
 def test_results_of_two_processes_are_one_table():
-    facts = readme.read(readme.TIERS[0])["facts"]
+    facts = sections.read(features.TIERS[0])["facts"]
     line = {"tokens_per_second": 8.0, "forwards": 2, "loads": 0, "equal": "yes"}
     turns = {"together": [1.0, 1.0], "one adapter a forward": [4.0, 4.0], "one adapter": [0.9, 0.9]}
     rows = [{"system": name, "seconds": s[0], "seconds_by_turn": s, **line} for name, s in turns.items()]
-    shown = readme.lora([{"facts": facts, "title": "8 rows", "rows": rows}] * 2)
+    shown = features.lora([{"facts": facts, "title": "8 rows", "rows": rows}] * 2)
     assert "| together | 4, 2 | 1 | 8 |" in shown and "4.00 (4.00 to 4.00), at least 3: met" in shown
     cases = [{"what": "decode", "case": "DynamicCache", "seconds": [1.0] * 3, "target": None}]
     cases += [{"what": "decode", "case": "virtual", "seconds": [2.0] * 3, "target": 0.95}]
     cases += [{"what": "bytes", "case": "virtual", "ratio": 0.2, "target": 0.25, "bytes after": 0}]
-    shown = readme.virtual([{"machine": facts, "rows": cases}] * 2)
+    shown = features.virtual([{"machine": facts, "rows": cases}] * 2)
     assert "| decode | virtual | 6, 2 | 2000 | 2.000 (2.000 to 2.000) | at most 0.95: not met |" in shown
     assert "at most 0.25: met | 0 bytes when all rows are gone |" in shown
     row = {"seconds": 1.0, "tokens_s": 5.0, "kv_bytes": 2**21, "turns": 1, "seconds_by_turn": [1.0], "equal": "yes"}
     run = {"facts": facts, "model": "m", "rows": [{"processes": 1, **row}], "computed": parallel.scaling()}
-    shown = readme.parallel([run, run])
+    shown = features.parallel([run, run])
     assert "| 1 | 2, 2 | 1 (1 to 1) | 5 | 2 | equal |" in shown and "computed from data sheets, not measured" in shown
-    assert not readme.lora([]) and not readme.virtual([]) and not readme.parallel([])
+    assert not features.lora([]) and not features.virtual([]) and not features.parallel([])

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import generate, generate_tables, machine, readme, report
+from benchmarks import generate, generate_tables, machine, readme, report, sections
 from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from benchmarks.sections import calls
 from hf_paged import PagedConfig
 
 ROOT = readme.ROOT
@@ -73,16 +74,16 @@ def test_item_14_numbers_elsewhere_in_the_text_have_a_source(path):
 
 
 def test_item_14_whole_calls_are_one_run_of_one_clean_revision():
-    data = readme.read(readme.WHOLE_CALLS)
+    data = sections.read(calls.WHOLE_CALLS)
     assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
     assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
     assert re.fullmatch(r"python -m benchmarks\.generate --device cpu( --minutes \d+)?", data["command"])
-    shown = readme.whole_calls(data)
+    shown = calls.whole_calls(data)
     for row in data["rows"]:
         for key in ("equal", "time") if "seconds" in row else ("time",):
             assert report.text(row[key]) in shown
         assert all(report.text(row[key]) in shown for key in row if key.endswith("_ms"))
-    missed = [row for row in readme.targets(data) if row["outcome"] != "met"]
+    missed = [row for row in calls.targets(data) if row["outcome"] != "met"]
     assert shown.count("| not met |") == len(missed) and f"{len(missed)} are not." in shown
 
 
@@ -113,7 +114,7 @@ def test_item_14_what_is_missed_or_worse_is_shown():
         "arrivals": arrivals,
         "problems": ["W4 failed: RuntimeError: no"],
     }
-    shown = readme.whole_calls(data)
+    shown = calls.whole_calls(data)
     assert "0 of 2 are met, 2 are not" in shown
     assert "| W1: plain / ours, at least 2 | 0.5 | 1 | not met |" in shown
     assert "| W2 in a third, engine, at most 1.6 | 1.9 x |  | not met |" in shown

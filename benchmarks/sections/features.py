@@ -1,0 +1,183 @@
+"""Benchmarks of one matter each: threads, products, rollouts, drafts, tiers, adapters, shards, virtual storage, models
+that are more than decoders."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks import paired, report
+from benchmarks.grpo import TARGET
+from benchmarks.grpo import table as rollout_table
+from benchmarks.linears import TARGET as PRODUCT_TARGET
+from benchmarks.linears import TURNS as PRODUCT_TURNS
+from benchmarks.linears import table as product_table
+from benchmarks.lora import pooled as lora_rows
+from benchmarks.parallel import COMPUTED, LENGTH, MAX_ROWS
+from benchmarks.parallel import pooled as parallel_rows
+from benchmarks.sections import Data, flow, machine_of, picture_of
+from benchmarks.side_by_side import table as side_by_side_table
+from benchmarks.speculation import STAGES
+from benchmarks.speculation import pooled as speculation_rows
+from benchmarks.threads import table as thread_table
+from benchmarks.virtual import pooled as virtual_rows
+
+THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
+BATCHES = "grpo-cpu-llama-24m-avx2"
+SPECULATION = ("speculation-cpu-1", "speculation-cpu-2")
+DRAFT_STAGES = "speculation-stages-cpu"
+TIERS = ("tiers-cpu-1", "tiers-cpu-2", "tiers-w3-cpu-1", "tiers-w3-cpu-2")
+LORA, PARALLEL, VIRTUAL = (tuple(f"{name}-cpu-{run}" for run in (1, 2)) for name in ("lora", "parallel", "virtual"))
+LINEARS = ("linears-cpu", "linears-cpu-avx2")
+
+
+def threads(data: Data) -> str:
+    """The table of `benchmarks.threads`."""
+    said = flow(
+        f"""**Threads**: 8 threads, each of which calls `generate` with one prompt of 8 to 64 tokens for
+        {data["rows"][0]["new_tokens"]} more, against the same calls one after another,
+        `python -m benchmarks.threads`, {machine_of(data["machine"])}; {data["rows"][0]["turns"]} turns in two
+        processes, medians, 95% intervals. The target in bfloat16 is 2.5 times the throughput of one call after
+        another:"""
+    )
+    return f"{said}\n\n{thread_table(data['rows'])}"
+
+
+def products(data: Data) -> str:
+    """The table of `benchmarks.linears`."""
+    said = flow(
+        f"""**Products of few rows**: the linear layers of one decode step in bfloat16, one by one, by `F.linear`
+        and by the C++ kernel that reads the weights in place (path: {data["path"]}), `python -m benchmarks.linears`,
+        {machine_of(data["machine"])}; {PRODUCT_TURNS} turns, medians, 95% intervals. The floor is the weights over
+        the best streaming read of the run, {data["bandwidth_gb_s"]} GB/s. Targets: {PRODUCT_TARGET} up to 64 rows with
+        AMX, 1.05 up to 32 without. Steps leave more than 256 rows with AMX, more than 64 without, to PyTorch; where
+        it has no products of bfloat16, those of more than 128 rows are computed in float32 instead:"""
+    )
+    return f"{said}\n\n{product_table(data['rows'])}"
+
+
+def rollouts(data: Data) -> str:
+    """The table of `benchmarks.grpo`."""
+    row = data["rows"][0]
+    said = flow(
+        f"""**Rollouts**: TRL's `GRPOTrainer` with a random model in float32, prompts of up to {row["length"]} tokens,
+        `python -m benchmarks.grpo`, {machine_of(data["machine"])}; {row["turns"]} turns, medians, 95%
+        intervals. The target for the rollouts is {TARGET} times the speed of plain ones, by `generate_batch` at most
+        1.2 times their time:"""
+    )
+    return f"{said}\n\n{rollout_table(data['rows'])}"
+
+
+def speculation(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.speculation`."""
+    evens = [note for data in runs for note in data["notes"] if "break-even" in note]
+    said = flow(
+        f"""**Several tokens a step**: `PagedEngine` with `speculation="ngram"`, or with assistants, over the same
+        engine without, float32, `python -m benchmarks.speculation`, {machine_of(runs[0]["machine"])}; alternating turns
+        of {len(runs)} runs, 95% intervals. The models are trained by the benchmark; texts are held out. A target is met
+        where the interval reaches it. {" ".join(f"{note}." for note in evens)}"""
+    )
+    return f"{said}\n\n{report.markdown(speculation_rows(runs))}"
+
+
+def draft_stages(data: Data) -> str:
+    """Where the time goes that an assistant takes."""
+    said = flow(
+        f"""**Where the time of the assistant of a tenth goes** (8 rows, `python -m benchmarks.speculation --only
+        stages`, {machine_of(data["machine"])}, medians of turns). A step of the target with candidates computes more
+        tokens than one without, and takes longer in proportion where arithmetic is the bound:"""
+    )
+    return f"{said}\n\n{report.markdown(data['stages'], STAGES)}"
+
+
+def tiers(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.tiers`, of the turns of all runs."""
+    groups: dict[tuple[str, str, str], list[Data]] = {}
+    for run in runs:
+        for row in run["rows"]:
+            groups.setdefault((run["model"], row["what"], run["facts"]["revision"]), []).append(row)
+    rows = []
+    for (model, what, revision), parts in groups.items():
+        ratios = [ratio for part in parts for ratio in part["ratios"]]
+        span = paired.interval(ratios) or (min(ratios), max(ratios))
+        limit = 5.0 if what.startswith("first token") else 1.0
+        rows.append(
+            {
+                "model": model,
+                "what": what,
+                "revision": revision,
+                "turns, processes": f"{len(ratios)}, {len(parts)}",
+                "from the disk, s": statistics.median(part["disk_s"] for part in parts),
+                "computed, s": statistics.median(part["computed_s"] for part in parts),
+                "computed / from the disk": f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})",
+                "tokens, blocks found": "equal, all" if all(part["equal"] == "yes" for part in parts) else "NOT equal",
+                "target": f"at least {limit:g}: {paired.said(span[1] >= limit)}",
+            }
+        )
+    said = flow(
+        f"""**Prefixes from the disk** (`prefix_tiers`), against computing them, float32, `python -m benchmarks.tiers`,
+        {machine_of(runs[0]["facts"])}; alternating turns, 95% intervals. A target is met where the interval reaches
+        it:"""
+    )
+    return f"{said}\n\n{report.markdown(rows)}"
+
+
+def lora(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.lora`, of the turns of all runs; nothing without any."""
+    if not runs:
+        return ""
+    said = flow(
+        f"""**Adapters**: {runs[0]["title"]}, `PagedEngine`, greedy, `python -m benchmarks.lora`,
+        {machine_of(runs[0]["facts"])}; turns of {len(runs)} processes in which all take their turn, 95% intervals. A
+        target is met where the interval reaches it:"""
+    )
+    picture = picture_of(LORA[0], "Tokens a second with adapters, in one forward and apart")
+    return "\n\n".join([said, report.markdown(lora_rows(runs)), *picture])
+
+
+def virtual(runs: Sequence[Data]) -> str:
+    """The table of `benchmarks.virtual`, of the turns of all runs; nothing without any."""
+    if not runs:
+        return ""
+    said = flow(
+        f"""**Rows side by side in addresses** (`storage="virtual"`, vAttention): times over the base that each line
+        names, and bytes over contiguous ones, `python -m benchmarks.virtual`, {machine_of(runs[0]["machine"])}; turns
+        of {len(runs)} processes in which all take their turn, 95% intervals. A target is met where the interval reaches
+        it:"""
+    )
+    return f"{said}\n\n{report.markdown(virtual_rows(runs))}"
+
+
+def parallel(runs: Sequence[Data]) -> str:
+    """The tables of `benchmarks.parallel`; nothing without a run."""
+    if not runs:
+        return ""
+    first = runs[0]
+    said = flow(
+        f"""**Shards over processes** (`tp_plan="auto"`, gloo) that share the cores of one machine, `{first["model"]}`,
+        float32, `python -m benchmarks.parallel`, {machine_of(first["facts"])}; medians of the turns, with the least and
+        the greatest, and the memory that each process holds:"""
+    )
+    more = flow(
+        f"""The second table of `benchmarks.parallel`, **computed from data sheets, not measured** (A100 of 80 GB, rows
+        of {LENGTH} tokens, at most {MAX_ROWS}; the ratio is the throughput over that of as many GPUs on their own):"""
+    )
+    computed = report.markdown(first["computed"], {name: name.replace("_", " ") for name in COMPUTED})
+    picture = picture_of(PARALLEL[0], "Computed: tokens a second of 7B to 65B over GPUs")
+    return "\n\n".join([said, report.markdown(parallel_rows(runs)), more, computed, *picture])
+
+
+def side_by_side(data: Data) -> str:
+    """The tables of `benchmarks.side_by_side`, one for each run."""
+    parts = [
+        flow(
+            """**More than plain decoders**: 16 prompts of different lengths, behind pictures or of sound where the
+            model takes them, `python -m benchmarks.side_by_side`: medians of turns in two processes and 95% intervals
+            of our time over that of plain `generate` on the padded batch. A target is met where the interval reaches
+            it."""
+        )
+    ]
+    for run in data["runs"]:
+        turns = " or ".join(map(str, sorted({row["turns"] for row in run["rows"]})))
+        parts += [f"{machine_of(run['machine'])}; {turns} turns:", side_by_side_table(run["rows"])]
+    return "\n\n".join(parts)

@@ -1,0 +1,134 @@
+"""The papers' tables (`benchmarks.paper`), and attention alone (`benchmarks.attention`)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import paired, report
+from benchmarks.paper.article import TABLES as S4_TABLES
+from benchmarks.paper.rows import TOLD, TOLD_S1, TOLD_S2
+from benchmarks.paper.vattention import TABLES as S1_TABLES
+from benchmarks.sections import Data, flow, machine_of, picture_of
+
+ATTENTION, PAPER = "attention-cpu", "paper-cpu"
+QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
+
+
+def paper(data: Data) -> str:
+    """The excerpt of `benchmarks.paper`."""
+    tables = ("waste", "batch_size")
+    rows = [row for row in data["rows"] if row["table"] in tables]
+    made = "; ".join(dict.fromkeys(machine_of(data["runs"][name]["facts"]) for name in tables))
+    said = flow(
+        f"""**The papers' tables** on our own system, `{data["command"]}`: simulated with the engine's own scheduler and
+        block manager, so that the machine hardly matters ({made}). Medians and ranges over seeds; the spread of the
+        lengths' logarithms is a constant that the paper does not give. "{TOLD}": the figure is from a document that
+        this project was asked for in, an article on the paper, and the paper does not have it. Every row, and why it
+        differs:
+        [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
+    )
+    columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
+    picture = (
+        f"![Memory by use: reservation against blocks, published and here](../benchmarks/results/{PAPER}-waste.png)"
+    )
+    return f"{said}\n\n{report.markdown(rows, columns)}\n\n{picture}"
+
+
+def paper_turns(data: Data) -> list[str]:
+    """The tables of S1 and of S4 in `benchmarks.paper`, as far as they were run: rows that have a published figure."""
+    columns = {"name": "what", "published": "published", "ours": "ours", "unit": "unit", "source": "published in"}
+    columns |= {"why": "what differs"}
+    parts = []
+    for names, picture, title in (
+        (
+            S1_TABLES,
+            "vattention",
+            f"""**vAttention's tables** (arXiv 2405.04437) on our own system: rows side by side in addresses
+            (`storage="virtual"`) that code which knows nothing of blocks reads in place, beside blocks with the kernel
+            that was made for them, and contiguous tensors. "{TOLD_S1}": the figure is from a document that this project
+            was asked for in, an article on that paper.""",
+        ),
+        (
+            S4_TABLES,
+            "s4",
+            f"""**S4's tables**, an article on the PagedAttention paper, and the figure of S2 for beams
+            ("{TOLD_S2}"). What is called computed was not measured: a roofline gives the steps' times.""",
+        ),
+    ):
+        rows = [row for row in data["rows"] if row["table"] in names and row["published"]]
+        if not rows:
+            continue
+        there = [name for name in names if name in data["runs"]]
+        made = "; ".join(dict.fromkeys(machine_of(data["runs"][name]["facts"]) for name in there))
+        said = flow(
+            f"""{title} `{data["command"]} --only {" ".join(there)}` ({made}); medians, 95% intervals over turns of two
+            processes. All rows: [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
+        )
+        drawn = picture_of(f"{PAPER}-{picture}", "The same as a picture")
+        parts.append("\n\n".join([said, report.markdown(rows, columns), *drawn]))
+    return parts
+
+
+def attention(data: Data) -> str:
+    """The excerpt of `benchmarks.attention`."""
+    titles = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "llama-3.1-8b": "Llama-3.1-8B"}
+    found: dict[tuple[str, str, str], dict[str, Data]] = {}
+    for row in data["rows"]:
+        if row["heads"] in titles and (row["block_size"], row["dtype"]) == (16, "bf16"):
+            found.setdefault((row["heads"], row["phase"], row["case"]), {})[row["contender"]] = row
+    rows = []
+    for (heads, phase, case), by_name in found.items():
+        line: dict[str, Any] = {"heads of": titles[heads], "phase": phase, "rows x tokens": case}
+        for name, title in (("contiguous sdpa", "contiguous SDPA, µs"), ("ours", "ours, µs")):
+            line[title] = round(statistics.median(by_name[name]["us"]))
+        line["ours / contiguous"] = f"{by_name['ours']['over_contiguous']:.2f}"
+        for name in ("HF sdpa", "HF eager", "flex_attention"):
+            over = by_name.get(name, {}).get("over_contiguous")
+            line[name] = "" if over is None else f"{over:.2f}"
+        rows.append(line)
+    said = flow(
+        f"""**Attention alone** over a model's worth of layers, `{data["command"]}`, {machine_of(data["facts"])};
+        medians in microseconds a layer. "Contiguous" is SDPA over contiguous keys and values at its best, the ideal
+        without paging; the last four columns are times over it, so that above 1 is slower than the ideal:"""
+    )
+    more = flow(
+        f"""More shapes, block sizes, the portable path and float32:
+        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md) and [a picture](../benchmarks/results/{ATTENTION}.png).
+        Target of chunks and prompts: at most 1.02."""
+    )
+    return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
+
+
+def quantized(runs: Sequence[Data]) -> str:
+    """The rows of `benchmarks.attention` for `kv_dtype="int8"`, of the turns of all runs."""
+    times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for run in runs:
+        for row in run["rows"]:
+            if row["contender"] in ("ours", "ours: int8") and "us" in row:
+                setting = row["heads"], row["case"], row["block_size"], row["dtype"]
+                times.setdefault(setting, {}).setdefault(row["contender"], []).extend(row["us"])
+    rows = []
+    for (heads, case, block, dtype), found in times.items():
+        ratios = paired.ratios(found["ours: int8"], found["ours"])
+        span = paired.interval(ratios) or (min(ratios), max(ratios))
+        rows.append(
+            {
+                "heads": heads,
+                "rows x tokens": case,
+                "block": block,
+                "blocks of the dtype": dtype,
+                "their time, µs": statistics.median(found["ours"]),
+                "int8, µs": statistics.median(found["ours: int8"]),
+                "int8 / theirs": f"{statistics.median(ratios):.2f} ({span[0]:.2f} to {span[1]:.2f})",
+                "turns": len(ratios),
+                "target": paired.at_most(span[0], 0.8),
+            }
+        )
+    said = flow(
+        f"""**Attention of decodes over int8 blocks** (`kv_dtype="int8"`), a layer, `{runs[0]["command"]}`,
+        {machine_of(runs[0]["facts"])}; turns of {len(runs)} processes, 95% intervals. A target is met where the
+        interval reaches it:"""
+    )
+    return f"{said}\n\n{report.markdown(rows)}"

@@ -1,0 +1,64 @@
+"""The tests that a plain run leaves out beside those marked `slow` in their files: `python -m tests.support.slowest`.
+
+Runs what is not marked so, on a quiet machine; the slowest tests go to `tests/slow.txt`, until the others fit the
+seconds that a plain run may take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = ROOT / "tests" / "slow.txt"
+SECONDS, WORKERS = 240.0, 2  # of tests alone: workers start and collect first
+
+
+def read() -> frozenset[str]:
+    """Pytest's node ids."""
+    return frozenset(LIST.read_text().splitlines())
+
+
+def choose(times: dict[str, float], seconds: float) -> list[str]:
+    """The fewest tests without which the others take no more than `seconds` together."""
+    total, slowest = sum(times.values()), sorted(times, key=lambda name: times[name])
+    chosen = []
+    while total > seconds:
+        chosen.append(slowest.pop())
+        total -= times[chosen[-1]]
+    return sorted(chosen)
+
+
+def times_of(report: Path) -> dict[str, float]:
+    """Seconds of each test of pytest's XML, those of its fixtures included, by node id."""
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    found = (case.attrib for case in cases)
+    return {f"{of['classname'].replace('.', '/')}.py::{of['name']}": float(of["time"]) for of in found}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the list stays as it was if a test fails."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.slowest", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of a plain run, {SECONDS:g} by default")
+    options = parser.parse_args(argv)
+    before = LIST.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = ["-m", "pytest", "-n", str(WORKERS), "--dist", "worksteal", "--junitxml", str(report)]
+        try:
+            LIST.write_text("")
+            code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
+        finally:
+            LIST.write_text(before)
+        if code == 0:
+            LIST.write_text("".join(f"{name}\n" for name in choose(times_of(report), options.seconds * WORKERS)))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -417,9 +417,8 @@ def _ranges(adapters: Sequence[Hashable] | None, tokens: PackedTokens) -> list[t
 
 
 def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[Tensor], deltas: Any = None) -> None:
-    """The forward that is recorded, from `inputs` to `outputs`, which its first run makes. `deltas`: what adapters add,
-    if the step reads their token ranges on the device. A weak reference, so that it does not keep `StepGraphs` alive.
-    """
+    """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes. `deltas`: what adapters
+    add, if the step reads their token ranges on the device. `owner` is weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     torch.clear_autocast_cache()  # the model's autocast may hold weights that were converted before the recording

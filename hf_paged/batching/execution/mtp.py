@@ -166,7 +166,7 @@ class MtpHeads(Assistant):
 
 
 class MtpRow(AssistantRow):
-    """One row's draft state. As in transformers' generator, each head proposes a token, whatever was accepted so far."""
+    """One row's drafts. As in transformers' generator, each head proposes a token, whatever was accepted before."""
 
     def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
         return None, LogitsProcessorList(each for each in decoding.logits_processor if leaves_rows_alone(each))

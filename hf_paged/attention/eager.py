@@ -75,7 +75,7 @@ class Scores(DeferredTensor):
         return self.but(bias=self.bias + bias)
 
 
-# -- what keys, values and scores are put through -------------------------------------------------------------------
+# -- operations on keys, values and scores --------------------------------------------------------------------------
 
 
 @defer("contiguous")

@@ -194,7 +194,7 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     return switchable
 
 
-# -- what the source code says --------------------------------------------------------------------------------------
+# -- reading the models' source code --------------------------------------------------------------------------------
 
 _parsing = forks.lock()
 
@@ -232,8 +232,8 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """What an eager attention function does beyond softmax(q k * scale + mask) v: some of `softcap`, `position_bias` and
-    `sinks`. `None` if it does anything else, so that it must be called."""
+    """What an eager attention function does beyond softmax(q k * scale + mask) v: some of `softcap`, `position_bias`
+    and `sinks`. `None` if it does anything else, so that it must be called."""
     tree = _tree(function)
     if function is None or tree is None or not isinstance(tree.body[0], ast.FunctionDef):
         return None

@@ -338,8 +338,7 @@ Geometry = tuple[int, int, int]
 
 
 def _geometries(step: StepMetadata) -> tuple[list[tuple[Geometry, list[tuple[int, int]]]], bool]:
-    """Returns rows and their first visible positions by geometry, longest first, and whether every query sees a token.
-    """
+    """Returns rows with their first visible position by geometry, longest first; and whether every query sees a key."""
     query_len, size = step.query_len, step.block_size
     assert query_len is not None
     geometries: dict[Geometry, list[tuple[int, int]]] = {}

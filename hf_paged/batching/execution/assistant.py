@@ -51,7 +51,7 @@ class Assistant:
     nothing for some steps."""
 
     MAX_PAUSE = 256  # steps
-    depth = 1  # tokens, from its own on, that the K/V at a position depend on
+    depth = 1  # the K/V at a position depend on this many tokens from there on
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedCache, made: tuple[BlockManager, Runner], scheduler: Scheduler,

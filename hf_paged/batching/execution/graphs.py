@@ -514,7 +514,7 @@ class Tapes:
     runs_ahead, decodes_alone, notice = False, True, logging.INFO
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Tape:
-        run()  # builds what is built on first use, and allocates the result
+        run()  # initializes lazily built objects, and allocates the result
         own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
         mix = mixed.get()
         added = [] if mix is None else mix.tensors

@@ -211,7 +211,7 @@ class StaticInputs:
         sizes, decodes = self.sizes, tokens.num_decodes
 
         def spread(numbers: list[int], size: int, unused: int = 0) -> list[int]:
-            """Puts decodes' numbers first, and those of chunks after the room for `sizes.decodes` decodes."""
+            """Puts decodes' numbers first, and chunks' numbers after room for `sizes.decodes` decodes."""
             gap, rest = [unused] * (sizes.decodes - decodes), size - sizes.decodes - len(numbers) + decodes
             return [*numbers[:decodes], *gap, *numbers[decodes:], *[unused] * rest]
 

@@ -311,7 +311,8 @@ class Prompts:
             columns = [*(each[row, padding:].tolist() for each in types), *axes]
             keys: list[Hashable] = list(ids)
             for i, (token, is_content) in enumerate(zip(ids, stands)):
-                is_content |= bool(others) and num_content == 0  # unknown what the inputs do to a row without any
+                # unknown how the inputs affect a row without placeholders
+                is_content |= bool(others) and num_content == 0
                 if is_content or any(axis[i] != i for axis in axes):
                     keys[i] = token, tuple(column[i] for column in columns), (digest, row) if is_content else None
             rows.append((keys, num_content))

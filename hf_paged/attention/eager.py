@@ -86,7 +86,7 @@ def _contiguous(function: Any, x: Any) -> Any:
 @defer("type_as", "float", "to", "type")
 def _convert(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
     """Converts the nominal dtype; the computation is in float32 regardless."""
-    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)  # of `type_as`
+    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)  # for `type_as`
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
     if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:

@@ -67,7 +67,7 @@ def base_model(model: Any) -> Any:
 
 
 def peft_layers(model: nn.Module) -> list[Any]:
-    # by what PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`) have; PEFT need not be installed
+    # by attributes of PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`), without importing PEFT
     return [module for module in model.modules() if all(hasattr(module, key) for key in _STATE)]
 
 

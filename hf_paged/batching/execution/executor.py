@@ -164,7 +164,7 @@ class Executor:
             window.is_open = True
 
     def settle(self, window: Window) -> None:
-        """Before other code runs (in a call, after its first token): fingerprints the weights of what was computed."""
+        """Before other code runs (in a call, after its first token): fingerprints the weights of computed blocks."""
         if self.guard.is_on and not window.is_settled:
             with self.lock:
                 self.guard.settle(window.is_call)

@@ -204,7 +204,7 @@ class Prompts:
         return logits, looks.positions() if looks.num_calls >= len(layers) else None
 
     def give(self, request: Request, row: int, keys: list[Keys] | None) -> None:
-        """Makes a row the prompt of a request; without `keys` the prefix cache neither serves nor keeps it."""
+        """Makes a row the prompt of a request; without `keys` the prefix cache is not used for it."""
         request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
         if keys is None or request.namespace is UNCACHED:
             request.namespace = UNCACHED
@@ -342,7 +342,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_per_token(name: str) -> bool:
-    """Whether an input is `(rows, length)`, or has axes in front of these."""
+    """Whether an input is `(rows, length)`, perhaps with leading axes."""
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 

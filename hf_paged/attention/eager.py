@@ -1,4 +1,4 @@
-"""Attention that a model's own code computes in a packed step: scores stay a description until they meet the values."""
+"""Attention by a model's own code in a packed step: scores stay symbolic until they are multiplied by the values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from . import backends
 from .backends.reference import AttentionCall
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-HIDDEN = -1e4  # what is added to scores that shall not count, or less
+HIDDEN = -1e4  # a bias of this or less hides a key
 
 
 def showing_rows(step: StepMetadata) -> StepMetadata:
-    """A packed step for a model whose own code attends. Raises `NotCapturable` where only the device knows lengths,
-    `NotPackable` where layers look back through a window."""
+    """A packed step for a model with its own attention code. Raises `NotCapturable` if lengths are only on the device,
+    `NotPackable` if layers have a window."""
     if step.lengths is not None:
         raise NotCapturable("its own attention code is shown as many keys as the longest row has")
     if step.window is not None:
@@ -33,7 +33,7 @@ def showing_rows(step: StepMetadata) -> StepMetadata:
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
-    """Decorates what is called, where an argument is a `DeferredTensor`, for functions of torch with these names."""
+    """Decorates the replacement of torch functions with these names, called if an argument is a `DeferredTensor`."""
 
     def register(function: Function) -> Function:
         DeferredTensor.functions.update(dict.fromkeys(names, function))
@@ -48,7 +48,7 @@ class Scores(DeferredTensor):
     query: Tensor  # (heads, T, dim)
     key: RowTensor
     scale: float
-    bias: Tensor | None  # of three axes, broadcasts to (heads, T, key_len)
+    bias: Tensor | None  # three axes, broadcasts to (heads, T, key_len)
     is_softmax: bool
 
     @staticmethod
@@ -59,7 +59,7 @@ class Scores(DeferredTensor):
         return scores
 
     def but(self, ndim: int | None = None, dtype: torch.dtype | None = None, **state: Any) -> Scores:
-        """The same with some things changed."""
+        """A copy with some attributes changed."""
         sizes = self.sizes if ndim is None else (1, *self.sizes)[-ndim:]
         scores = Scores(self.query, self.key, sizes, dtype or self.kind)
         scores.scale, scores.bias, scores.is_softmax = self.scale, self.bias, self.is_softmax
@@ -75,7 +75,7 @@ class Scores(DeferredTensor):
         return self.but(bias=self.bias + bias)
 
 
-# -- what keys, values and scores are put through -------------------------------------------------------------------
+# -- operations on keys, values and scores --------------------------------------------------------------------------
 
 
 @defer("contiguous")
@@ -85,8 +85,8 @@ def _contiguous(function: Any, x: Any) -> Any:
 
 @defer("type_as", "float", "to", "type")
 def _convert(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The maths are float32 whatever the dtype says."""
-    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)  # of `type_as`
+    """Converts the nominal dtype; the computation is in float32 regardless."""
+    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)  # for `type_as`
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
     if len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
@@ -110,7 +110,7 @@ def _dropout(function: Any, x: Any, p: float = 0.5, training: bool = True, inpla
 
 @defer("transpose", "permute")
 def _transpose(function: Any, x: Any, *dims: Any) -> Any:
-    """The last two axes of keys change places."""
+    """Swaps the last two axes of keys."""
     ndim = len(x.sizes)
     axes = list(range(ndim))
     if function.__name__ == "transpose":
@@ -125,10 +125,10 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
-    """The first axis, of length 1, comes or goes."""
+    """Adds or removes the first axis, of length 1."""
     wanted = tuple(shape[0] if isinstance(shape[0], (tuple, list)) else shape)
     own = x.sizes if len(wanted) == len(x.sizes) else (1, *x.sizes)[-len(wanted) :]
-    # with one length left open, the others decide
+    # one length may be -1
     is_same = len(own) == len(wanted) and all(size in (-1, mine) for size, mine in zip(wanted, own))
     if not is_same or len(wanted) not in (3, 4) or wanted.count(-1) > 1:
         raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {wanted}")
@@ -137,7 +137,7 @@ def _view(function: Any, x: Any, *shape: Any) -> Any:
 
 @defer("matmul", "bmm", "__matmul__")
 def _matmul(function: Any, left: Any, right: Any) -> Any:
-    """Queries and keys, or weights and values."""
+    """Multiplies queries by keys, or attention weights by values."""
     sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
     if not isinstance(right, RowTensor) or len(sizes) != len(right.sizes):
         raise NotPackable("packed keys, values or scores are multiplied by something else")
@@ -186,7 +186,7 @@ def _masked_fill(function: Any, scores: Any, mask: Tensor, value: float) -> Any:
 
 @defer("max", "maximum", "clamp_min")
 def _at_least(function: Any, scores: Any, least: Any) -> Any:
-    """Scores with no `-inf` among them."""
+    """A lower bound of at most `HIDDEN`, which replaces `-inf`, has no effect."""
     if not isinstance(scores, Scores) or scores.is_softmax or not least <= HIDDEN:
         raise NotPackable("packed keys, values or scores are bounded")
     return scores
@@ -224,7 +224,7 @@ def _sdpa(
 
 
 def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
-    """What is added to scores, with three axes; `None` if it hides what is no past of a token, and nothing else."""
+    """The bias with three axes; `None` if it is just a causal mask."""
     if added.dim() > 4 or (added.dim() == 4 and added.shape[0] != 1):
         raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
     added = added.view((1,) * (3 - added.dim()) + added.shape) if added.dim() < 4 else added[0]

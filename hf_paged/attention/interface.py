@@ -1,4 +1,4 @@
-"""The functions that transformers calls: attention over handles, and the mask that goes with it."""
+"""The functions that transformers calls: the attention and mask interfaces of `"hf_paged"`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .backends.reference import AttentionCall
 from .latent import LatentTensor, attend_packed
 from .masks import PagedMask, attention_observer, in_table_coordinates, mask_observer, packed_step, rectangle_step
 
-# More queries than this in one row are a prefill chunk: gathering once and calling sdpa costs less than 3% more.
+# A row with more queries is a prefill chunk, for which gathering once and calling sdpa costs less than 3% more.
 MAX_IN_PLACE_QUERIES = 16
 
 Features = tuple[float, float | None, Tensor | None, Tensor | None]  # scale, softcap, sinks, position bias
@@ -33,8 +33,8 @@ def register() -> None:
 
 @torch.compiler.disable
 def paged_mask(**arguments: Any) -> Tensor | None:
-    """The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name: a
-    [`PagedMask`], or what the model's own implementation gets where that is not a mask of transformers."""
+    """The mask interface for `"hf_paged"`, with the arguments of `transformers.masking_utils.sdpa_mask` by name.
+    Returns a [`PagedMask`], or, if the model's own mask function is not one of transformers', that function's mask."""
     implementation = switch.model_attention(arguments.get("config"))
     make = compat.mask_function(implementation)
     if make not in switch.STOCK_MASKS:
@@ -48,12 +48,13 @@ def paged_mask(**arguments: Any) -> Tensor | None:
 def paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention interface for `"hf_paged"`: `(batch, heads, query_len, key_dim)` queries to `(batch, query_len,
-    heads, value_dim)`, under autocast in its dtype, and attention weights where the model's own implementation gives
-    them. Keys and values that are handles of a [`PagedCache`] are read in place where that gives what the own one
-    would; else it is called, with ordinary tensors. `attention_mask`: a [`PagedMask`] or what the own one takes, as
-    `kwargs` are (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...)."""
-    # asked here, since the wrapper of `disable` costs every layer its time
+    """The attention interface for `"hf_paged"`: from `(batch, heads, query_len, key_dim)` queries, `(batch, query_len,
+    heads, value_dim)`, under autocast in its dtype, and attention weights if the model's own implementation gives them.
+    Keys and values that are handles of a [`PagedCache`] are read in place if that gives the same result as the model's
+    implementation; else this calls it with ordinary tensors. `attention_mask`: a [`PagedMask`] or a mask for the
+    model's implementation, whose `kwargs` these are (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...).
+    """
+    # checked here, since the wrapper of `disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
     return function(module, query, key, value, attention_mask, **kwargs)
 
@@ -104,7 +105,7 @@ def _packed(
     mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention of a packed step, which nothing else can compute: raises `NotPackable` where `_in_place` gives up."""
+    """Attention of a packed step. Raises `NotPackable` if it cannot be computed, since there is no fallback."""
     step = key.step if isinstance(key, PagedTensor) else key.latent.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
@@ -121,12 +122,12 @@ def _packed(
     if metadata.query_len != 1:
         assert key.fresh is not None and value.fresh is not None
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
-    query = query.squeeze(2) if step.num_tokens == 1 else query[0].transpose_(0, 1)  # the former is one view less
+    query = query.squeeze(2) if step.num_tokens == 1 else query[0].transpose_(0, 1)  # `squeeze` saves a view
     return backends.attend(AttentionCall(query, _pair(key, value), metadata, *features, fresh)).unsqueeze_(0)
 
 
 def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """The blocks of a layer, or a pair where a model mixes those of several layers."""
+    """The blocks of a layer, or a pair if the model mixes keys and values of several layers."""
     layer, keys, values = key.layer, key.blocks, value.blocks
     return layer if keys is layer.keys and values is layer.values else KVBlocks((keys, values), keys, values)
 
@@ -134,7 +135,7 @@ def _pair(key: PagedTensor, value: PagedTensor) -> KVBlocks:
 def _in_place(
     query: Tensor, step: StepMetadata, blocks: KVBlocks, mask: Tensor | None, is_causal: bool, features: Features
 ) -> Tensor | None:
-    """Attention through the block tables; `None` where gathering is better, or only a dense mask does."""
+    """Attention through the block tables; `None` if gathering is faster, or a dense mask is needed."""
     if query.shape[2] > MAX_IN_PLACE_QUERIES:
         return None
     plan = step.plan(rectangle_step, query.shape[2], mask, is_causal, query.device)
@@ -153,10 +154,10 @@ def _in_place(
 
 
 def _features(module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict[str, Any]) -> Features | None:
-    """As the model's own implementation would apply them; `None` if it does something else, or a gradient is wanted."""
+    """The features that the model's own implementation would apply; `None` if it does more, or a gradient is wanted."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
-    # asked once a step for all layers of a class with one config: reading the config takes a microsecond
+    # once a step for all layers of a class with one config, since reading the config takes a microsecond
     config = getattr(module, "config", None)
     known, kind = step.plan(_no_functions), (type(module), id(config))
     if kind not in known:
@@ -165,11 +166,11 @@ def _features(module: nn.Module, query: Tensor, step: StepMetadata, kwargs: dict
     if function is None:
         return None
     softcap, sinks, bias = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("position_bias")
-    if function is switch.sdpa_attention_forward:  # takes a bias, refuses a softcap, knows no sinks
+    if function is switch.sdpa_attention_forward:  # takes a bias, rejects a softcap, ignores sinks
         if softcap is not None:
             return None
         sinks = None
-    elif function not in switch.STOCK_FUNCTIONS:  # a file's eager one
+    elif function not in switch.STOCK_FUNCTIONS:  # a model file's eager function
         if (does := switch.eager_features(function)) is None:
             return None
         softcap = softcap if "softcap" in does else None
@@ -193,7 +194,8 @@ def sdpa_on_handles(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """For handles: what a model calls whose config was not switched, as in a user's own decoding loop."""
+    """`scaled_dot_product_attention` of handles, for models whose config is not switched, as in a user's decoding
+    loop."""
     is_plain = not (is_causal or dropout_p or (query.requires_grad and torch.is_grad_enabled())) and query.dim() == 4
     if is_plain and isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and key.fresh is None:
         scale = options.get("scale")

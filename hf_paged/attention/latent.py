@@ -1,4 +1,4 @@
-"""Multi-head latent attention on the latent blocks: queries go to the latents, not latents to keys and values."""
+"""Multi-head latent attention (MLA) on latent blocks: projects queries to the latents instead of expanding these."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from .backends.reference import AttentionCall
 from .switch import is_from_transformers
 
 MAX_ABSORBED_QUERIES = 16
-"""Queries of a row of a packed step up to which they go to the latents: more are a prompt, whose latents are expanded
-once for all of them."""
+"""Rows of a packed step with up to this many queries absorb the expansion; a row with more is a prompt, and its latents
+are expanded once for all its queries."""
 
 
 class LatentTensor(LazyTensor):
     """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its latents. Our attention
-    function multiplies the expansion into queries and outputs ("absorption", DeepSeek-V2, arXiv 2405.04434, 2.1.2)."""
+    function instead applies the expansion to queries and outputs ("absorption", DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+    """
 
     latent: PagedTensor
     rotary: PagedTensor
@@ -45,7 +46,8 @@ class LatentTensor(LazyTensor):
         expansion: Callable[[], Any],
         which: int,
     ) -> LatentTensor:
-        """`which`: 0 for the keys, 1 for the values that `expand(latent, rotary)` and, of these, `expansion()` give."""
+        """`which`: 0 for keys, 1 for values, as returned by `expand(latent, rotary)`, and by `expansion()` for these
+        latents."""
         batch, _, length, _ = latent.shape
         dims = (module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim)
         heads = module.kv_b_proj.weight.shape[0] // (module.qk_nope_head_dim + module.v_head_dim)
@@ -61,19 +63,19 @@ class LatentTensor(LazyTensor):
 
     @property
     def sources(self) -> tuple[PagedTensor, PagedTensor]:
-        """What is expanded."""
+        """The tensors that are expanded."""
         return self.latent, self.rotary
 
     def is_with(self, value: Tensor) -> bool:
-        """Whether these are the keys, and `value` the values, of one expansion."""
+        """Whether these are the keys and `value` the values of the same expansion."""
         return isinstance(value, LatentTensor) and value.expansion is self.expansion and value.which > self.which
 
     def absorb(
         self, module: nn.Module, query: Tensor, value: Tensor
     ) -> tuple[StepMetadata, Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """Instead of the expanded keys and values: the step, queries of width `rank + rope_dim`, the blocks of that
-        width that serve as both, and the function that takes the output `(batch, query_len, heads, rank + rope_dim)` to
-        `(..., value_dim)`. `None` if latents and rotary keys do not lie side by side, or `value` is none of theirs."""
+        """Returns the step, queries of width `rank + rope_dim`, the blocks of that width that serve as both keys and
+        values, and the function from the output `(batch, query_len, heads, rank + rope_dim)` to `(..., value_dim)`.
+        `None` if latents and rotary keys are not adjacent in memory, or `value` is of another expansion."""
         layer, rank = self.latent.layer, self.latent.shape[3]
         if not self.is_with(value):
             return None
@@ -93,9 +95,9 @@ class LatentTensor(LazyTensor):
 def attend_packed(
     module: nn.Module, query: Tensor, key: LatentTensor, value: LatentTensor, step: StepMetadata, features: Any
 ) -> Tensor:
-    """Attention of a packed step, `(T, heads, value_dim)`, on queries `(1, heads, T, key_dim)`. Leading rows of few
-    queries absorb the expansion; of the others' latents, cached ones included, keys and values are expanded for this
-    layer alone, as blocks. `features`: scale, softcap and sinks of an `AttentionCall`."""
+    """Attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T, key_dim)`. Leading rows of few
+    queries absorb the expansion. For the other rows, all latents, cached ones included, are expanded to blocks of keys
+    and values, for this layer only. `features`: scale, softcap and sinks of an `AttentionCall`."""
     near, far, blocks = step.plan(_split)
     num_near, outputs = 0, []
     if near is not None:
@@ -120,7 +122,7 @@ def attend_packed(
 
 
 def _split(step: StepMetadata) -> tuple[StepMetadata | None, StepMetadata | None, Tensor | None]:
-    """The leading rows of few queries; the rest and its blocks, as by `_to_expand`."""
+    """Splits off the leading rows of few queries; returns these, and the rest with its blocks as from `_to_expand`."""
     lengths = (end - start for start, end in itertools.pairwise(step.query_start))
     count = next((row for row, length in enumerate(lengths) if length > MAX_ABSORBED_QUERIES), step.num_rows)
     if count == step.num_rows:
@@ -129,7 +131,7 @@ def _split(step: StepMetadata) -> tuple[StepMetadata | None, StepMetadata | None
 
 
 def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
-    """Rows from `first` on over blocks of their own, one row's after the other's, and the blocks these stand for."""
+    """Returns rows from `first` on, with tables that number new blocks row by row, and the original blocks' ids."""
     if step.lengths is not None:
         raise NotCapturable("latents of many queries are expanded, as many as their rows have tokens")
     rows = step.rows(first, step.num_rows)
@@ -145,11 +147,11 @@ def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
 
 
 def can_absorb(module: nn.Module) -> bool:
-    """Whether the layer's expansion is one plain matrix that we may multiply elsewhere."""
+    """Whether the layer's expansion is one plain matrix, so that it can be absorbed."""
     projection: Any = getattr(module, "kv_b_proj", None)
     return (
         type(projection) is nn.Linear
-        and type(projection.weight) is nn.Parameter  # none that is quantized
+        and type(projection.weight) is nn.Parameter  # not quantized
         and projection.bias is None
         and "forward" not in vars(projection)
         and not is_hooked(projection)
@@ -158,7 +160,7 @@ def can_absorb(module: nn.Module) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether forward hooks, its own or those of all modules, see its inputs or outputs."""
+    """Whether forward hooks, on the module or global, see its inputs or outputs."""
     own = module._forward_hooks or module._forward_pre_hooks
     return bool(own or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
@@ -167,8 +169,8 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles, where it is transformers' own: there
-    all are one. Undone by `unwrap_expansions`."""
+    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles, if it is transformers' code.
+    `unwrap_expansions` undoes it."""
     for cls in {type(module) for module in modules}:
         own = vars(cls).get("expand_kv")
         if cls not in _wrapped and own is not None and is_from_transformers(own):
@@ -190,7 +192,7 @@ def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unwrap_expansions() -> None:
-    """Puts back every `expand_kv` that `wrap_expansions` replaced, and others have not."""
+    """Restores every `expand_kv` that `wrap_expansions` replaced, unless other code has replaced it since."""
     while _wrapped:
         cls, original = _wrapped.popitem()
         if getattr(vars(cls)["expand_kv"], "__wrapped__", None) is original:

@@ -1,4 +1,4 @@
-"""Attention masks that stay symbolic until code reads the numbers, and what each row of a step sees under one."""
+"""Attention masks that stay symbolic until code reads the numbers, and their effect on each row of a step."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirection
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# Told of every mask made in this context: how a call learns which leading positions its model treats as padding.
+# Called with every mask made in this context: tells a call which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar("mask_observer", default=None)
 
-# Told of attention that a model's own function computes: its rows, queries and keys, its mask, whether it is causal
-# without one.
+# Called when a model's own function computes attention: numbers of rows, queries and keys, the mask, and whether it is
+# causal without one.
 attention_observer: ContextVar[Callable[[tuple[int, int, int], Tensor | None, bool], None] | None] = ContextVar(
     "attention_observer", default=None
 )
 
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of each row the first and the end of a range of key positions."""
+"""The first positions of each row's range of keys, and the ends."""
 
 
 class MaskPattern(NamedTuple):
-    """A mask function in words."""
+    """A mask function's parameters."""
 
-    causal: bool  # a query sees keys up to its own position
+    causal: bool  # a query sees keys up to its position
     window: int | None = None  # and at most this number of tokens, itself included
-    chunk: int | None = None  # and only those of its own chunk of this length, counted from the row's first real token
+    chunk: int | None = None  # and only those in its chunk of this length, counted from the row's first real token
 
 
 def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
@@ -51,7 +51,7 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
 
 
 def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
-    """The function of `transformers.masking_utils` that made this one, and what it closes over; `""` if none did."""
+    """The name of the function in `transformers.masking_utils` that made this one (else `""`), and its closure."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return "", {}
     values = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -59,13 +59,13 @@ def _made_by(function: Any) -> tuple[str, dict[str, Any]]:
 
 
 class PagedMask(LazyTensor):
-    """The mask `(batch, 1, query_length, kv_length)` that a mask function describes. Our attention function reads the
-    description; any other operation gets what the model's own implementation (`model_attention`) would be given."""
+    """The mask `(batch, 1, query_length, kv_length)` of a mask function. Our attention function reads its pattern;
+    other operations get the dense mask of the model's own implementation (`model_attention`)."""
 
     arguments: dict[str, Any]
     model_attention: str
     pattern: MaskPattern | None
-    _made: dict[str, Any]  # what was asked for once
+    _made: dict[str, Any]  # cached results
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any], model_attention: str) -> PagedMask:
@@ -78,13 +78,13 @@ class PagedMask(LazyTensor):
         return mask
 
     def resolve(self, implementation: str) -> Any:
-        """What the mask interface of `implementation` makes of the same arguments (for sdpa that may be `None`)."""
+        """Returns the mask of `implementation`'s mask interface for the same arguments (for sdpa it may be `None`)."""
         if implementation not in self._made:
             self._made[implementation] = ALL_MASK_ATTENTION_FUNCTIONS[implementation](**self.arguments)
         return self._made[implementation]
 
     def dense(self) -> Tensor:
-        """The numbers, in the dense format of the model's own implementation."""
+        """The dense mask, in the format of the model's own implementation."""
         if "dense" not in self._made:
             arguments = {**self.arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             make = ALL_MASK_ATTENTION_FUNCTIONS["eager" if self.model_attention == "eager" else "sdpa"]
@@ -102,16 +102,16 @@ class PagedMask(LazyTensor):
 
 
 class LooksAhead:
-    """An `attention_observer` of one first forward, of rows with `length` columns: which positions saw later ones."""
+    """An `attention_observer` of a first forward over rows of `length` columns: finds positions that saw later ones."""
 
     def __init__(self, paddings: list[int], length: int) -> None:
         self.paddings, self.length = paddings, length
         self.num_calls = 0
-        self._masks: list[Tensor | None] = []  # distinct ones that are not plainly causal
+        self._masks: list[Tensor | None] = []  # distinct masks that are not just causal
 
     def __call__(self, sizes: tuple[int, int, int], mask: Tensor | None, is_causal: bool) -> None:
         if sizes != (len(self.paddings), self.length, self.length):
-            return  # of a vision tower
+            return  # in a vision tower
         self.num_calls += 1
         if isinstance(mask, PagedMask):
             is_causal = mask.pattern is not None and mask.pattern.causal
@@ -121,7 +121,7 @@ class LooksAhead:
             self._masks.append(mask)
 
     def positions(self) -> Tensor | None:
-        """`(rows, length)` bool: those that saw a later one, and all between; `None` for masks of other sizes."""
+        """Positions that saw a later one, and all between, `(rows, length)` bool; `None` for masks of other sizes."""
         rows, length, paddings = len(self.paddings), self.length, self.paddings
         found = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
         here = torch.arange(length, device="cpu")
@@ -142,14 +142,14 @@ class LooksAhead:
 
 
 def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int) -> Columns | None:
-    """The range of ones among the first `length` columns of each row of a `(batch, any)` mask, which counts as zero
-    past its end; `None` if a row is not zeros, ones, zeros."""
+    """The range of ones in the first `length` columns of each row of a `(batch, any)` mask, with zeros past its end;
+    `None` if a row is not zeros, ones, zeros."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].bool().cpu()
     if not mask.shape[1]:
         return None
-    rows = [row.tobytes() for row in mask.numpy()]  # a byte a column: a search of bytes takes less than one operation
+    rows = [row.tobytes() for row in mask.numpy()]  # a byte per column: searching bytes is faster than a tensor op
     firsts = tuple(max(0, row.find(1)) for row in rows)
     ends = tuple(row.rfind(1) + 1 for row in rows)
     if any(end - first != row.count(1) for row, first, end in zip(rows, firsts, ends)):
@@ -161,8 +161,8 @@ def padding_columns(attention_mask: Tensor | None, batch_size: int, length: int)
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """A packed step under the window or the chunks of its mask. Raises `NotPackable` unless the mask is causal and
-    nothing else, and tokens that the group gave back are hidden by it."""
+    """Applies the window or chunks of the mask to a packed step. Raises `NotPackable` if the mask is not causal, hides
+    other tokens, or shows tokens whose blocks the layer group has freed."""
     if not isinstance(mask, PagedMask):
         raise NotPackable(f"the attention mask is {'None' if mask is None else 'a dense tensor'}")
     arguments, pattern = mask.arguments, mask.pattern
@@ -176,14 +176,14 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     most = pattern.window if pattern.chunk is None else pattern.chunk
     if step.window is not None and (most is None or most > step.window):
         raise NotPackable(f"the mask's window is {most}, but the cache keeps {step.window} tokens")
-    same = pattern.window == step.window  # for which a recorded step knows what rows share
+    same = pattern.window == step.window  # the window for which the cascade was planned
     step = dataclasses.replace(step, window=pattern.window, cascade=step.cascade if same else None)
     return step if pattern.chunk is None else _in_chunks(step, pattern.chunk)
 
 
 def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
-    """A packed step whose queries see chunks of `size` positions of their sequence: queries of several chunks become a
-    row for each of these, over the same block table."""
+    """Limits a packed step's queries to chunks of `size` positions of their sequence: a row with queries in several
+    chunks becomes one row per chunk, on the same block table."""
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable("queries of one row see several chunks of its tokens, which only the host can count")
@@ -220,14 +220,14 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
 def rectangle_step(
     step: StepMetadata, query_len: int, mask: Tensor | None, is_causal: bool, device: torch.device
 ) -> tuple[StepMetadata, Tensor | None] | None:
-    """A step of rows of equally many queries and an additive bias (in table coordinates) that say what `mask` says;
-    `None` if nothing short of a dense mask does."""
+    """Returns a step of rows with equally many queries, and an additive bias (in table coordinates), equivalent to
+    `mask`; `None` if only a dense mask is."""
     columns = step.columns
     assert columns is not None
     if not isinstance(mask, PagedMask):
         seen = tuple(max(columns.start, origin) for origin in step.origins), (columns.stop,) * step.num_rows
         if mask is None:
-            # without a mask, implementations attend to everything unless several queries are causal among themselves
+            # without a mask, implementations attend to everything, except that several queries may be causal
             if (is_causal and query_len > 1) or step.has_padding:
                 return None
         elif mask.dim() != 4 or mask.shape[3] != len(columns) or (mask.shape[2] > 1 and step.has_padding):
@@ -241,7 +241,7 @@ def rectangle_step(
     if pattern is None or sizes != (query_len, len(columns), columns.start):
         return None
     visible = mask.visible_columns
-    # implementations differ in what a row gets that sees nothing
+    # implementations differ in the result of a row that sees nothing
     if visible is None or 0 in visible[1] or (pattern.chunk is not None and query_len > 1):
         return None
     is_last = arguments.get("q_offset", 0) == columns.stop - query_len
@@ -251,7 +251,7 @@ def rectangle_step(
 
 
 def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
-    """`bias` `(rows or 1, ..., len(columns))`, the columns of each row counted as its table counts; others hidden."""
+    """Shifts `bias` `(rows or 1, ..., len(columns))` to each row's table coordinates; other columns are hidden."""
     assert step.columns is not None
     shifts = [step.columns.start - origin for origin in step.origins]  # a negative one cuts columns off
     if not any(shifts):
@@ -263,8 +263,8 @@ def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
 def _build(
     step: StepMetadata, query_len: int, pattern: MaskPattern, visible: Columns, device: torch.device
 ) -> StepMetadata:
-    """The step under a pattern and a padding mask. Raises `ValueError` if that shows columns that were padding when
-    they were cached and so were not stored."""
+    """Applies a pattern and a padding mask to a step. Raises `ValueError` if the mask shows columns that were padding
+    when they were cached, and so were not stored."""
     columns, (firsts, ends) = step.columns, visible
     assert columns is not None
     if len(firsts) != step.num_rows:

@@ -1,4 +1,4 @@
-"""Which attention implementation a model's own code would use, and switching it to ours for the duration of a call."""
+"""Finds the attention implementation of a model's own code, and switches it to ours for the duration of a call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NAME = "hf_paged"
 
 
 class _Switched(str):
-    """Our name in a config that a call has switched, which code that compares names takes for the config's own. Copies
-    and pickles made meanwhile get that."""
+    """Our name in a switched config. It also compares equal to the config's original name, which copies and pickles
+    made meanwhile get."""
 
     named: str
 
@@ -44,8 +44,8 @@ class _Switched(str):
 
 
 class _Switches:
-    """Configs that calls have switched to ours, each with the implementation it had before and the threads of its
-    calls, which overlap: the first saves, the last restores."""
+    """Configs that calls have switched to ours, each with its original implementation and the threads of its calls,
+    which may overlap: the first call saves, the last restores."""
 
     def __init__(self) -> None:
         self._lock = forks.lock()
@@ -54,7 +54,7 @@ class _Switches:
 
     def enter(self, config: PreTrainedConfig) -> None:
         with self._lock:
-            named = compat.attention_of(config)  # switched, too, in a shallow copy that was made during a call
+            named = compat.attention_of(config)  # already switched in a shallow copy made during a call
             known = self.held.setdefault(id(config), (config, getattr(named, "named", named), []))
             known[2].append(threading.get_ident())
             name = _Switched(NAME)
@@ -68,7 +68,7 @@ class _Switches:
             self._restore(config, threads)
 
     def after_fork(self, freed: set[Any]) -> None:
-        """The calls of other threads do not go on in a child process."""
+        """In a child process: ends the calls of other threads, which do not exist there."""
         for config, _, threads in list(self.held.values()):
             threads[:] = [thread for thread in threads if thread == threading.get_ident()]
             self._restore(config, threads)
@@ -84,8 +84,8 @@ _switches = _Switches()
 
 @contextlib.contextmanager
 def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
-    """Within it, attention layers that read `configs`, `switchable_configs` of a model, call our attention function. To
-    be entered and left within `interrupts.held`."""
+    """Within it, attention layers that read `configs` (from `switchable_configs`) call our attention function. Must be
+    entered and left within `interrupts.held`."""
     with contextlib.ExitStack() as stack:
         for config in configs:
             _switches.enter(config)
@@ -94,8 +94,8 @@ def use_paged_attention(configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """The implementation that `config` names, or named before a call switched it. For a model that was loaded with
-    ours: sdpa if the file of the layer's class `cls` says that it serves it, else eager."""
+    """The implementation that `config` names, or named before a call switched it. For a model loaded with ours: sdpa if
+    the file of the layer's class `cls` declares support for it, else eager."""
     if config is None:
         return "sdpa"
     named = config._attn_implementation or "eager"
@@ -114,14 +114,14 @@ def _file_supports_sdpa(module_name: str) -> bool:
 
 
 def _of_file(cls: type, name: str) -> Any:
-    """What the file that defines a class calls `name`, else that of a base class; `None` if there is none."""
+    """The global `name` in the file that defines a class, or a base class; `None` if there is none."""
     found = (getattr(sys.modules.get(base.__module__), name, None) for base in cls.__mro__)
     return next((value for value in found if value is not None), None)
 
 
 def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
-    """What an attention layer of class `cls` would have called with that implementation."""
-    # a file may have an interface of its own, with functions that no other file sees
+    """The function that an attention layer of class `cls` would call with that implementation."""
+    # a file may define a separate interface, with functions that other files do not see
     interface = _of_file(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
     return interface.get_interface(implementation, _of_file(cls, "eager_attention_forward"))
 
@@ -130,18 +130,18 @@ STOCK_MASKS = {
     *(masking_utils.sdpa_mask, masking_utils.eager_mask),
     *(masking_utils.flash_attention_mask, masking_utils.flex_attention_mask),
 }
-# what our kernels compute the same as, beside eager functions
+# functions that our kernels reproduce, beside eager functions
 STOCK_FUNCTIONS = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
 
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
-    """`model_attention_function` where that and its mask are transformers' own, so that its maths are known; `None` for
-    what others registered, or put in the place of one of theirs."""
+    """`model_attention_function` if that and its mask are transformers' code, so that its result is known; `None` if
+    other code registered or replaced it."""
     if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
         function = model_attention_function(cls, implementation)
-    except KeyError:  # plain raises this, too
+    except KeyError:  # unknown name: the model's own forward raises as well
         return None
     if function in STOCK_FUNCTIONS:
         return function
@@ -151,13 +151,13 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
 
 @functools.cache
 def is_from_transformers(function: Any) -> bool:
-    """Whether the code is that of the file that the function says it comes from: a wrapper says the same."""
+    """Whether a function's code is from the transformers file that its module names, which a wrapper's code is not."""
     file, code = getattr(sys.modules.get(function.__module__), "__file__", None), getattr(function, "__code__", None)
     return function.__module__.startswith("transformers.") and code is not None and code.co_filename == file
 
 
 def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
-    """The configs of `modules`, each with the classes of those that read it."""
+    """The configs of `modules`, each with the classes of the modules that read it."""
     found: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
     for module in modules:
         config = getattr(module, "config", None)
@@ -177,16 +177,16 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
 
 
 def calls_interface(modules: Iterable[nn.Module]) -> bool:
-    """Whether a cached attention layer among `modules` calls the attention interface, or else computes it itself."""
+    """Whether a cached attention layer among `modules` calls the attention interface."""
     classes: set[type] = {type(module) for module in modules}
     return any(map(_calls_interface, classes))
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """The configs that cached attention layers, of all a model's `modules`, read their implementation from."""
+    """The configs from which cached attention layers among `modules` (all of a model) read their implementation."""
     switchable = []
     for config, classes in _readers(modules):
-        named = compat.attention_of(config)  # one look: a call of another thread may end before the next
+        named = compat.attention_of(config)  # read once: another thread's call may end meanwhile
         if named == NAME and not isinstance(named, _Switched):
             continue  # loaded with ours: nothing to switch
         if any(map(_calls_interface, classes)):
@@ -194,7 +194,7 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     return switchable
 
 
-# -- what their code says -------------------------------------------------------------------------------------------
+# -- reading the models' source code --------------------------------------------------------------------------------
 
 _parsing = forks.lock()
 
@@ -202,7 +202,7 @@ _parsing = forks.lock()
 @functools.cache
 def _tree(code: Any) -> ast.Module | None:
     """The syntax tree of a class or a function, if it has one."""
-    with _parsing:  # CPython 3.11 counts depth over all threads
+    with _parsing:  # CPython 3.11 counts the parser's depth over all threads
         try:
             return ast.parse(textwrap.dedent(inspect.getsource(code)))
         except (OSError, TypeError, SyntaxError):
@@ -220,7 +220,7 @@ def _calls_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in names and updates
 
 
-# What an eager attention function may use of its module and call, for our kernels to compute the same.
+# What an eager attention function may use of its module and arguments if our kernels are to compute the same.
 _PLAIN_ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
 _PLAIN_PARAMETERS = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
 _OPTIONAL_PARAMETERS = {"softcap", "position_bias"}
@@ -232,8 +232,8 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """What an eager attention function does beyond softmax(q k / scale + mask) v: some of `softcap`, `position_bias`
-    and `sinks`. `None` if it does anything else, so that only calling it gives its numbers."""
+    """What an eager attention function does beyond softmax(q k * scale + mask) v: some of `softcap`, `position_bias`
+    and `sinks`. `None` if it does anything else, so that it must be called."""
     tree = _tree(function)
     if function is None or tree is None or not isinstance(tree.body[0], ast.FunctionDef):
         return None

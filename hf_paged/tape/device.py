@@ -1,4 +1,4 @@
-"""A forward on a device in fewer launches: what was recorded of it, lists of small operations as one kernel each."""
+"""Replays a recorded forward on a device in fewer launches: each list of small operations is one fused kernel."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .record import recording
 from .rows import Rows
 from .values import Ref
 
-SPOILED = 0xFF  # every byte of it: NaN in each dtype
+SPOILED = 0xFF  # as every byte: NaN in each float dtype
 
 
 class DeviceTape:
-    """Computes again what `run` computed, on tensors that come and go as its own did; a graph is recorded of that. It
-    holds what `run` took from outside. Of a graph, `constants` is what must live as long."""
+    """Repeats the computation of `run`, on tensors allocated and freed as in `run`; a CUDA graph is recorded of this.
+    It holds the outside tensors that `run` used. A graph of it must keep `constants` alive."""
 
     def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
         self._values, self._device = lowering.values, lowering.device
         self.entries = entries
         self.constants = lowering.values.constants
-        self._begins: list[list[int]] = [[] for _ in entries]  # values that each entry is the first to need
+        self._begins: list[list[int]] = [[] for _ in entries]  # values that each entry is the first to use
         self._ends: list[list[int]] = [[] for _ in entries]
         for value, (first, last) in lowering.spans().items():
             if value not in self._values.fixed:
                 self._begins[first].append(value)
                 self._ends[last].append(value)
         self._outside = sorted(self._values.outside.items())  # storages by address
-        self._storages: dict[int, torch.UntypedStorage] = {}  # of values, while they are needed
+        self._storages: dict[int, torch.UntypedStorage] = {}  # of values in use
 
     @classmethod
     def record(cls, run: Callable[[], None], device: torch.device) -> DeviceTape:
-        """Runs it once. Raises what it raises, `NotCapturable` for what cannot be run again."""
+        """Runs `run` once and records it. Raises what it raises, and `NotCapturable` if it cannot be run again."""
         with recording() as operations:
             run()
         lowering = Lowering(lambda tensor: True, device, has_kernels=False)
@@ -45,11 +45,11 @@ class DeviceTape:
 
     @property
     def num_launches(self) -> int:
-        """Kernels of ours and operations of PyTorch."""
+        """Number of launches of our kernels and of PyTorch operations."""
         return len(self.entries)
 
     def replay(self, spoils: bool = False) -> None:
-        """`spoils`: new memory holds NaN, so that what comes out was computed by what is replayed."""
+        """Runs all entries. `spoils`: fills new memory with NaN, to show that the replay computes the results."""
         try:
             for entry, begins, ends in zip(self.entries, self._begins, self._ends):
                 for value in begins:
@@ -80,7 +80,7 @@ class DeviceTape:
                 self._tensor(ref).copy_(tensor)
 
     def _take(self, ref: Ref, tensor: Tensor) -> bool:
-        """Whether a result lies as it did when it was recorded: then its memory becomes that of the value."""
+        """Uses a result's memory as the value's, if its layout is as recorded; returns whether it is."""
         storage = tensor.untyped_storage()
         if ref.value is None or ref.value in self._values.fixed or storage.nbytes() != self._values.sizes[ref.value]:
             return False
@@ -96,7 +96,7 @@ class DeviceTape:
         return found.set_(storage, start // ref.dtype.itemsize, ref.sizes, ref.strides)
 
     def _place(self, ref: Ref) -> tuple[torch.UntypedStorage, int]:
-        """Where a tensor lies: a storage, and the byte in it."""
+        """A tensor's storage, and the byte offset in it."""
         fixed = None if ref.value is None else self._values.fixed.get(ref.value)
         if ref.value is not None and fixed is None:
             return self._storages[ref.value], ref.start

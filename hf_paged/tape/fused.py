@@ -1,4 +1,4 @@
-"""Lists of small operations as Triton kernels: the code of each list is written, and compiled, once."""
+"""Lists of small operations as Triton kernels: the code of each list is generated and compiled once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..kernels.triton import numbers
 from .rows import Instruction, Rows
 from .values import Ref
 
-_TILE = 1024  # numbers of a register, for as many rows as that are
+_TILE = 1024  # numbers in a register: a part of a row, or several short rows
 _TYPES = {torch.float32: "tl.float32", torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
-_ROUNDED = ("{}", "numbers.to_bfloat16({})", "numbers.to_float16({})")  # by the number that instructions have
+_ROUNDED = ("{}", "numbers.to_bfloat16({})", "numbers.to_float16({})")  # by an instruction's dtype number
 _BINARY = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "tl.div_rn({}, {})"}
 _BINARY |= {"maximum": "numbers.maximum({}, {})", "minimum": "numbers.minimum({}, {})"}
 _UNARY = {
@@ -31,7 +31,7 @@ _UNARY = {
 
 
 def launch(rows: Rows, tensor_of: Callable[[Ref], Tensor]) -> None:
-    """Computes a list on the memory that `tensor_of` gives."""
+    """Runs a list on the tensors that `tensor_of` returns."""
     layouts = [rows.layouts[each.memory] for each in _by_memory(rows.instructions)]
     tensors = [tensor_of(each.ref) for each in layouts]
     strides = [stride for each in layouts for stride in each.strides if stride]
@@ -41,14 +41,14 @@ def launch(rows: Rows, tensor_of: Callable[[Ref], Tensor]) -> None:
     grid = triton.cdiv(num_rows, num_tile_rows), triton.cdiv(rows.shape.width, block)
     num_warps = min(16, max(1, block * num_tile_rows // 512))
     with torch.accelerator.device_index(tensors[0].device.index):
-        # without fusion of products and sums, which are rounded one after the other, as those of two operations are
+        # without fused multiply-add: products and sums are rounded separately, as in two operations
         compiled(source(rows))[grid](
             *tensors, *strides, num_rows, second, third, num_warps=num_warps, enable_fp_fusion=False
         )
 
 
 def tile_of(rows: Rows) -> tuple[int, int]:
-    """Numbers of a row, and rows, of a program: whole rows where something is summed over them."""
+    """Columns and rows of a program's tile: whole rows if the list reduces over them."""
     is_whole = any(each.op in ("sum", "mean", "largest") for each in rows.instructions)
     block = triton.next_power_of_2(rows.shape.width)
     block = block if is_whole else min(block, _TILE)
@@ -56,7 +56,7 @@ def tile_of(rows: Rows) -> tuple[int, int]:
 
 
 def source(rows: Rows) -> str:
-    """The code of a list. Sizes and strides are arguments, so that layers, and batches of other sizes, share it."""
+    """The code of a list. Numbers of rows and strides are arguments, so that layers and other batch sizes share it."""
     block, num_tile_rows = tile_of(rows)
     width = rows.shape.width
     memories = {each.memory: number for number, each in enumerate(_by_memory(rows.instructions))}
@@ -114,7 +114,7 @@ def _lines(rows: Rows, each: Instruction, memories: dict[int, int]) -> list[str]
 
 
 def _literal(number: float) -> str:
-    """A number of float32. Triton would make a wider one of what is outside of its range, and lose the sign of -0."""
+    """Code of a float32 number. Triton would widen literals outside the float32 range, and lose the sign of -0."""
     rounded = torch.tensor(number, dtype=torch.float32, device="cpu")
     bits = int(rounded.view(torch.int32))
     if 1e-37 < abs(float(rounded)) < float("inf") or not bits:
@@ -124,7 +124,7 @@ def _literal(number: float) -> str:
 
 @functools.cache
 def compiled(code: str) -> Any:
-    """The kernel. Triton reads the code again, as that of a file which this names."""
+    """Compiles the kernel. Triton reads its source from a file, for which `linecache` gets an entry."""
     name = f"<hf_paged list {hashlib.sha256(code.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
     names: dict[str, Any] = {"triton": triton, "tl": tl, "numbers": numbers, "__name__": __name__}

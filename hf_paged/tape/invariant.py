@@ -1,8 +1,8 @@
-"""Forwards in which a row's bits do not depend on the rows beside it, operation by operation with the kernels of tapes.
+"""Batch-invariant forwards: a row's bits do not depend on the other rows, as each operation uses the kernels of tapes.
 
-PyTorch's products, means and functions of numbers round differently with the number of rows: other blocking, other
-splits among threads, other code for the last numbers of a vector. The idea of computing them in one order whatever the
-batch is is Thinking Machines' `batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM Inference").
+PyTorch's products, means and elementwise functions round differently with the number of rows, since blocking, thread
+splits and the code for vector tails change. Computing in one order for every batch follows Thinking Machines'
+`batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM Inference").
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MAX_PROGRAMS = 8192
 
 
 class NotInvariant(NotPackable):
-    """An operation for which there is no kernel whose rows do not depend on one another."""
+    """An operation without a batch-invariant kernel."""
 
 
 class _Program(NamedTuple):
-    """An operation on tensors of some shapes, as kernels."""
+    """An operation on tensors of given shapes, as kernels."""
 
     entries: list[Entry]
-    inputs: dict[int, int]  # number of a tensor, by the address that it had
+    inputs: dict[int, int]  # a tensor's index among the inputs, by its address when the program was made
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]  # sizes, strides
     is_single: bool
     is_in_place: bool
@@ -87,7 +87,7 @@ class _Invariant(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func.is_view or not any(tensor.is_floating_point() and tensor.numel() for tensor in tensors):
             return func(*args, **kwargs)
-        # what lies in one place may be read once
+        # tensors at one address may be read once, so the key says which share one
         first = {tensor.data_ptr(): number for number, tensor in enumerate(reversed(tensors))}
         key = func, *kwargs, *(_kind(leaf, first) for leaf in leaves)
         program = self._programs.get(key, _UNKNOWN)
@@ -99,7 +99,7 @@ class _Invariant(TorchDispatchMode):
 
 
 def _sum(x: Tensor, dims: Any, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Over one dimension that is not the last: of what the experts of a token give, one after the other."""
+    """Sums one dimension other than the last, in order, such as the outputs of a token's experts."""
     if not x.is_floating_point() or dims is None or len(dims) != 1 or dims[0] % x.dim() == x.dim() - 1:
         return NotImplemented
     first, *others = (part.float() for part in x.unbind(dims[0]))
@@ -108,7 +108,7 @@ def _sum(x: Tensor, dims: Any, keepdim: bool = False, dtype: torch.dtype | None 
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor | None = None, *others: Any, **options: Any) -> Any:
-    """Rows of `x` by the weights of their group, which ends at `offs`."""
+    """Multiplies rows of `x` by their group's weights; `offs` has the groups' ends."""
     if offs is None or x.dim() != 2 or weights.dim() != 3 or others or any(options.values()):
         return NotImplemented
     bounds = [0, *offs.tolist()]
@@ -119,21 +119,21 @@ def _grouped_mm(x: Tensor, weights: Tensor, offs: Tensor | None = None, *others:
     return found
 
 
-# what is computed by parts, for each of which there is a kernel
+# operations computed from parts that have kernels
 _PARTS: dict[Any, Callable[..., Any]] = {aten.sum.dim_IntList: _sum, aten._grouped_mm.default: _grouped_mm}
 
 
 def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
     if not isinstance(leaf, Tensor):
-        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # -0.0 equals 0.0, NaN not itself
+        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # since -0.0 == 0.0 and NaN != NaN
     if type(leaf) not in (Tensor, torch.nn.Parameter) or not leaf.is_cpu:
         raise NotInvariant(f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU")
     return leaf.dtype, leaf.shape, leaf.stride(), first[leaf.data_ptr()]
 
 
 def _program(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> _Program | None:
-    """`None` for what PyTorch computes, as its rows do not depend on one another. Raises [`NotInvariant`] for other
-    operations."""
+    """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises [`NotInvariant`] if no kernel
+    computes it."""
     if is_exact(func, args) or not any("Tensor" in str(found.type) for found in func._schema.returns):
         return None
     is_in_place = func._schema.is_mutable
@@ -146,7 +146,7 @@ def _program(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> _Progr
     found = args[0] if is_in_place else made[0] if isinstance(shaped, Tensor) else tuple(made)
     lowering = Lowering(lambda tensor: True)
     for tensor in () if is_in_place else made:
-        lowering.values.add_outside(tensor)  # else nothing needs what is stored there
+        lowering.values.add_outside(tensor)  # else stores to it would be dropped as unused
     try:
         entries = lowering.run([Operation(func, args, kwargs, found)])
     except NotCapturable as error:
@@ -167,7 +167,7 @@ _programs: dict[Hashable, _Program | None] = {}
 
 @contextlib.contextmanager
 def in_fixed_order() -> Iterator[None]:
-    """The kernels that this thread calls, and tapes that it records, sum in an order that only a row itself decides."""
+    """Within it, kernels that this thread calls, and tapes it records, sum in an order that depends on the row only."""
     token = batch_invariant.set(True)
     try:
         yield
@@ -176,7 +176,7 @@ def in_fixed_order() -> Iterator[None]:
 
 
 class _OneLinear(TorchFunctionMode):
-    """`F.linear` as one product of rows: when PyTorch adds the bias depends on the input's strides."""
+    """Runs `F.linear` as one product of rows, since PyTorch adds the bias at a point that depends on input strides."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         are_plain = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in args)
@@ -190,9 +190,9 @@ class _OneLinear(TorchFunctionMode):
 
 @contextlib.contextmanager
 def by_kernels() -> Iterator[None]:
-    """Within `in_fixed_order`: what this thread computes has the same bits for a row whatever rows stand beside it.
-    Raises [`NotInvariant`] before an operation that cannot, `NotCapturable` before the content of a tensor goes to
-    NumPy. Operations that are recorded are left to the tape."""
+    """For use in `in_fixed_order`: makes all that this thread computes batch-invariant. Raises [`NotInvariant`] before
+    an operation without a kernel, `NotCapturable` before the content of a tensor goes to Python or NumPy. While a tape
+    is recorded, the tape does this."""
     with _OneLinear(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(NothingRead())

@@ -1,5 +1,5 @@
-"""A recording to the entries of a tape: views and constants go, small operations join into lists, products and lookups
-become kernels of ours, what is left is called as it was."""
+"""Lowers a recording to a tape's entries: drops views and constants, fuses small operations into lists, turns products
+and lookups into our kernels, and calls the remaining operations as recorded."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ _IN_PLACE = {
     aten.div_.Tensor: "div",
     aten.div_.Scalar: "div",
 }
-_ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}  # to the dtype, before they compute; the others do not
+_ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}  # round Python numbers to the dtype first; others do not
 _REDUCTIONS = {aten.mean.dim: "mean", aten.sum.dim_IntList: "sum", aten.amax.default: "largest"}
 _VIEWS_IN_PLACE = {
     *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
     *(aten.transpose_.default, aten.t_.default, aten.swapaxes_.default, aten.as_strided_.default),
 }
-# Numbers are moved, chosen or compared, not computed; or each row is summed by itself, in order.
+# Operations that move, choose or compare numbers, or that sum each row separately, in order.
 _EXACT = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_ ones ones_like "
     "new_ones full full_like new_full fill_ fill scalar_tensor arange linspace clone copy _to_copy copy_ cat stack "
@@ -78,32 +78,32 @@ _EXACT = frozenset(
     "round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax cumsum histc index_add_ nan_to_num "
     "_local_scalar_dense _unsafe_view _reshape_alias".split()
 )
-# of these, what goes along the last axis: rows, and not their neighbours
+# operations in `_EXACT` that are exact along the last axis only
 _ALONG_AN_AXIS = frozenset({"amax", "amin", "cumsum", "max", "min", "sort", "topk", "_softmax", "_log_softmax"})
 WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out}
 
 
 @dataclass(eq=False)
 class Kernel:
-    """A call of a C++ function: its packed struct, in which addresses are still to be put."""
+    """A call of a C++ function: its packed struct, still without addresses."""
 
     name: str
     packed: bytes
-    refs: dict[int, Ref]  # by place in the struct
+    refs: dict[int, Ref]  # by byte offset in the struct
     reads: set[int]
     writes: set[int]
 
 
 @dataclass(eq=False)
 class Linear:
-    """`y = x W^T + b` for pieces that have `x` in common."""
+    """`y = x W^T + b` for pieces that share `x`."""
 
     x: Ref
     is_transposed: bool
     pieces: list[tuple[Ref, Ref | None, Ref]]  # weight, bias, output
 
     def joins(self, other: Linear) -> bool:
-        """Whether one call computes both as two calls would."""
+        """Whether one call computes both with the same result as two calls."""
         widths = [piece[2].sizes[1] for piece in (self.pieces[0], other.pieces[0])]
         is_alike = max(widths) < MIN_TILE_WIDTH or min(widths) >= MIN_TILE_WIDTH
         return self.x == other.x and self.is_transposed == other.is_transposed and is_alike
@@ -120,7 +120,7 @@ class Linear:
 
 @dataclass(eq=False)
 class Call:
-    """An operation of PyTorch, whose tensors are [`Ref`]s."""
+    """A PyTorch operation, with [`Ref`]s as tensors."""
 
     function: Any
     args: list[Any]
@@ -132,7 +132,7 @@ class Call:
 
 @dataclass(eq=False)
 class Launch:
-    """A launch of a Triton kernel, whose tensors are [`Ref`]s."""
+    """A launch of a Triton kernel, with [`Ref`]s as tensors."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -146,12 +146,12 @@ Entry = Rows | Kernel | Linear | Call | Launch
 
 
 def _axis(function: Any, args: Any) -> int:
-    """The only one that an operation goes along; for several, or for all, one that is not the last."""
+    """The axis of an operation along one axis; for several or all axes, the first (as a negative number)."""
     names = [argument.name for argument in function._schema.arguments]
     place = names.index("dim") if "dim" in names else len(args)
     if place < len(args):
         axis = args[place]
-    else:  # as it is by default
+    else:  # the default
         axis = function._schema.arguments[place].default_value if place < len(names) else None
     if isinstance(axis, (list, tuple)):
         axis = axis[0] if len(axis) == 1 else None
@@ -159,7 +159,7 @@ def _axis(function: Any, args: Any) -> int:
 
 
 def is_exact(function: Any, args: Any) -> bool:
-    """Whether PyTorch gives a row of the result the same bits whatever rows stand beside it."""
+    """Whether PyTorch's operation is batch-invariant: a row's bits do not depend on the other rows."""
     name = function._schema.name.removeprefix("aten::")
     if name in _ALONG_AN_AXIS and args[0].is_floating_point():
         return _axis(function, args) % max(1, args[0].dim()) == args[0].dim() - 1
@@ -173,21 +173,21 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Lowering:
-    """What becomes of a recording on `device`. `is_kept` tells tensors from outside whose owner keeps them where they
-    are. Only with `has_kernels` products and lookups become the C++ kernels', and sums go over rows of any width."""
+    """Lowers a recording on `device`. `is_kept`: whether an outside tensor's owner keeps it alive at its address. Only
+    with `has_kernels` are there C++ kernels for products and lookups, and reductions over rows of any width."""
 
     is_kept: Callable[[Tensor], bool]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     has_kernels: bool = True
     values: Values = field(default_factory=Values)
     entries: list[Entry] = field(default_factory=list)
-    changed_outside: set[int] = field(default_factory=set)  # addresses of storages; of values, too
-    changed: set[int] = field(default_factory=set)  # with what the last operation writes
+    changed_outside: set[int] = field(default_factory=set)  # addresses of storages written before the last operation
+    changed: set[int] = field(default_factory=set)  # addresses of all written storages
     constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
 
     def run(self, operations: list[Recorded]) -> list[Entry]:
         changed = self.changed = set(_changed(operations))
-        self.changed_outside = set(_changed(operations[:-1]))  # nothing is read of results, which the last one writes
+        self.changed_outside = set(_changed(operations[:-1]))  # the last one writes results, which are not read again
         for each in operations:
             if isinstance(each, KernelCall):
                 self._kernel(each)
@@ -265,7 +265,8 @@ class Lowering:
         return False
 
     def _rows(self, sizes: tuple[int, ...], layouts: list[Layout | None]) -> Rows | None:
-        """The list that takes an operation over rows of `sizes`: the last entry, or another behind it."""
+        """The list for an operation over rows of `sizes`: the last entry if it fits, else a new one; `None` if the
+        shapes do not fit a list."""
         shape = shape_of(sizes)
         if shape is None or any(each is None for each in layouts):
             return None
@@ -276,7 +277,7 @@ class Lowering:
         return last
 
     def _sizes(self, found: Tensor) -> tuple[int, ...]:
-        """Those that rows of the result have: where it has one number a row, those of the list before."""
+        """The sizes of a result's list: the result's, or the last list's if the result has one number per row of it."""
         sizes = tuple(found.shape)
         last = self.entries[-1] if self.entries else None
         if sizes and sizes[-1] == 1 and isinstance(last, Rows) and last.shape.width > 1:
@@ -293,7 +294,7 @@ class Lowering:
             return False
         if any(x.dtype not in (DTYPES if op == "copy" else FLOATS) for x in (*tensors, found)):
             return False
-        if in_place:  # before the sizes are chosen: one number a row is not changed by each part of a row
+        if in_place:  # before sizes are chosen: each part of a row must not change the row's single number again
             self._end_rows()
         sizes = self._sizes(found)
         layouts = [layout(self.values.ref(x), sizes) for x in tensors]
@@ -312,7 +313,7 @@ class Lowering:
                 for x, register in zip(tensors, registers)
             ]
         if all(rows.narrow[each] for each in registers) != target.is_narrow:
-            return False  # numbers of rows that are to fill rows
+            return False  # numbers per row that would have to fill whole rows
         a, b = (*registers, -1)[:2]
         rows.write(target, rows.compute(op, found.dtype, target.is_narrow, a, b, number))
         if in_place:
@@ -320,7 +321,7 @@ class Lowering:
         return True
 
     def _end_rows(self) -> None:
-        """What comes next reads memory again."""
+        """Makes the next operation read memory again instead of registers."""
         self.entries.append(Rows(Shape((0, 0, 0), 0)))
 
     def _power(self, x: Tensor, power: int, found: Tensor) -> bool:
@@ -391,7 +392,7 @@ class Lowering:
         start = 0
         for part in parts:
             if part.numel() and not self._compute("copy", (part,), found.narrow(axis, start, part.shape[axis])):
-                return False  # the call that is made instead writes all parts
+                return False  # the call made instead writes all parts again
             start += part.shape[axis]
         return True
 
@@ -407,7 +408,7 @@ class Lowering:
         return True
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> bool:
-        """`weight` as the operation takes it, `(depth, width)`."""
+        """Lowers a product; `weight` is `(depth, width)`, as the operation takes it."""
         is_ours = batch_invariant.get() or (x.dtype in HALVES and x.shape[0] <= max_rows(x.dtype))
         if not is_ours or x.dtype not in FLOATS or not found.numel() or self.values.number(weight) is not None:
             return False
@@ -465,7 +466,7 @@ class Lowering:
     # -- the whole tape ----------------------------------------------------------------------------------------------
 
     def _join_linears(self) -> None:
-        """Products of one `x` move up to the first of them, where nothing between writes what they read."""
+        """Moves products of one `x` up to the first of them, if nothing between writes what they read."""
         kept: list[Entry] = []
         for entry in self.entries:
             if isinstance(entry, Linear) and self._joins(entry, kept):
@@ -486,7 +487,7 @@ class Lowering:
         return False
 
     def _join_rows(self) -> None:
-        """Lists over rows of one shape become one, where what stands between allows one of them to move."""
+        """Joins lists over rows of one shape, if the entries between allow one of them to move."""
         kept: list[Entry] = []
         for entry in self.entries:
             if not isinstance(entry, Rows):
@@ -525,7 +526,7 @@ class Lowering:
         self.entries = [entry for entry in self.entries if not isinstance(entry, Rows) or entry.instructions]
 
     def _place_results(self) -> None:
-        """A value that is only made to be copied out is made where it goes."""
+        """Computes a value that is only copied outside directly at its target."""
         if not self.entries or not isinstance(last := self.entries[-1], Rows) or (copied := last.copied) is None:
             return
         source, target = copied
@@ -539,7 +540,7 @@ class Lowering:
             self.entries.pop()
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """The first and the last entry that needs each value."""
+        """The first and the last entry that uses each value."""
         found: dict[int, tuple[int, int]] = {}
         for place, entry in enumerate(self.entries):
             for value in entry.reads | entry.writes:
@@ -547,8 +548,8 @@ class Lowering:
         return found
 
 
-_REACH = 6  # entries that are looked back
-MAX_REDUCED_WIDTH = 16384  # of rows that a program of a device holds, where something is summed over them
+_REACH = 6  # `_join_rows` looks back this far, in entries
+MAX_REDUCED_WIDTH = 16384  # widest rows that one program on a device reduces
 
 
 def _depend(later: Entry, sooner: Entry) -> bool:
@@ -564,7 +565,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _changed(operations: list[Recorded]) -> Iterator[int]:
-    """Storages that an operation writes after they were made."""
+    """Addresses of storages that operations write after their creation."""
     for each in operations:
         if isinstance(each, KernelCall):
             yield from map(_storage, each.writes.values())

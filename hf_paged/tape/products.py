@@ -1,5 +1,5 @@
-"""Products in half precision, in forwards that run as modules: of few rows by `linear.cpp`, of many in float32 where
-PyTorch has none for the dtype."""
+"""Half-precision products in forwards without a tape: few rows by `linear.cpp`, many rows in float32 if PyTorch has no
+native products of the dtype."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MANY = 1 << 60
 
 
 class OwnProducts(TorchFunctionMode):
-    """`F.linear` (and `Conv1D`'s `addmm`) of plain tensors on the CPU, without gradients, is ours where that is faster;
-    all else is PyTorch's, and where code of others traces, transforms or observes what PyTorch computes, everything."""
+    """Replaces `F.linear` (and `Conv1D`'s `addmm`) of plain CPU tensors, without gradients, if our product is faster.
+    Leaves everything to PyTorch while other code traces, transforms or observes its operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class OwnProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _takes(self, x: Any, weight: Any, bias: Any = None) -> bool:
-        if torch.compiler.is_compiling():  # first: Dynamo reads what is below
+        if torch.compiler.is_compiling():  # first, since Dynamo traces the code below
             return False
         tensors = (x, weight) if bias is None else (x, weight, bias)
         if any(type(y) not in (Tensor, nn.Parameter) or not y.is_cpu or y.dtype is not x.dtype for y in tensors):
@@ -48,7 +48,7 @@ class OwnProducts(TorchFunctionMode):
             return False
         if x.dtype not in HALVES or weight.dim() != 2 or not 0 < x.numel() <= self._max_rows[x.dtype] * x.shape[-1]:
             return False
-        if not 1 < x.shape[-1] == weight.shape[1] or weight.shape[0] == 1:  # strides of one number say nothing
+        if not 1 < x.shape[-1] == weight.shape[1] or weight.shape[0] == 1:  # strides of size 1 are arbitrary
             return False
         if weight.stride(1) != 1 and (weight.stride(0) != 1 or self._max_rows[x.dtype] != MANY):
             return False
@@ -56,11 +56,11 @@ class OwnProducts(TorchFunctionMode):
             return False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _is_observed():
             return False
-        return observer.get() is None and not batch_invariant.get()  # else a tape, or its kernels, take them
+        return observer.get() is None and not batch_invariant.get()  # else a tape, or its kernels, compute it
 
 
 def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
-    """What `F.linear` would be given in place of `torch.addmm`, which transformers' `Conv1D` calls."""
+    """The arguments of `F.linear` for the `torch.addmm` of transformers' `Conv1D`; empty if they do not fit."""
     fits = all(type(y) in (Tensor, nn.Parameter) for y in (x, weight)) and x.dim() == weight.dim() == 2
     return (x, weight.t(), bias) if fits else ()
 
@@ -73,7 +73,8 @@ def _is_observed() -> bool:
 
 
 def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """The context for forwards of a model; nothing for one that is compiled, or without the kernels."""
+    """The context for a model's forwards; a null context if it is compiled, has no half-precision weights on the CPU,
+    or the kernels are unavailable."""
     parts = list(modules)
     is_compiled = any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in parts)
     is_half = any(x.dtype in HALVES and x.is_cpu for part in parts for x in part._parameters.values() if x is not None)

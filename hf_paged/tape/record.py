@@ -1,4 +1,4 @@
-"""Records the operations of a forward, of PyTorch and of our kernels, with the tensors that they took and made."""
+"""Records the operations of a forward, of PyTorch and of our kernels, with their input and output tensors."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ..step import NotCapturable
 
 aten = torch.ops.aten
 _LAZY = frozenset({aten._conj.default, aten._neg_view.default})
-_SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})  # memory, which may be written to later
+_SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})  # share memory, which may be written later
 _READS = frozenset({Tensor.tolist, Tensor.__repr__})
 _COPIES = frozenset({aten._to_copy.default, aten.copy_.default})
 _READS_AT = frozenset({aten.index.Tensor, aten.index.Tensor_out})
 _WRITES_AT = frozenset({aten.index_put.default, aten.index_put_.default})
-# of Python's numbers: kernels that no mode sees write to other tensors that are made of nothing, not to these
+# make tensors from Python numbers; unlike other new tensors, no kernel writes to these unobserved
 _MADE = frozenset({aten.lift_fresh.default, aten.ones.default, aten.ones_like.default, aten.new_ones.default})
 _MADE |= {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _BLANK = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
 _FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
 
 Known = list[tuple[Any, Any, Any]]
-"""Operations that are not recorded, in their order: the function, what it copied from the host and what it gave."""
+"""Operations that are not recorded, in order: the function, the host tensor it copied, and its result."""
 
 
 class NothingUnrecorded(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it, or draws random
-    numbers: in this thread alone, unlike torch's sync debug mode. What is made of Python's numbers alone is the same in
-    each run, so that code may read it and copy it; `known` has what it got, for [`KnownAgain`]."""
+    numbers; in this thread only, unlike torch's sync debug mode. Tensors made only of Python numbers are the same in
+    each run, so code may read and copy them; `known` keeps the results for [`KnownAgain`]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known: Known = []
-        self._constants: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, which is held
-        self._shared: dict[int, torch.UntypedStorage] = {}  # of these, whose memory other code has
+        self._constants: dict[int, torch.UntypedStorage] = {}  # by the address of the storage, which this keeps alive
+        self._shared: dict[int, torch.UntypedStorage] = {}  # constants whose memory other code shares
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,7 +51,7 @@ class NothingUnrecorded(TorchDispatchMode):
             return func(*args, **kwargs)
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_constants = func in _MADE or (bool(taken) and all(map(self.is_constant, taken)))
-        of_constants &= not func.name().startswith("aten::set_")  # which gives a tensor the memory of another
+        of_constants &= not func.name().startswith("aten::set_")  # gives a tensor another one's memory
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCapturable(f"its forward draws random numbers ({func})")
         waits, crosses = _waits(func, args), _crosses(func, args, kwargs)
@@ -62,7 +62,7 @@ class NothingUnrecorded(TorchDispatchMode):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         found = func(*args, **kwargs)
         if waits or source is not None:
-            # of a part of a tensor that is written to, what is written
+            # for a copy into a part of a tensor: the values written
             given = found if func is not aten.copy_.default else args[1].to(args[0].device)
             host = source.clone() if source is not None and source.is_cpu else None
             self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
@@ -79,7 +79,7 @@ class NothingUnrecorded(TorchDispatchMode):
         return found
 
     def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
-        """Whether it was made of Python's numbers alone; if it `is_shared`, nothing else may be written to it."""
+        """Whether a tensor was made only of Python numbers; if it `is_shared`, nothing may be written to it later."""
         storage = _storage(tensor)
         if storage is None or storage._cdata not in self._constants:
             return False
@@ -89,8 +89,8 @@ class NothingUnrecorded(TorchDispatchMode):
 
 
 class KnownAgain(TorchDispatchMode):
-    """A forward runs as under [`NothingUnrecorded`], whose `known` it gets, without an operation that waits or copies
-    between host and device. Raises [`NotCapturable`] for one that it did not do then."""
+    """Runs a forward again with the results in `known` of [`NothingUnrecorded`], instead of the operations that wait
+    or copy between host and device. Raises [`NotCapturable`] for such an operation that is not in `known`."""
 
     def __init__(self, known: Known) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ class KnownAgain(TorchDispatchMode):
             raise NotCapturable(f"its forward is another when it runs again ({func})")
         if func is aten.copy_.default:
             return func(args[0], found)
-        return tree_map_only(Tensor, torch.clone, found)  # which is written to, perhaps
+        return tree_map_only(Tensor, torch.clone, found)  # the result may be written to
 
 
 class HostFirst(TorchFunctionMode):
-    """Tensors of Python's numbers are made on the host and then copied, by an operation that modes see."""
+    """Makes tensors of Python numbers on the host first, then copies them by an operation that modes see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -120,8 +120,8 @@ class HostFirst(TorchFunctionMode):
 
 
 def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is made of Python's numbers, not of a tensor. Raises [`NotCapturable`] if it is made of a list
-    with tensors, whose content no operation reads that modes see."""
+    """Whether a tensor is made of Python numbers, not of a tensor. Raises [`NotCapturable`] for a list with tensors,
+    whose content is read without an operation that modes see."""
     data = args[func is Tensor.new_tensor] if len(args) > (func is Tensor.new_tensor) else kwargs.get("data")
     if isinstance(data, Tensor):
         return False
@@ -131,16 +131,16 @@ def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _waits(func: Any, args: Any) -> bool:
-    """Whether the host has to know what is on the device."""
-    if func in _READS_AT:  # the tag is for masks: the host has to know how many elements they choose
+    """Whether the host needs values that are on the device."""
+    if func in _READS_AT:  # the tag applies to masks only: the host needs the number of selected elements
         return _has_mask(args[1])
-    if func in _WRITES_AT:  # one number of the host's is filled in
+    if func in _WRITES_AT:  # filling in one host number needs no wait
         return _has_mask(args[1]) and (args[2].numel() > 1 or not args[2].is_cpu)
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _crosses(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it copies between host and device."""
+    """Whether an operation copies between host and device."""
     if func not in _COPIES:
         return False
     if func is aten.copy_.default:
@@ -166,7 +166,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """`None` for a subclass that has none."""
+    """A tensor's storage; `None` for a subclass without one."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -178,8 +178,8 @@ def _has_mask(indices: Any) -> bool:
 
 
 class NothingRead(TorchFunctionMode):
-    """Raises [`NotCapturable`] before the content of a tensor on the CPU goes to Python or NumPy: what is made of it is
-    no operation that would run again. What `seen` knows to be constant may be read."""
+    """Raises [`NotCapturable`] before the content of a CPU tensor goes to Python or NumPy, since a replay would not run
+    the code that uses it. Tensors that `seen` knows to be constant may be read."""
 
     def __init__(self, seen: NothingUnrecorded | None = None) -> None:
         super().__init__()
@@ -195,14 +195,14 @@ class NothingRead(TorchFunctionMode):
 
 
 def decompose(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation by its parts, as where autograd takes it apart; `NotImplemented` if it has none."""
+    """Runs an operation as its composite parts, as under autograd; `NotImplemented` if it is not composite."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return NotImplemented
     return func.decompose(*args, **kwargs)
 
 
 class Operation(NamedTuple):
-    """One that PyTorch dispatched."""
+    """An operation that PyTorch dispatched."""
 
     function: Any  # torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -211,7 +211,7 @@ class Operation(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """One of our C++ kernels: the packed struct, and the tensors whose addresses it has, by the place in it."""
+    """A call of one of our C++ kernels: the packed struct, and the tensors whose addresses are in it, by offset."""
 
     name: str
     packed: bytes
@@ -220,7 +220,7 @@ class KernelCall(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A launch of one of our Triton kernels: its arguments by place and by name, and what it wrote."""
+    """A launch of one of our Triton kernels: its arguments, and the tensors it wrote."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -247,15 +247,15 @@ class _Recorder(NothingUnrecorded):
         if func in _LAZY:
             raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
         if not any(isinstance(x, Tensor) for x in tree_leaves(found)):
-            return found  # a number, of constants
-        # aliases: the shapes of tensors may be changed in place later
+            return found  # a number, read from constants
+        # aliases, since the tensors' shapes may be changed in place later
         self._operations.append(Operation(func, *tree_map_only(Tensor, aten.alias.default, (args, kwargs, found))))
         return found
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Recorded]]:
-    """What this thread computes within it. Raises [`NotCapturable`] for what cannot be run again as it was."""
+    """Records what this thread computes within it. Raises [`NotCapturable`] for operations that cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     other = launch.observer.set(lambda *call: operations.append(Launched(*call)))

@@ -1,4 +1,4 @@
-"""Small operations on rows of numbers as one list for `rows.cpp`."""
+"""Lists of small operations on rows of numbers, each run as one call of `rows.cpp`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
 class Instruction(NamedTuple):
-    """A load or store moves a register from or to a memory; others compute `out` of registers and a number."""
+    """A load or store between a register and a memory, or an operation from registers and a number to `out`."""
 
     op: str
     out: int
@@ -33,8 +33,8 @@ class Instruction(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a tensor lies under rows: its strides along their three dimensions and along a row; narrow ones have one
-    number a row."""
+    """A tensor's strides under a list's rows: along their three dimensions (`strides`) and along a row (`step`). Narrow
+    tensors have one number per row."""
 
     ref: Ref
     strides: tuple[int, int, int]
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(sizes: tuple[int, ...]) -> Shape | None:
-    """`None` where there are more than three dimensions of rows."""
+    """The `Shape` of a tensor's sizes; `None` if the rows have more than three dimensions."""
     rows = [size for size in sizes[:-1] if size != 1]
     if len(rows) > 3:
         return None
@@ -63,7 +63,7 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
 
 
 def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
-    """Of a tensor that is broadcast to `sizes`; `None` if it cannot be."""
+    """The layout of a tensor broadcast to `sizes`; `None` if it cannot be."""
     missing = len(sizes) - len(ref.sizes)
     if missing < 0:
         return None
@@ -85,21 +85,21 @@ def layout(ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
 
 
 class Rows:
-    """Instructions over rows of one shape. What one stores and another needs stays in a register."""
+    """Instructions over rows of one shape. A stored value stays in a register for later instructions."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.instructions: list[Instruction] = []
-        self.layouts: list[Layout] = []  # of memories
-        self.narrow: list[int] = []  # of registers
-        self.known: dict[Any, int] = {}  # registers by what they hold
+        self.layouts: list[Layout] = []  # by memory
+        self.narrow: list[int] = []  # by register
+        self.known: dict[Any, int] = {}  # registers by the layout key of their content
         self.written: set[int] = set()  # values
         self.stores: list[Layout] = []
 
     # -- building ----------------------------------------------------------------------------------------------------
 
     def takes(self, layouts: list[Layout]) -> bool:
-        """Whether what is read is not in memory that this list writes, in another layout."""
+        """Whether reads of `layouts` fit: none may read memory that this list writes, except in the same layout."""
         return all(each.key in self.known or each.ref.value not in self.written for each in layouts)
 
     def register(self, is_narrow: bool) -> int:
@@ -128,16 +128,16 @@ class Rows:
         self.stores.append(each)
 
     def can_absorb(self, other: Rows) -> bool:
-        """Whether what the other list reads is in memory that this one does not write, or in a register; and whether it
-        writes nothing that this one touches."""
+        """Whether `other` reads only registers or memory that this list does not write, and writes nothing that this
+        one reads or writes."""
         reads = [other.layouts[each.memory] for each in other.instructions if each.op == "load"]
         if any(each.ref.value is None for each in (*self.stores, *other.stores)):
-            return False  # memory that is not the tape's: what else is there is not known
+            return False  # memory outside the tape, which other tensors may share
         return self.takes(reads) and not other.writes & (self.reads | self.writes)
 
     @property
     def copied(self) -> tuple[Ref, Ref] | None:
-        """A value and the memory outside of the tape that this list does nothing but copy it to."""
+        """For a list that only copies a value to memory outside the tape: the value's ref, and the target's."""
         if [each.op for each in self.instructions] != ["load", "copy", "store"]:
             return None
         source, target = (self.layouts[self.instructions[place].memory] for place in (0, 2))
@@ -146,7 +146,7 @@ class Rows:
         return (source.ref, target.ref) if fits and is_out and not source.is_narrow else None
 
     def absorb(self, other: Rows) -> None:
-        """Its instructions come behind these."""
+        """Appends the other list's instructions."""
         found: dict[int, int] = {}
         for each in other.instructions:
             if each.op == "load":
@@ -173,7 +173,7 @@ class Rows:
         return {ref.value for ref in refs if ref.value is not None}
 
     def drop_stores(self, needed: set[int]) -> None:
-        """Of values that nothing else reads."""
+        """Drops stores to values not in `needed`, and then instructions without a use."""
         self.instructions = [
             each
             for each in self.instructions
@@ -191,7 +191,7 @@ class Rows:
         self.instructions = kept[::-1]
 
     def pack(self, address: Callable[[Ref], int], num_threads: int) -> tuple[bytes, list[bytes]]:
-        """The call, whose last three fields are to be the addresses of the parts beside it."""
+        """Returns the packed call and three parts, whose addresses go into the call's last three fields."""
         used = dict.fromkeys(each.memory for each in self.instructions if each.memory >= 0)
         number = {memory: place for place, memory in enumerate(used)}
         registers, narrow = self._renumbered()
@@ -215,7 +215,7 @@ class Rows:
         return INSTRUCTION.pack(OPS[each.op], out, a, b, each.dtype, 0, each.number)
 
     def _renumbered(self) -> tuple[dict[int, int], list[int]]:
-        """Places for registers that are used, those that are not needed any more given to others."""
+        """Renumbers the used registers, reusing those that are no longer needed."""
         last: dict[int, int] = {}
         for place, each in enumerate(self.instructions):
             last |= dict.fromkeys((each.out, *each.inputs), place)

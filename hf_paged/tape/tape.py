@@ -1,4 +1,4 @@
-"""[`Tape`]: what was recorded, on memory of its own."""
+"""[`Tape`]: a recording that replays on the CPU, on fixed memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _TAPE = struct.Struct("QqQ")  # struct TapeCall
 
 
 def pack(entry: Entry, address: Callable[[Ref], int], keep: Callable[[bytes], int]) -> tuple[str, bytes]:
-    """The name of the kernel that runs an entry, and its call. `keep` gives the address of bytes that live as long."""
+    """Returns the name of the kernel that runs an entry, and its packed call. `keep` stores bytes for as long as the
+    call is used, and returns their address."""
     if isinstance(entry, Rows):
         packed, parts = entry.pack(address, torch.get_num_threads())
         pointers = struct.pack("3Q", *(keep(part) for part in parts))
@@ -47,15 +48,16 @@ def pack(entry: Entry, address: Callable[[Ref], int], keep: Callable[[bytes], in
 
 
 class Tape:
-    """Operations that run again, in their order, on the same memory: entries of C++ in one call each, between calls of
-    PyTorch. It holds its own memory; that of the model, of blocks and of inputs must stay where it is."""
+    """Recorded operations that run again, in order, on the same memory: consecutive C++ entries in one call, between
+    calls of PyTorch. It owns memory for intermediate values; the model, blocks and inputs must stay at their addresses.
+    """
 
     def __init__(self, lowering: Lowering, entries: list[Entry]) -> None:
         self._arena = Arena(lowering.values, lowering.spans())
         self._held: list[Any] = [lowering.values.constants, lowering.values.held]
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order
-        self._num_batches = 0  # of these, one call each
+        self._num_batches = 0  # batches of C++ kernels, one call each
         self._parts: list[Callable[[], None]] = []
         batch: list[tuple[str, bytes]] = []
         for entry in entries:
@@ -69,8 +71,8 @@ class Tape:
 
     @classmethod
     def record(cls, run: Callable[[], None], is_kept: Callable[[Tensor], bool]) -> Tape:
-        """Runs it once. Raises what it raises, `NotCapturable` for what cannot be run again. `is_kept`: of a tensor
-        that `run` reads or writes, whether it outlives the tape by itself."""
+        """Runs `run` once and records it. Raises what it raises, and `NotCapturable` if it cannot be run again.
+        `is_kept`: whether a tensor that `run` reads or writes outlives the tape without being held by it."""
         with recording() as operations:
             run()
         lowering = Lowering(is_kept)
@@ -78,12 +80,12 @@ class Tape:
 
     @property
     def num_calls(self) -> int:
-        """Operations of PyTorch that a replay calls."""
+        """Number of PyTorch operations that a replay calls."""
         return len(self._parts) - self._num_batches
 
     @property
     def nbytes(self) -> int:
-        """Of its own memory."""
+        """Bytes of the memory it owns."""
         return self._arena.nbytes
 
     def replay(self) -> None:
@@ -98,7 +100,7 @@ class Tape:
         return ctypes.addressof(buffer)
 
     def _close(self, batch: list[tuple[str, bytes]]) -> None:
-        """Makes one part of these entries."""
+        """Turns these entries into one part."""
         if not batch:
             return
         first = len(self.names)

@@ -1,4 +1,4 @@
-"""Tensors of a recording as places in memory: in the tape's own, or at an address outside of it."""
+"""Memory of a recording's tensors: in the tape's arena, or at an outside address."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..kernels.cpp.attention import DTYPES as FLOATS
 
-DTYPES = {**FLOATS, torch.int64: 3}  # that lists of small operations read
+DTYPES = {**FLOATS, torch.int64: 3}  # that fused lists (`Rows`) can read
 _ALIGNMENT = 64
 
 
 class Ref(NamedTuple):
-    """A tensor. `value` is the number of the tape's value that holds it, in which it begins at byte `start`; without
-    one, `start` is its address."""
+    """A tensor. `value` is the number of the tape's value (a piece of memory) that holds it from byte `start` on; if
+    that is `None`, `start` is its address."""
 
     value: int | None
     start: int
@@ -30,15 +30,15 @@ class Ref(NamedTuple):
 
 
 class Values:
-    """The memory that operations of a recording made. While it is recorded, each has its own."""
+    """The storages that a recording's operations made, as numbered values."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # bytes of each
         self._numbers: dict[int, int] = {}  # by address of the storage
-        self.fixed: dict[int, int] = {}  # values that are made outside, by number: their addresses
-        self.constants: list[Tensor] = []  # made once, by the recording
-        self.held: list[Tensor] = []  # from outside, which must live as long as the tape
-        self.outside: dict[int, torch.UntypedStorage] = {}  # what operations touched there, by address
+        self.fixed: dict[int, int] = {}  # addresses of values outside the tape's memory, by number
+        self.constants: list[Tensor] = []  # computed once, by the recording
+        self.held: list[Tensor] = []  # outside tensors that must live as long as the tape
+        self.outside: dict[int, torch.UntypedStorage] = {}  # outside storages that operations use, by address
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -50,7 +50,7 @@ class Values:
         return self._numbers.get(tensor.untyped_storage().data_ptr())
 
     def add_outside(self, tensor: Tensor) -> None:
-        """Memory that is not the tape's but which it changes: a value that stays where it is."""
+        """Adds outside memory that the tape changes, as a value at a fixed address."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self.fixed[len(self.sizes)] = storage.data_ptr()
@@ -66,10 +66,10 @@ class Values:
 
 
 class Arena:
-    """One piece of memory for all values of a tape: those that are never needed at once may have the same place."""
+    """One piece of memory for all values of a tape; values that are never needed at the same time may share a place."""
 
     def __init__(self, values: Values, spans: dict[int, tuple[int, int]]) -> None:
-        """`spans`: the first and the last entry of the tape that needs each value."""
+        """`spans`: the first and the last entry of the tape that uses each value."""
         sizes, self._fixed = values.sizes, values.fixed
         placed: list[tuple[int, int, int, int]] = []  # start, end, first, last
         self._starts: dict[int, int] = {}
@@ -78,7 +78,7 @@ class Arena:
                 continue
             size = -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
             start = 0
-            for low, high, begins, ends in placed:  # by start
+            for low, high, begins, ends in placed:  # sorted by start
                 if begins <= last and first <= ends:
                     if low - start >= size:
                         break
@@ -98,7 +98,7 @@ class Arena:
         return ref.start + (self._base + self._starts[ref.value] if fixed is None else fixed)
 
     def tensor(self, ref: Ref) -> Tensor:
-        """On that memory, which it does not keep alive."""
+        """Returns a tensor on that memory, which it does not keep alive."""
         if not ref.sizes or 0 not in ref.sizes:
             span = 1 + sum((size - 1) * stride for size, stride in zip(ref.sizes, ref.strides))
             memory = (ctypes.c_char * (span * ref.dtype.itemsize)).from_address(self.address(ref))

@@ -1,5 +1,5 @@
-"""Which implementation of paged attention a call gets: on a GPU the Triton kernels where they apply, on the CPU the C++
-kernel, else the portable path, which gathers. `kernels.VARIABLE` forces one.
+"""Selects the implementation of paged attention: on a GPU the Triton kernels where they apply, on the CPU the C++
+kernel, else the portable path, which gathers. The environment variable `kernels.VARIABLE` forces one.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from ...step import NotCapturable, StepMetadata
 from . import cpp, gather, reference, triton
 from .reference import AttentionCall
 
-# Each has an `attend` with arguments and result of `reference.attend`.
+# Each has an `attend` with the arguments and result of `reference.attend`.
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "gather": gather, "cpp": cpp, "triton": triton}
 
 obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
-"""Collects why kernels did not take what they were meant for in this context; a call's report reads it."""
+"""Collects why kernels did not serve calls in this context; a call's report reads it."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def select(call: AttentionCall) -> ModuleType:
-    """What serves a call: `triton` on a GPU, `cpp` on the CPU, or the one that is forced; `gather` for what kernels do
-    not take. Such a call of Triton is logged, once for each reason. Raises where the forced one cannot be had."""
+    """Returns the backend for a call: `triton` on a GPU, `cpp` on the CPU, or the forced one; `gather` if that kernel
+    does not support the call. For Triton this is logged, once per reason. Raises if the forced backend is unavailable.
+    """
     name = call.step.plan(_preferred)
     backend = BACKENDS[name]
     reason = backend.unsupported_reason(call) if backend in (cpp, triton) else None
@@ -45,7 +46,7 @@ def select(call: AttentionCall) -> ModuleType:
 
 
 def _preferred(step: StepMetadata) -> str:
-    """The backend that is asked first, by name: the same for all layers, as it reads the environment."""
+    """The name of the backend to try first, the same for all layers; reads the environment."""
     if uses_triton(step.block_tables):
         return "triton"
     return forced() or ("cpp" if step.block_tables.is_cpu and cpp.is_available() else "gather")
@@ -53,10 +54,10 @@ def _preferred(step: StepMetadata) -> str:
 
 def attend(call: AttentionCall) -> Tensor:
     """
-    `reference.attend` by `select`'s choice; under autocast in its dtype, as a model's own attention is.
+    Computes `reference.attend` by the selected backend; under autocast in its dtype, as in a model's own attention.
 
     Raises:
-        NotCapturable: if the step's lengths are on the device only, and no backend can use those.
+        NotCapturable: if the step's lengths are on the device only, and the backend cannot use those.
     """
     dtype = autocast_dtype(call.query.device)
     if dtype is not None:  # a backend sums in float32 for every input dtype

@@ -22,8 +22,8 @@ from .reference import AttentionCall
 logger = logging.getLogger(__name__)
 
 MAX_TILE_QUERIES = 16
-"""Queries of a row up to which the kernel serves bfloat16 on a CPU with AMX. Products of more are PyTorch's, which are
-faster there: the kernel's tiles compute scores, not sums of values."""
+"""On a CPU with AMX the kernel serves bfloat16 rows of up to this many queries. PyTorch is faster for more: the kernel
+uses AMX tiles for scores, not for sums of values."""
 
 
 def is_available() -> bool:
@@ -33,11 +33,11 @@ def is_available() -> bool:
 
 @functools.cache
 @torch.no_grad()
-@torch.autocast("cpu", enabled=False)  # under which the first call of a process may be
+@torch.autocast("cpu", enabled=False)  # the first call of a process may be under autocast
 def _agrees(codes: torch.dtype | None = None) -> bool:
-    """Whether what the user's compiler made for this CPU, which no test of ours has seen, computes what PyTorch does on
-    each number of rows that the kernel has code for; of blocks that store such codes, if a dtype is given. Checked once
-    per process."""
+    """Whether the kernel, as built by the user's compiler for this CPU (which our tests do not cover), computes what
+    PyTorch does, for each number of rows that has separate code; on quantized blocks of dtype `codes`, if given.
+    Checked once per process."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -66,13 +66,13 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
 
 @functools.cache
 def _agrees_apart(codes: torch.dtype) -> bool:
-    """`_agrees`, asked within a forward, of which nothing is to see it: no mode, no recording."""
+    """`_agrees` in another thread, hidden from the modes and recordings of the running forward."""
     with ThreadPoolExecutor(1) as other:
         return other.submit(_agrees, codes).result()
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """What keeps `attend` from taking a call, in words; `None` if nothing does."""
+    """Why `attend` does not support a call; `None` if it does."""
     bias = call.bias
     if call.needs_grad:
         return "a gradient is wanted: the C++ kernel computes none"
@@ -97,7 +97,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _is_long(call: AttentionCall) -> bool:
-    """Whether some row has more queries than the kernel is the fastest for."""
+    """Whether a row has more queries than the kernel is faster for than PyTorch (`MAX_TILE_QUERIES`)."""
     if best_path() != PATHS["amx"] or call.query.dtype is not torch.bfloat16 or not call.is_plain:
         return False
     if batch_invariant.get() or call.step.lengths is not None:
@@ -106,12 +106,12 @@ def _is_long(call: AttentionCall) -> bool:
 
 
 def _longest(step: StepMetadata) -> int:
-    """Queries of the row that has most: the same for all layers."""
+    """The most queries of a row, the same for all layers."""
     return max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:
-    """`attend` by what the last call on these blocks found out, without another look; `None` if it was unlike this."""
+    """`attend` with the kernel of the last call on these blocks, without checks; `None` if that call was different."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled() or _is_long(call) or not _takes_bias(call.bias):
         return None
@@ -123,14 +123,14 @@ def _takes_bias(bias: Tensor | None) -> bool:
 
 
 def _sign(call: AttentionCall) -> tuple[object, ...]:
-    """Equal for calls that one `Attention` serves, on the same blocks."""
+    """A key: calls on the same blocks with equal keys share an `Attention`."""
     query, sinks = call.query, call.sinks
     kind = None if sinks is None else (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
     return query.shape, query.stride(), query.dtype, kind, call.scale, call.softcap
 
 
 def _kernel(call: AttentionCall) -> Attention:
-    """What serves the call, kept for the next one. Raises `TypeError` if the kernel does not take such tensors."""
+    """The call's `Attention`, kept for the next call. Raises `TypeError` if the kernel does not take such tensors."""
     query, blocks = call.query, call.blocks
     kernel = blocks.attention
     signature = _sign(call)

@@ -1,5 +1,5 @@
-"""Portable fast attention over block tables: gather a few rows of one length at a time, then dense attention on exact
-lengths, so that no slot outside a row's visible range is ever read. Plain PyTorch: any device, differentiable."""
+"""Portable fast attention over block tables: gathers a few rows of one length at a time, then runs dense attention on
+exact lengths, so that no slot outside a row's visible range is used. Plain PyTorch: any device, differentiable."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from . import reference
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
-"""Queries of a row below which the query heads of a group are packed beside the queries (M = group * query_len), up to
-3.5 times as fast in half precision. From here on CPU SDPA lays K and V out itself and skips what causal hides."""
+"""Below this many queries per row, a group's query heads are packed with the queries (M = group * query_len), up to 3.5
+times as fast in half precision. From here on CPU SDPA lays out K and V itself and skips what causal masking hides."""
 
 APART_QUERIES = 32
-"""Queries of a row from which the heads of a group run one after the other where all scores are held at once."""
+"""From this many queries per row, a group's heads run one after another if all scores are held at once."""
 
 SCRATCH_BYTES = 2 << 20
-"""Bytes of gathered K and V at a time, as far as one head of one row allows; larger falls out of the L2 and L3."""
+"""Gathered K and V at a time, in bytes, unless one head of one row takes more; more would not stay in L2 and L3."""
 
 SLICE_QUERIES = 256
-"""Queries at a time under a mask: keys that none of them sees are left out, and the mask has no more rows than this."""
+"""Queries at a time under a mask: skips keys that none of them sees, and bounds the mask's rows."""
 
 
 class Layout(NamedTuple):
-    """How the keys or values of a layer lie in memory; the last dimension is contiguous."""
+    """Memory layout of a layer's keys or values; the last dimension is contiguous."""
 
     shape: tuple[int, ...]  # blocks, heads, block size, dim
     stride: tuple[int, ...]
@@ -42,8 +42,8 @@ class Layout(NamedTuple):
 
     @property
     def unit(self) -> tuple[int, int]:
-        """Distance and width, in elements, of what is gathered at once: a whole tile unless the strides forbid it, a
-        token of a head where keys and values lie beside each other."""
+        """Distance and width, in elements, of a gathered unit: a whole tile if the strides allow; a token of a head if
+        keys and values are interleaved."""
         (_, _, size, dim), (block, head, token, _) = self.shape, self.stride
         if token != dim:
             return token, dim
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         return unit, unit
 
     def tiles(self, tables: Tensor, heads: slice) -> Tensor:
-        """Rows of `flat` that hold the blocks `tables` `[rows, n]` of some heads, head-major."""
+        """Indices into `flat` of the blocks `tables` `[rows, n]` of some heads, head-major."""
         distance, _ = self.unit
         block, head = (stride // distance for stride in self.stride[:2])
         inner = torch.arange(self.shape[2] * self.stride[2] // distance, device=tables.device)
@@ -70,23 +70,23 @@ class Part:
     """Rows of one geometry and a range of K/V heads, small enough for the scratch."""
 
     rows: slice | Tensor
-    members: tuple[tuple[int, int], ...]  # of each row its number and first visible position
+    members: tuple[tuple[int, int], ...]  # each row's number and first visible position
     heads: slice
     offset: int  # of the visible range in the first gathered block
     length: int  # of the visible range
-    first_query: int  # those before it see nothing
-    tiles: tuple[Tensor, ...]  # of keys and of values, where these are quantized of codes and scales of each
+    first_query: int  # earlier queries see nothing
+    tiles: tuple[Tensor, ...]  # indices for keys and values; if quantized, for codes and scales of each
     shape: tuple[int, int, int]  # rows, K/V heads, gathered tokens
     slices: tuple[tuple[slice, slice], ...]  # all queries in order, with the keys that any of them sees
-    mask_keys: int  # columns of the mask of the step, 0 if every query sees everything
-    causal: bool  # as many keys as queries, and each query sees those up to itself
+    mask_keys: int  # columns of the step's mask, 0 if every query sees everything
+    causal: bool  # as many keys as queries, and each query sees keys up to itself
     place: tuple[slice, int] | None = None
-    """Where rows lie side by side (`virtual.LayerRows`): the slots, and the first visible position in each."""
+    """For rows that are contiguous in memory (`virtual.LayerRows`): their slots, and the first visible position."""
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """`reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's own SDPA rounds. Rows that begin
-    in this step are attended to in the step's own states where these are at hand."""
+    """`reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's SDPA rounds. A group of rows
+    that all begin in this step uses the step's keys and values directly, if available."""
     outputs = []
     for part in call.by_groups():
         is_fresh = part.fresh is not None and part.is_plain and part.step.begins
@@ -95,7 +95,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _rows(states: Tensor, step: StepMetadata) -> Tensor:
-    """`(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`, a view."""
+    """Views `(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`."""
     assert step.query_len is not None
     return states.unflatten(0, (step.num_rows, step.query_len)).transpose(1, 2)
 
@@ -118,7 +118,7 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
         parts, is_complete = step.plan(plan_rows, kv_heads, placement)
         if step.query_len == len(parts) == 1 and is_complete and call.is_plain and group > 1:
             return _decode_in_place(call, parts[0], group)
-    elif quantized.is_quantized(keys) and keys.stride(2) != keys.shape[3]:  # of a tile that is not theirs alone
+    elif quantized.is_quantized(keys) and keys.stride(2) != keys.shape[3]:  # tiles that keys and values share
         return reference.attend(call)
     else:
         planes = [plane for blocks in (keys, values) for plane in quantized.planes(blocks)]
@@ -147,8 +147,8 @@ def _attend_gathered(call: AttentionCall) -> Tensor:
 
 
 def _decode_in_place(call: AttentionCall, part: Part, group: int) -> Tensor:
-    """Of a query of each row, all rows of one length, neighbours in the slots of `LayerRows`: the same product as
-    `_attend_slice`, in as few calls as it takes."""
+    """`_attend_slice` in as few calls as possible, for one query per row, and rows of one length in neighbouring slots
+    of `LayerRows`."""
     key, value = _gather(call, part, [])
     rows, kv_heads, _ = part.shape
     packed = call.query.view(rows, kv_heads, group, call.query.shape[2])
@@ -156,8 +156,8 @@ def _decode_in_place(call: AttentionCall, part: Part, group: int) -> Tensor:
 
 
 def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """`[rows, queries, heads, value_dim]` of a call with the part's queries `[rows, heads, queries, dim]`, sinks and
-    bias `[rows, heads, queries, length]`, over keys and values `[rows, kv_heads, length, dim]`."""
+    """Computes a part, `[rows, queries, heads, value_dim]`: `call` has its queries `[rows, heads, queries, dim]`, sinks
+    and bias `[rows, heads, queries, length]`; keys and values are `[rows, kv_heads, length, dim]`."""
     rows, heads, queries, dim = call.query.shape
     holds_scores = not call.is_plain or not call.query.is_cpu or dim != value.shape[3]
     apart = heads // key.shape[1] if holds_scores and queries >= APART_QUERIES else 1
@@ -175,12 +175,12 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
 
 
 def _of_queries(bias: Tensor, chosen: slice) -> Tensor:
-    """A bias `[rows, heads, queries or 1, keys]` of some queries; one for all of them is that of any."""
+    """Selects queries of a bias `[rows, heads, queries or 1, keys]`."""
     return bias[:, :, chosen] if bias.shape[2] > 1 else bias
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-    """`_attend_part` for neighbouring queries over the keys that they see."""
+    """`_attend_part` for consecutive queries and the keys that they see."""
     query, scale = call.query, call.scale
     queries, kv_heads, keys = query.shape[2], key.shape[1], key.shape[2]
     group = query.shape[1] // kv_heads
@@ -194,7 +194,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor, i
         return result.transpose(1, 2)
     packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
     if packed.shape[2] == 1 and query.dtype != torch.float32 and query.is_cpu:
-        # With one query row a half-precision SDPA of the CPU is two to three times slower than this.
+        # With one query row, half-precision SDPA on the CPU is two to three times slower than this.
         weights = torch.matmul(packed, key.transpose(-1, -2)).mul_(scale).softmax(-1, dtype=torch.float32)
         result = torch.matmul(weights.to(value.dtype), value)
     else:
@@ -219,7 +219,7 @@ def _attend_explicitly(call: AttentionCall, part: Part, key: Tensor, value: Tens
             scores = scores + added.to(compute)
     if sinks is not None:  # one more column without a value
         scores = torch.cat([scores, sinks.to(compute)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
-    blind = scores.amax(dim=-1, keepdim=True) == -math.inf  # whose softmax is NaN: zeros
+    blind = scores.amax(dim=-1, keepdim=True) == -math.inf  # their softmax would be NaN: zeros instead
     weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)[..., : key.shape[2]]
     weights = weights.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, M, keys]
     result = torch.matmul(weights, value.to(compute)).unflatten(2, (-1, queries)).flatten(1, 2)
@@ -227,8 +227,8 @@ def _attend_explicitly(call: AttentionCall, part: Part, key: Tensor, value: Tens
 
 
 def _mask(step: StepMetadata, part: Part, queries: int, keys: int, dtype: torch.dtype, heads: int = 1) -> Tensor | None:
-    """`[heads * queries, keys]`, added to the scores of the last queries and keys, again for each head. Counted from
-    the last it is the same for rows of any length: a view of one mask of the step."""
+    """The mask of the last queries and keys, `[heads * queries, keys]`, added to the scores. It is a view of one mask
+    per step, since counted from the end it is the same for rows of any length."""
     if not part.mask_keys:
         return None
     rows = min(step.query_len or 1, SLICE_QUERIES) if heads == 1 else queries
@@ -248,12 +248,12 @@ def _step_mask(step: StepMetadata, queries: int, keys: int, dtype: torch.dtype, 
 
 # -- which tiles are gathered together ------------------------------------------------------------------------------
 
-_scratch = threading.local()  # by device; fresh memory would cost its page faults every time
+_scratch = threading.local()  # by device; new memory would cost page faults every time
 
 
 def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tensor]:
-    """K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype, in the scratch of this thread until
-    its next call; where a gradient is wanted, in memory of their own."""
+    """Gathers K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype. They are in this thread's
+    scratch until its next call; in new memory if a gradient is wanted."""
     if part.place is not None:
         slots, low = part.place
         return [x[slots, :, low : low + part.length].to(call.query.dtype) for x in call.blocks.rows.views()]
@@ -281,8 +281,8 @@ def _gather(call: AttentionCall, part: Part, layouts: list[Layout]) -> list[Tens
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan_parts(step: StepMetadata, *layouts: Layout) -> tuple[tuple[Part, ...], bool]:
-    """The parts of a step with equally many queries a row, and whether they cover every query of every row: with
-    `step.plan` once for all layers that are laid out alike."""
+    """Returns the parts of a step with equally many queries per row, and whether they cover every query of every row.
+    `step.plan` runs this once for all layers of one layout."""
     kv_heads, size = layouts[0].shape[1], step.block_size
     geometries, is_complete = _geometries(step)
     parts = []
@@ -308,7 +308,7 @@ def plan_parts(step: StepMetadata, *layouts: Layout) -> tuple[tuple[Part, ...], 
 
 
 def plan_rows(step: StepMetadata, kv_heads: int, placement: Placement) -> tuple[tuple[Part, ...], bool]:
-    """`plan_parts` of rows that lie side by side: those of one geometry in neighbouring slots together."""
+    """`plan_parts` for rows that are contiguous in memory: one part for rows of one geometry in neighbouring slots."""
     geometries, is_complete = _geometries(step)
     parts = []
     for (length, offset, first_query), found in geometries:
@@ -334,11 +334,11 @@ def plan_rows(step: StepMetadata, kv_heads: int, placement: Placement) -> tuple[
 
 
 Geometry = tuple[int, int, int]
-"""Tokens that a row sees, the offset of the first in its block, and the first query that sees any."""
+"""The number of tokens that a row sees, the offset of the first in its block, and the first query that sees any."""
 
 
 def _geometries(step: StepMetadata) -> tuple[list[tuple[Geometry, list[tuple[int, int]]]], bool]:
-    """Rows, with the first position that each sees, by geometry, longest first; and whether every query sees one."""
+    """Returns rows with their first visible position by geometry, longest first; and whether every query sees a key."""
     query_len, size = step.query_len, step.block_size
     assert query_len is not None
     geometries: dict[Geometry, list[tuple[int, int]]] = {}
@@ -359,7 +359,7 @@ def _geometries(step: StepMetadata) -> tuple[list[tuple[Geometry, list[tuple[int
 def _shared_fields(
     step: StepMetadata, length: int, first_query: int, geometries: list[tuple[Geometry, list[tuple[int, int]]]]
 ) -> dict[str, Any]:
-    """Fields of a `Part` that all of one geometry have in common."""
+    """Fields that all parts of one geometry share."""
     query_len = step.query_len
     assert query_len is not None
     mask_keys = geometries[0][0][0] if step.causal and query_len > 1 else 0

@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: the maths every backend is compared with. Any device, any dtype; slow."""
+"""Paged attention in plain PyTorch, which every backend is compared with. Any device, any dtype; slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...step import StepMetadata, row_groups
 
 
 class AttentionCall(NamedTuple):
-    """One layer's attention: what every backend takes. Tokens of all rows lie side by side, row after row."""
+    """One layer's attention, the argument of every backend. Tokens of all rows are packed, row after row."""
 
     query: Tensor  # (T, heads, head_dim); head h reads K/V head h // (heads // kv_heads)
     blocks: KVBlocks  # keys and values of the layer
@@ -22,10 +22,10 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None  # scores become tanh(scores / softcap) * softcap before bias and mask
     sinks: Tensor | None = None  # (heads,): one more logit per head that takes probability and adds no value
     bias: Tensor | None = None
-    """Broadcasts to `(n, heads, query_len, >= max seq_len)`, where rows have different numbers of queries one for all
-    rows and queries: added to the scores, its last axis in table coordinates of each row; may hold `-inf`."""
+    """Added to the scores. Broadcasts to `(n, heads, query_len, >= max seq_len)`, one for all rows and queries if rows
+    have different numbers of queries; the last axis is in each row's table coordinates. May hold `-inf`."""
     fresh: tuple[Tensor, ...] | None = None
-    """Keys and values `(T, kv_heads, dim)` of the step's own tokens, where they are at hand."""
+    """Keys and values `(T, kv_heads, dim)` of the step's tokens, if available."""
 
     @property
     def is_plain(self) -> bool:
@@ -34,7 +34,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Queries, keys, values, and sinks and bias where there are any."""
+        """Queries, keys, values, and sinks and bias if given."""
         found = (self.query, self.blocks.keys, self.blocks.values, self.sinks, self.bias)
         return tuple(tensor for tensor in found if tensor is not None)
 
@@ -44,11 +44,11 @@ class AttentionCall(NamedTuple):
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def of_heads(self, heads: slice, query: Tensor, bias: Tensor | None) -> AttentionCall:
-        """The call of some query heads, whose queries and bias these are."""
+        """The call for some query heads, with their queries and bias."""
         return self._replace(query=query, bias=bias, sinks=None if self.sinks is None else self.sinks[heads])
 
     def by_groups(self) -> list[AttentionCall]:
-        """The call as one a group of rows with equally many queries, in order."""
+        """Splits the call into groups of rows with equally many queries, in order."""
         if self.step.query_len is not None:
             return [self]
         return [
@@ -64,7 +64,7 @@ def attend(call: AttentionCall) -> Tensor:
     step, bias, keys, values = call.step, call.bias, call.blocks.keys, call.blocks.values
     heads, kv_heads = call.query.shape[1], keys.shape[1]
     device, compute = call.query.device, torch.promote_types(call.query.dtype, torch.float32)
-    # The sink, or -inf for none, is one more column without a value.
+    # the sink, or -inf for none, is one more column without a value
     sinks = torch.full((heads,), float("-inf"), device=device) if call.sinks is None else call.sinks
     rows = [call.query.new_empty(0, heads, values.shape[3], dtype=compute)]
     for row in range(step.num_rows):
@@ -88,7 +88,7 @@ def attend(call: AttentionCall) -> Tensor:
         scores = scores.masked_fill(~visible, float("-inf"))
         sink = sinks.to(compute).view(kv_heads, -1, 1, 1).expand(-1, -1, len(query), -1)
         scores = torch.cat([scores, sink], dim=-1)
-        blind = (scores == float("-inf")).all(dim=-1, keepdim=True)  # whose softmax is NaN: zeros
+        blind = (scores == float("-inf")).all(dim=-1, keepdim=True)  # their softmax would be NaN: zeros instead
         weights = scores.masked_fill(blind, 0.0).softmax(dim=-1)[..., :-1].masked_fill(blind, 0.0)
         rows.append((weights @ value).flatten(0, 1).transpose(0, 1))  # [query_len, heads, value_dim]
     return torch.cat(rows).to(call.query.dtype)

@@ -1,4 +1,4 @@
-"""Attention by the Triton kernels: one launch for rows of few queries, one for chunks, cascades where they pay off."""
+"""Attention by the Triton kernels: one launch for rows of few queries, one for chunks, and cascades if they pay off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reference import AttentionCall
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """What keeps `attend` from taking a call, in words; `None` if nothing does."""
+    """Why `attend` does not support a call; `None` if it does."""
     query, keys, values, step = call.query, call.blocks.keys, call.blocks.values, call.step
     tensors, size = call.tensors, step.block_size
     taken = (*DTYPES, *quantized.LARGEST)
@@ -39,7 +39,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _prefill_reason(call: AttentionCall) -> str | None:
-    """`unsupported_reason` of the prefill kernel, beside what it has in common with the decode kernel."""
+    """`unsupported_reason` of the prefill kernel, beyond the limits it shares with the decode kernel."""
     keys, values = call.blocks.keys, call.blocks.values
     if call.bias is not None and call.bias.shape[2] > 1:
         return "a bias that differs among more queries than the decode kernel takes"
@@ -52,7 +52,7 @@ def _prefill_reason(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """`reference.attend`; float32 sums."""
+    """`reference.attend`, summed in float32."""
     from ...kernels.triton import attention  # needs Triton
 
     step, keys, values = call.step, call.blocks.keys, call.blocks.values
@@ -67,14 +67,15 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:
-    """How many leading rows have one query each, these, and the rest; `None` for no rows, and for all of them."""
+    """Returns the number of leading rows with one query each, a step of these, and one of the rest; both steps are
+    `None` if that number is 0."""
     starts = step.query_start
     count = next((row for row in range(step.num_rows) if starts[row + 1] - starts[row] != 1), 0)
     return (count, step.rows(0, count), step.rows(count, step.num_rows)) if count else (0, None, None)
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """`attend` for rows of equally many and few queries: with a cascade where that pays off."""
+    """`attend` for rows of equally many, few queries; with a cascade if it pays off."""
     from ...kernels.triton import attention  # needs Triton
 
     query, step, keys, values = call.query, call.step, call.blocks.keys, call.blocks.values

@@ -1,1 +1,1 @@
-"""How a step runs: the model, and the adapter it runs with."""
+"""Runs steps: the model with its adapters, graphs, and draft models."""

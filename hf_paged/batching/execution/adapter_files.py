@@ -1,4 +1,4 @@
-"""LoRA adapters in folders that PEFT has saved: what is known of one at once, loading, and which are loaded."""
+"""LoRA adapters in folders saved by PEFT: checks, loading, and the store of loaded ones."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
-NUM_AHEAD = 2  # adapters that are loaded before a request runs with them
-HOST_SHARE = 8  # adapters that a device has no place for keep up to this part of the host's free memory
+NUM_AHEAD = 2  # adapters that are prefetched
+HOST_SHARE = 8  # copies in host memory take at most this fraction (1/8) of its free memory
 
 
 class AdapterFile(NamedTuple):
-    """A folder, as it was when a request named it: what stands for the adapter in requests, prefixes and recorded
-    steps. Another version is another adapter."""
+    """A folder as it was when a request named it; identifies the adapter in requests, prefixes and recorded steps.
+    Another version is another adapter."""
 
     path: str
-    version: tuple[int, ...]  # times of change and sizes of its files
-    num_bytes: int  # of its weights, as they are computed with
+    version: tuple[int, ...]  # modification times and sizes of its files
+    num_bytes: int  # of its weights in float32
 
 
 def is_adapter_folder(name: str) -> bool:
@@ -43,8 +43,8 @@ def is_adapter_folder(name: str) -> bool:
 
 
 def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | None:
-    """What a request that names an adapter runs with: one of the model's own, else that in a folder of PEFT's. Raises
-    [`AdapterError`], or as `read_adapter_file`."""
+    """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT. Raises
+    [`AdapterError`]."""
     if name is None or has_adapter(model, name) or not is_adapter_folder(name):
         if name is not None:
             check_adapter(model, name)
@@ -54,20 +54,20 @@ def resolve_adapter(model: nn.Module, name: str | None) -> str | AdapterFile | N
 
 
 def adapter_namespace(adapter: Hashable) -> Hashable:
-    """What prefixes are told apart by, the same in every process."""
+    """The adapter's namespace in the prefix cache, the same in every process."""
     return (adapter.path, adapter.version) if isinstance(adapter, AdapterFile) else adapter
 
 
 def read_adapter_file(name: str) -> AdapterFile:
-    """Looks at a folder and its weights' shapes. Raises `ValueError` for one that is not served, and why; `ImportError`
-    without PEFT."""
+    """Reads a folder's config and its weights' shapes. Raises [`AdapterError`], a `ValueError`, with the reason if the
+    adapter cannot be served or read, or if PEFT is missing."""
     path = os.path.realpath(name)
     try:
         _find_config(path)
         if not os.path.isfile(os.path.join(path, WEIGHTS)):
             raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
         version = _version(path)
-        num_numbers, layers = 0, defaultdict[str, set[str]](set)  # those that have weights of a kind
+        num_numbers, layers = 0, defaultdict[str, set[str]](set)  # layer names by the kind of weight
         with safe_open(os.path.join(path, WEIGHTS), "pt") as file:
             for key in file.keys():
                 numbers = math.prod(file.get_slice(key).get_shape())
@@ -120,8 +120,8 @@ def _version(path: str) -> tuple[int, ...]:
 
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-    """What it adds to which modules of `model`, on the CPU, in float32 where it was saved in half precision, as PEFT
-    loads it. Raises [`AdapterError`] if it is not of this model, or no longer what the request named."""
+    """Loads the weights by module of `model`, on the CPU; half precision becomes float32, as in PEFT. Raises
+    [`AdapterError`] if they do not fit this model, or if the files have changed since the request named them."""
     from peft.utils import load_peft_weights
     from peft.utils.other import get_pattern_key
 
@@ -141,7 +141,7 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
                 raise ValueError(f"{own} takes {depth} numbers and gives {width}, its weights are of another model")
             alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), own), config.lora_alpha)
             scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-            # copies, as what safetensors gives is mapped from the file, which may be written to
+            # copies: safetensors maps the file, which may be overwritten later
             a, b, bias = (None if x is None else x.to(_dtype(x), copy=True) for x in (a, b, bias))
             parts[module] = own_part(model, own, module, LoraWeights(a, b, bias, scaling))
         if _version(file.path) != file.version:
@@ -156,14 +156,14 @@ def _dtype(weight: Tensor) -> torch.dtype:
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """Numbers that a linear layer gives, and takes."""
+    """Output and input size of a linear layer."""
     shape = tuple(module.weight.shape)
     return shape if isinstance(module, nn.Linear) else (shape[1], shape[0])
 
 
 @dataclasses.dataclass
 class _Loading:
-    """In a thread that ends with it."""
+    """An adapter being loaded by a thread, which ends when it is loaded."""
 
     thread: threading.Thread
     parts: dict[nn.Module, LoraWeights] | None = None
@@ -171,8 +171,8 @@ class _Loading:
 
 
 class AdapterStore:
-    """The weights of adapters in folders. Those that have a place in the pool are where the model computes; `forget` is
-    told when one loses it. On a device its copy in host memory then stays for a while, the last used ones."""
+    """The loaded weights of adapters in folders. Placed ones are where the model computes, and `forget` is called when
+    one is evicted from the pool. For a model on a device, copies of the last used ones also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -183,11 +183,11 @@ class AdapterStore:
         self.num_loads = 0  # from files
 
     def __contains__(self, file: AdapterFile) -> bool:
-        """Whether it is where the model computes."""
+        """Whether its weights are placed where the model computes."""
         return file in self._placed
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Its weights, loaded if they are not. Raises [`AdapterError`]."""
+        """Returns its weights, and loads them if needed. Raises [`AdapterError`]."""
         if (found := self._placed.get(file)) is not None:
             return found
         parts = self._take(file)
@@ -207,11 +207,11 @@ class AdapterStore:
             if loading.error is not None:
                 raise loading.error
         self.num_loads += 1
-        # of a process that forked meanwhile the thread has ended with nothing
+        # after a fork, the thread does not exist in the child and has left nothing
         return load_adapter(self._model, file) if loading is None or loading.parts is None else loading.parts
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Begins to load adapters of requests that wait; what was loaded before for others is let go."""
+        """Starts to load the adapters of waiting requests; drops other prefetched ones."""
         for file in [known for known in self._loading if known not in files]:
             del self._loading[file]
         for file in files[:NUM_AHEAD]:
@@ -229,11 +229,11 @@ class AdapterStore:
             loading.error = error
 
     def forget(self, file: AdapterFile) -> None:
-        """It has no place any more."""
+        """Drops the placed weights."""
         self._placed.pop(file, None)
 
     def forget_others(self, modules: set[nn.Module]) -> None:
-        """The model has these modules now: weights of others are loaded again."""
+        """Drops weights of modules other than these, which the model has now."""
         self._placed = {file: x for file, x in self._placed.items() if modules.issuperset(x.parts)}
         self._host = OrderedDict((file, parts) for file, parts in self._host.items() if modules.issuperset(parts))
         self._loading.clear()

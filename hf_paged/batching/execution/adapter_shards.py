@@ -1,5 +1,5 @@
-"""LoRA weights of layers that are in shards over several processes: which part of them is this process's, as PEFT
-splits them (`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`)."""
+"""LoRA weights of layers that are sharded over several processes: this process's shard, split as PEFT does
+(`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ... import compat
 from ...kernels.lora import LoraWeights
 
-# of layers that take and give all their numbers in every process
+# styles of layers whose whole inputs and outputs are in every process
 _WHOLE = {None, "colwise_gather_output", "colwise_rep", "rowwise_rep", "rowwise_split_input"}
 _GIVES_A_PART, _TAKES_A_PART = {"colwise", "packed_colwise"}, {"rowwise"}
 
 
 class NotSplitError(ValueError):
-    """A layer is split over processes in a way in which its adapters' weights are not."""
+    """A layer is sharded in a way that is not supported for adapter weights."""
 
 
 def is_split(tensor: Any) -> bool:
@@ -26,7 +26,7 @@ def is_split(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """What of a tensor, or of `None`, is in this process: the same object each time."""
+    """This process's shard of a tensor, the same object each time; a tensor that is not split, or `None`, as it is."""
     if not is_split(tensor):
         return tensor
     with torch.no_grad():
@@ -34,7 +34,7 @@ def local(tensor: Any) -> Any:
 
 
 def local_weights(a: Any, b: Any, bias: Any, scaling: float) -> LoraWeights | None:
-    """Of PEFT's layers, which may have split them; `None` if not as PEFT does."""
+    """This process's shard of the weights of a PEFT layer; `None` if they are split in another way than PEFT's."""
     group = None
     for tensor, dim in ((a, 1), (b, 0), (bias, 0)):
         if not is_split(tensor) or all(each.is_replicate() for each in tensor.placements):
@@ -47,8 +47,8 @@ def local_weights(a: Any, b: Any, bias: Any, scaling: float) -> LoraWeights | No
 
 
 def own_part(model: nn.Module, name: str, module: nn.Module, lora: LoraWeights) -> LoraWeights:
-    """Of whole weights for a linear layer, which has this name in the model without adapters. Raises
-    [`NotSplitError`]."""
+    """This process's shard of whole weights for a linear layer; `name` is its name in the model without adapters.
+    Raises [`NotSplitError`]."""
     weight: Any = module.weight
     style = compat.shard_style(model, name) if is_split(weight) else None
     if style in _WHOLE:

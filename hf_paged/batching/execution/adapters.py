@@ -1,4 +1,4 @@
-"""Which adapters a forward runs with: PEFT's one for all its rows, or what each row's own adds to linear layers."""
+"""Adapters of a forward: a PEFT adapter for all rows, or what each row's adapter adds to linear layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .adapter_shards import is_split, local, local_weights
 
 BASE = "__base__"  # PEFT's own name for "no adapter"
 _STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
-_NAMES = "adapter_names"  # the keyword that PEFT gives its layers for rows with adapters of their own
+_NAMES = "adapter_names"  # keyword by which PEFT passes each row's adapter to its layers
 
 
 class AdapterError(ValueError):
@@ -28,17 +28,17 @@ class AdapterError(ValueError):
 
 @dataclass(eq=False)
 class Adapter:
-    """What an adapter adds to which linear layers, where rows with it may stand beside others."""
+    """An adapter whose rows may share a forward with other rows: what it adds to which linear layers."""
 
-    key: tuple[Hashable, int]  # its name and a number: what recorded steps know it by, never that of other weights
+    key: tuple[Hashable, int]  # its name and a number; identifies its weights to recorded steps, and is never reused
     parts: dict[nn.Module, LoraWeights]
-    read: Callable[[], list[Any]] | None = None  # of one that is the model's: what it was made of, as it is now
+    read: Callable[[], list[Any]] | None = None  # for one of the model: reads the tensors and options it was made of
 
     def __post_init__(self) -> None:
         self._made_of = None if self.read is None else self._places()
 
     def is_current(self) -> bool:
-        """Whether it still is what it was made of."""
+        """Whether the model's tensors and options are still those it was made of."""
         return self.read is None or self._places() == self._made_of
 
     def is_like(self, other: Adapter) -> bool:
@@ -67,7 +67,7 @@ def base_model(model: Any) -> Any:
 
 
 def peft_layers(model: nn.Module) -> list[Any]:
-    # by what PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`) have; PEFT need not be installed
+    # by attributes of PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`), without importing PEFT
     return [module for module in model.modules() if all(hasattr(module, key) for key in _STATE)]
 
 
@@ -94,8 +94,8 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
-    """Forwards of `model` run with the adapter `name` of its own (`"__base__"`: with none; `None`: as the model is), or
-    raise [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone."""
+    """Within it, forwards of `model` run with its adapter `name` (`"__base__"`: with none; `None`, or no string: as the
+    model is). Raises [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves `requires_grad` alone."""
     if not isinstance(name, str):
         yield
         return
@@ -115,7 +115,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[None]:
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """The name of the one adapter that the model runs with as it is, `"__base__"` for none; `None` for several."""
+    """The name of the active adapter, `"__base__"` for none; `None` for several."""
     layers = peft_layers(model)
     if all(layer._disable_adapters for layer in layers):
         return BASE
@@ -125,7 +125,7 @@ def active_adapter(model: nn.Module) -> str | None:
 
 
 def unmixable_layer(module: nn.Module) -> str | None:
-    """Why what an adapter adds to this module of the base model cannot be added to its product; `None` if it can."""
+    """Why an adapter's addition to this module of the base model cannot be computed here; `None` if it can."""
     if type(module) not in (nn.Linear, Conv1D):
         return f"is no plain linear layer ({type(module).__name__})"
     weight: Any = module.weight
@@ -136,7 +136,7 @@ def unmixable_layer(module: nn.Module) -> str | None:
 
 
 def find_adapter(model: nn.Module, name: str, key: tuple[str, int]) -> Adapter | str:
-    """An adapter of the model's own as what it adds, or why its rows need forwards of their own."""
+    """Reads an adapter of the model, or returns why its rows need a separate forward. Raises [`AdapterError`]."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):
@@ -145,7 +145,7 @@ def find_adapter(model: nn.Module, name: str, key: tuple[str, int]) -> Adapter |
         if name not in getattr(layer, "lora_A", {}) or name in getattr(layer, "lora_variant", {name}):
             return f"adapter {name!r} is not of plain LoRA alone, in {type(layer).__name__}"
         base = layer.base_layer
-        # layers of other libraries' (bitsandbytes, torchao) are of other modules
+        # layers for other libraries (bitsandbytes, torchao) come from other Python modules
         if type(layer).__module__ != "peft.tuners.lora.layer" or unmixable_layer(base) is not None:
             return f"the base of adapter {name!r} is quantized, or no plain linear layer, in {type(base).__name__}"
         dropout = layer.lora_dropout[name]
@@ -195,14 +195,14 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
 
 
 def adapter_names(model: nn.Module) -> list[str] | None:
-    """Those that PEFT gives the rows of the `generate` call that runs now."""
+    """The adapter names of the rows of the running `generate` call, as PEFT got them; `None` if it got none."""
     found = [list(hook.keywords[_NAMES]) for _, _, hook in _names_hooks(model)]
-    return found[-1] if found else None  # PEFT leaves those of a call that failed, in front of the next call's
+    return found[-1] if found else None  # after a failed call PEFT leaves its hooks, before those of the next call
 
 
 @contextlib.contextmanager
 def without_adapter_names(model: nn.Module) -> Iterator[None]:
-    """PEFT's layers are not told of the rows' adapters: they know rows of rectangles alone."""
+    """Within it, PEFT's layers do not get `adapter_names`, which they can only apply to rows of a padded batch."""
     found = list(_names_hooks(model))
     for module, number, _ in found:
         del module._forward_pre_hooks[number]

@@ -1,5 +1,5 @@
-"""A smaller model with the same tokens proposes candidates (assisted generation): its rows run together, in blocks of
-the target's memory."""
+"""Drafts from a smaller model with the same tokens (assisted generation): its rows run together, in blocks of the
+target's memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ..scheduling.scheduler import Scheduler
 from .executor import Executor
 from .runner import Runner, rows_of_logits
 
-MAX_ROWS = 16  # tokens that a row has missed, up to which they are rows of one token each
+MAX_ROWS = 16  # up to this many missed tokens of a row run as rows of one token each, so that the step can be a replay
 _numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _guard = forks.lock()
 
 
 def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
-    """An empty cache of the assistant, whose layers are groups of their own in the target's memory."""
+    """An empty cache of the assistant, with separate layer groups in the target's memory."""
     with _guard:
         number = _numbers.get(model)
-        if number is None:  # that of a model that is gone, if there is one: its groups are there
+        if number is None:  # reuses the number of a deleted model, whose groups exist
             taken = set(_numbers.values())
             number = _numbers[model] = next(n for n in itertools.count(1) if n not in taken)
     config = model.config.get_text_config(decoder=True)
@@ -47,11 +47,11 @@ def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 
 class Assistant:
-    """The assistant of some rows. It takes blocks that are free; all go back when the target is short of them, and for
-    some steps nothing is proposed then."""
+    """The assistant of some rows. It uses free blocks; when the target runs short, it frees all of them and proposes
+    nothing for some steps."""
 
     MAX_PAUSE = 256  # steps
-    depth = 1  # tokens from its own on that what is computed at a place depends on
+    depth = 1  # the K/V at a position depend on this many tokens from there on
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedCache, made: tuple[BlockManager, Runner], scheduler: Scheduler,
@@ -62,7 +62,7 @@ class Assistant:
         guard = WeightsGuard(model, self.memory, self.blocks)
         self.executor = Executor(model, self.memory, runner, scheduler, guard)
         self.rows: list[AssistantRow] = []
-        self.seconds_a_token = 0.0  # of a forward of one token a row
+        self.seconds_a_token = 0.0  # average time of a forward with one token per row
         self._pause, self._left = 1, 0
 
     def add(self, row: AssistantRow) -> None:
@@ -79,13 +79,13 @@ class Assistant:
                 self.executor.rest()
 
     def change_weights(self) -> None:
-        """Between steps: the assistant may be another model from here on."""
+        """Between steps: notes that the assistant's weights may have changed."""
         with self.executor.lock:
             self.executor.begin(check_weights=False)
         self._free_all()
 
     def reclaim(self) -> bool:
-        """Gives all blocks back; returns whether there were any."""
+        """Frees all blocks; returns whether there were any."""
         had_any = self._free_all()
         if had_any:
             self._left, self._pause = self._pause, min(2 * self._pause, self.MAX_PAUSE)
@@ -104,8 +104,8 @@ class Assistant:
 
     @torch.no_grad()
     def propose(self, wanted: Items[tuple[AssistantRow, Sequence, int]]) -> list[Draft | None]:
-        """For each row, with the target's sequence and the most it may propose, candidates; none where the assistant
-        has not read all of its tokens yet: it reads up to `max_catch_up` in each round."""
+        """Returns a draft for each row, given the target's sequence and the most tokens to propose; `None` while the
+        assistant has not read all the row's tokens, of which it reads up to `max_catch_up` a round over all rows."""
         if self._left:
             self._left -= 1
             return [None] * len(wanted)
@@ -115,10 +115,10 @@ class Assistant:
                 drafts = self._propose(wanted)
             self._pause = max(1, self._pause - 1)
             return drafts
-        except OutOfBlocksError:  # of a limit in bytes, which the first forward meets: nothing but speed depends on it
+        except OutOfBlocksError:  # a limit in bytes, met by the first forward: costs only speed
             self.reclaim()
             return [None] * len(wanted)
-        except BaseException:  # what was being computed is not known
+        except BaseException:  # unknown which tokens were computed
             self._free_all()
             raise
 
@@ -139,7 +139,7 @@ class Assistant:
         return [drafts[row].draft(row.keeps_scores) if row in drafts else None for row, _, _ in wanted]
 
     def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
-        """Forgets what was computed of candidates that were refused, and takes the row's tokens."""
+        """Takes over the target's tokens, and drops the K/V of rejected candidates."""
         sequence = row.sequence
         known, same = sequence.token_ids, row.num_followed
         while same < min(len(known), len(token_ids)) and known[same] == token_ids[same]:
@@ -164,7 +164,7 @@ class Assistant:
         return True
 
     def _catch_up(self, rows: Items[AssistantRow]) -> dict[AssistantRow, Tensor]:
-        """`(1, vocab)` logits of each row that is computed as far as it goes."""
+        """Computes missed tokens; returns logits `(1, vocab)` of each row that is then fully computed."""
         left = self._max_catch_up
         items: list[tuple[AssistantRow, int]] = []
         for row in rows:
@@ -175,7 +175,7 @@ class Assistant:
         if not items:
             return {}
         few = [row for row, count in items if 1 < count <= MAX_ROWS and not row.sequence.num_to_compute]
-        for row in few:  # as a draft's, so that the step can be a replay
+        for row in few:  # run as a draft, so that the step can be a replay
             row.hide(dict(items)[row] - 1)
         items.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
         scheduled = [(row.sequence, count) for row, count in items]
@@ -190,7 +190,7 @@ class Assistant:
     def _choose(
         self, rows: Items[AssistantRow], drafts: dict[AssistantRow, Growing], logits: Tensor
     ) -> list[AssistantRow]:
-        """Adds a token to the draft of each row with its logits, `(rows, vocab)`; returns the rows that go on."""
+        """Adds a token to each row's draft by its logits, `(rows, vocab)`; returns the rows that continue."""
         self.add_tokens(rows, drafts, logits)
         going = []
         for row in rows:
@@ -204,7 +204,7 @@ class Assistant:
 
     @staticmethod
     def add_tokens(rows: Items[AssistantRow], drafts: dict[AssistantRow, Growing], logits: Tensor) -> None:
-        """Adds to each row, and to its draft, the token that it chooses by its logits, `(rows, vocab)`."""
+        """Chooses a token for each row by its logits, `(rows, vocab)`, and adds it to the row and its draft."""
         scores = logits.float()
         for place, row in enumerate(rows):
             if row.processors:
@@ -243,8 +243,8 @@ class Growing:
 
 
 class AssistantRow:
-    """One row's part of an assistant: its tokens so far, and transformers' strategy for how many it proposes. The
-    target's processors run over the candidates as well, but for those that hold a state or force a length."""
+    """One row's state in an assistant: its tokens, and transformers' strategy for the number of candidates. The
+    target's logits processors also apply to candidates, except those that hold a state or force a length."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant, config = assistant, decoding.config
@@ -255,7 +255,7 @@ class AssistantRow:
         eos = compat.special_token(config, "eos")
         self.eos_ids = set() if eos is None else set(eos.flatten().tolist())
         tokens = ids[0].tolist()
-        self.prefix: list[int] = []  # tokens in front of those of `sequence`
+        self.prefix: list[int] = []  # tokens before those of `sequence`
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_followed = 0
@@ -264,15 +264,15 @@ class AssistantRow:
         assistant.add(self)
 
     def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
-        """transformers' strategy, and what processes the logits of candidates."""
+        """Makes transformers' strategy, and the logits processors of candidates."""
         ids, config = decoding.input_ids, decoding.config
         strategy, made = compat.assisted_candidates(ids, self.assistant.model, config, decoding.logits_processor)
-        # those of least lengths transformers makes for each proposal, from the target's options
+        # transformers makes the processors of minimum lengths for each proposal, from the target's options
         least = [each for each in decoding.logits_processor if type(each) is MinLengthLogitsProcessor]
         return strategy, LogitsProcessorList([*least, *(each for each in made if leaves_rows_alone(each))])
 
     def hide(self, count: int) -> None:
-        """The last tokens that are computed become a draft, until `show`."""
+        """Turns the last `count` computed tokens into a draft, until `show`."""
         sequence = self.sequence
         sequence.draft, sequence.token_ids[-count:] = sequence.token_ids[-count:], []
         sequence.num_computed_tokens -= count
@@ -285,7 +285,7 @@ class AssistantRow:
 
     @property
     def threshold(self) -> float | None:
-        """A candidate of less probability is the last."""
+        """Probability below which a candidate ends the draft."""
         return self.strategy.generation_config.assistant_confidence_threshold or None
 
     @property
@@ -294,11 +294,11 @@ class AssistantRow:
 
     @property
     def most(self) -> int:
-        """Candidates that the strategy proposes now."""
+        """Number of candidates that the strategy wants now."""
         return int(self.strategy.num_assistant_tokens)
 
     def note(self, growing: Growing) -> None:
-        """Of what was proposed, what the strategy learns from."""
+        """Passes the draft's size and confidences to the strategy, which learns from them."""
         self.num_proposed = len(growing.tokens)
         if hasattr(self.strategy, "probs"):
             self.strategy.probs.extend(growing.confidences)
@@ -311,6 +311,6 @@ class AssistantRow:
 
     def close(self) -> None:
         own = self.assistant.model.generation_config
-        if own.num_assistant_tokens_schedule == "heuristic":  # kept for the next call, as transformers does
+        if own.num_assistant_tokens_schedule == "heuristic":  # kept for the next call, as in transformers
             own.num_assistant_tokens = self.strategy.num_assistant_tokens
         self.assistant.remove(self)

@@ -1,4 +1,4 @@
-"""CUDA graphs as what records steps."""
+"""CUDA graphs as the backend that records steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-_LATER: list[Any] = []  # graphs, with what they need, that went while their thread captured, where it must not wait
+_LATER: list[Any] = []  # graphs deleted during a capture, when waiting is forbidden: freed after it
 
 
 class CudaGraphs:
-    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after the
-    other, and nothing reads what one of them left there but the graph itself."""
+    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are replayed one after
+    another, and only the graph itself reads what it left there."""
 
     runs_ahead, decodes_alone, notice = True, False, logging.WARNING
 
@@ -38,13 +38,13 @@ class CudaGraphs:
     def capture(
         self, run: Callable[[], None], model: PreTrainedModel, check: Callable[[Callable[[], None]], None]
     ) -> RecordedGraph:
-        """Runs `run` once as it is, then records it, in fewer launches where that passes the check. Waits for the
-        device. Raises what `run` raised, [`NotCapturable`] if it does what cannot be recorded; streams, random state
-        and memory are then as before."""
+        """Runs `run` once as it is, then records it, fused to fewer launches if that passes `check`. Waits for the
+        device. Raises what `run` raises, and [`NotCapturable`] if it cannot be recorded; streams, random state and
+        memory are then as before."""
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
-            # what is built on first use (kernels, libraries' handles) cannot be while a stream is captured
+            # kernels and library handles are built on first use, which must not be during a capture
             first = NothingUnrecorded()
             with torch.cuda.stream(self._stream):
                 with HostFirst(), first:
@@ -52,11 +52,11 @@ class CudaGraphs:
                 tape = fuse(run, self._device, check)
             before.wait_stream(self._stream)
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the pool cannot take it over, nor the allocator free it during the capture
+            torch.cuda.empty_cache()  # the graphs' pool cannot use cached memory, which a capture cannot free
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(self._stream), contextlib.ExitStack() as stack:
-                # cuBLAS takes its workspaces from the graphs' pool: those it has are not the graph's to keep, and
-                # others, such as torch.compile's own graphs, free them
+                # makes cuBLAS allocate workspaces in the graphs' pool: the graph does not own existing ones, and other
+                # code, such as torch.compile's graphs, frees them
                 torch._C._cuda_clearCublasWorkspaces()
                 stack.callback(torch._C._cuda_clearCublasWorkspaces)
                 if tape is not None:
@@ -71,14 +71,14 @@ class CudaGraphs:
                     with HostFirst(), KnownAgain(first.known):
                         self._record(graph, run)
         while _LATER:
-            RecordedGraph(*_LATER.pop())  # and goes
+            RecordedGraph(*_LATER.pop())  # deleted at once, which now waits and frees
         return RecordedGraph(graph, self._done, first.known if tape is None else tape.constants)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.clone_state()
         try:
-            # other threads may go on allocating and waiting
+            # "thread_local": other threads may still allocate and wait
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -87,7 +87,7 @@ class CudaGraphs:
         except BaseException:
             try:
                 graph.pool()
-            except RuntimeError:  # what `capture_end` does after the stream's own end was left out
+            except RuntimeError:  # `capture_end` failed before its clean-up, which is done here
                 generator.graphsafe_set_state(state)
                 for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
                     with contextlib.suppress(AttributeError, RuntimeError):
@@ -96,7 +96,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Work that begins within it comes after the work of the last such context, whichever stream that was on."""
+        """Orders the device work within it after that of the last such context, also across streams."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)
@@ -109,20 +109,20 @@ class CudaGraphs:
 def fuse(
     run: Callable[[], None], device: torch.device, check: Callable[[Callable[[], None]], None]
 ) -> DeviceTape | None:
-    """`run` in fewer launches; `None` where that cannot be recorded, fails, or does not pass the check."""
+    """Records `run` fused to fewer launches; `None` if that fails or does not pass `check`."""
     from ...tape.device import DeviceTape  # needs Triton
 
     try:
         tape = DeviceTape.record(run, device)
         check(functools.partial(tape.replay, spoils=True))
-    except Exception as error:  # a kernel of another library writes unseen; a list of operations may not compile
+    except Exception as error:  # another library's kernels write unobserved; a fused kernel may not compile
         logger.info("steps are recorded as they are, without fused operations: %s", first_line(error))
         return None
     return tape
 
 
 class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` comes after its last replay. It reads what is `held`."""
+    """A CUDA graph that is not freed while it runs: `done` is recorded after its last replay. It reads `held`."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, done: torch.cuda.Event, held: list[Any]) -> None:
         self._graph, self._done, self._held = graph, done, held
@@ -131,7 +131,7 @@ class RecordedGraph:
         self._graph.replay()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the driver is gone before the interpreter's last objects are
+        with contextlib.suppress(Exception):  # at interpreter exit the driver may be gone already
             if torch.cuda.is_current_stream_capturing():
                 _LATER.append((self._graph, self._done, self._held))
             else:

@@ -1,4 +1,4 @@
-"""Runs one model's forwards for the loop: as the model is now, each with its adapter, one forward at a time."""
+"""Runs one model's forwards for the batching loop, one at a time, each with its adapter, and notices model changes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from .runner import Runner, in_order, rows_of_logits
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[list[Sequence], Tensor], Tensor | None]
-"""Sequences and their next tokens `(n,)` on the device to logits `(n, vocab)`; `None` where that needs the host."""
+"""From sequences and their next tokens `(n,)` on the device, logits `(n, vocab)`; `None` if the step needs the host."""
 
 
 @dataclass
 class Window:
-    """Time in which no other code can change the model (`model.weights.WeightsGuard`): a step, or a `generate` call."""
+    """A period in which no other code changes the model (`model.weights.WeightsGuard`): a step or a `generate` call."""
 
     is_call: bool = False
     is_open: bool = False
@@ -51,16 +51,17 @@ class Window:
 
 
 class Launched(NamedTuple):
-    """A step that runs on the device, for `n` sequences."""
+    """A step launched on the device, for `n` sequences."""
 
     logits: Tensor  # (n, vocab)
-    # its place, and what it is if all went as guessed: its length, its last token, the last block of each table
+    # row in `logits`, and the state the launch assumed: number of tokens, last token, last block of each table
     rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
 
 
 class RunAhead:
-    """Launches the next step of decodes while its tokens are still on their way to the host. It is a guess, that every
-    row goes on and none joins: else the step is computed as always, and what was launched wrote past their ends."""
+    """Launches the next decode step while its input tokens are still being copied to the host. This assumes that every
+    row continues and none joins. Otherwise the step is computed as usual; the launched one only wrote K/V past the
+    sequences' ends."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory, self._scheduler = memory, scheduler
@@ -70,8 +71,8 @@ class RunAhead:
         self._launched = None
 
     def fetch(self, ready: list[tuple[Generation, Tensor]], launch: Launch) -> Fetch | None:
-        """What brings the tokens of all these generations' rows, `(n,)` in their order, to the host, and launches the
-        next step meanwhile; `None` where there are beams."""
+        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host, and meanwhile
+        launches the next step; `None` with other decoding than sampling (beams) or with speculation."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             if not isinstance(generation.decoding, SampleDecoding) or generation.speculation is not None:
@@ -83,7 +84,7 @@ class RunAhead:
 
     def _fetch(self, sequences: list[Sequence], tokens: Tensor, launch: Launch) -> list[int]:
         arrived = _send(tokens)
-        # without the rows that these tokens bring to their greatest length
+        # rows that reach their maximum length with these tokens do not continue
         going = [row for row, each in enumerate(sequences) if each.num_tokens + 1 < each.request.max_num_tokens]
         chosen, logits = [sequences[row] for row in going], None
         with self._memory.lock:
@@ -94,7 +95,7 @@ class RunAhead:
                 tokens = tokens[to_device(torch.tensor(going, device="cpu"), tokens.device)]
             try:
                 logits = launch(chosen, tokens)
-            except Exception:  # the step is computed later then, and raises what is wrong
+            except Exception:  # the step is then computed as usual, and raises the error
                 logger.debug("a step could not be launched ahead", exc_info=True)
         found = arrived()
         if logits is not None:
@@ -103,14 +104,14 @@ class RunAhead:
         return found
 
     def take(self, items: list[tuple[Sequence, int]]) -> tuple[Tensor | None, int]:
-        """Logits `(n, vocab)` of the first `n` of the scheduled items, which were launched ahead, and `n`."""
+        """Returns logits `(n, vocab)` of the first `n` scheduled items, which were launched ahead, and `n`."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0
         found: list[int] = []
         for sequence, query_len in items:
             row, guessed = launched.rows.get(sequence, (0, None))
-            # a caller's code may have chosen another token; a preempted sequence may have other blocks
+            # the caller's code may have chosen another token; a preempted sequence may have other blocks
             now = len(sequence.token_ids), sequence.token_ids[-1], _tails(sequence)
             if query_len != 1 or sequence.num_to_compute or now != guessed:
                 break
@@ -131,31 +132,31 @@ class Executor:
     ) -> None:
         self.model, self.runner, self.guard = model, runner, guard
         self.lock = step_lock(model)
-        # processes that compute the forwards together, where an interrupt would leave the others within one
+        # processes that compute each forward together: an interrupt in one would leave the others stuck in the forward
         self.ranks = ranks_of(model)
-        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # around each of these
-        self.slowed_by: set[str] = set()  # what kernels said of steps that they did not take
-        self.checks_weights = False  # whether prefixes are used (`begin`)
-        self.replays = False  # whether graphs are
-        self.adapters: Adapters | None = None  # what runs rows with several in one forward
+        self.together: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # wraps such a forward
+        self.slowed_by: set[str] = set()  # why kernels did not serve some steps
+        self.checks_weights = False  # whether the prefix cache is used (`begin`)
+        self.replays = False  # whether graphs are used
+        self.adapters: Adapters | None = None  # runs rows with different adapters in one forward
         self.ahead = RunAhead(memory, scheduler)
-        self._configs: list[PreTrainedConfig] | None = None  # whose attention is switched
-        self._num_changes = -1  # of the model, when the runner was last told of it
-        self._is_state_due = False  # whether it is to be told of the model's state
+        self._configs: list[PreTrainedConfig] | None = None  # configs whose attention is switched
+        self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
+        self._is_state_due = False  # whether the runner must still get the model's state
 
     def begin(self, check_weights: bool = True, switch_attention: bool = True, replays: bool = True) -> None:
-        """Called first, and while nothing is in flight. Without `check_weights` the prefix cache is not used; without
-        `replays` no graphs are, for which the model's state is read; without `switch_attention` the caller has turned
-        the model's attention to `"hf_paged"`."""
+        """Starts work on the model; called first, and only while nothing is in flight. Without `check_weights` the
+        prefix cache is not used. Without `replays` no graphs are used, so the model's state is not read. Without
+        `switch_attention` the caller has set the model's attention to `"hf_paged"`."""
         self._device = compute_device(self.model)
-        self.autocast = autocast_dtype(self._device)  # what forwards compute in, whichever thread takes the steps
-        self.num_embeddings = num_embeddings(self.model)  # the token ids below it can be computed
+        self.autocast = autocast_dtype(self._device)  # of all forwards, whichever thread runs the steps
+        self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.checks_weights, self.replays, self._switches_attention = check_weights, replays, switch_attention
         self.guard.begin(check_weights, self.autocast)
         self._forget_model()
 
     def open(self, window: Window) -> None:
-        """Before the first step of a window: forgets cached prefixes and graphs if a quick look finds another model."""
+        """Before a window's first step: drops cached prefixes and graphs if a quick check finds the model changed."""
         if not window.is_open:
             with self.lock:
                 self.guard.open()
@@ -163,14 +164,14 @@ class Executor:
             window.is_open = True
 
     def settle(self, window: Window) -> None:
-        """Before other code runs, in a call after the first token: what was computed gets its weights' fingerprint."""
+        """Before other code runs (in a call, after its first token): fingerprints the weights of computed blocks."""
         if self.guard.is_on and not window.is_settled:
             with self.lock:
                 self.guard.settle(window.is_call)
         window.is_settled = True
 
     def leave(self, window: Window) -> None:
-        """The window ends, after a failure perhaps: what it computed without `settle` is not served."""
+        """Ends the window, perhaps after a failure: blocks computed without a `settle` are not reused."""
         if window.is_open and not window.is_settled:
             self.guard.abandon()
 
@@ -181,12 +182,12 @@ class Executor:
             self.guard.rest()
 
     def change_weights(self) -> None:
-        """Between steps: the weights are others from here on, and nothing that is cached is served any more."""
+        """Between steps: notes that the weights have changed, so that nothing cached before is reused."""
         self.guard.change()
         self._forget_model()
 
     def _forget_model(self) -> None:
-        """No graph is used before the model's state has been read again, and its modules may have other configs."""
+        """Drops what is known of the model: no graph is used before its state is read again; configs may differ."""
         self._num_changes, self._configs, self._is_state_due = -1, None, False
         self.ahead.clear()
         if self.adapters is not None:
@@ -194,7 +195,7 @@ class Executor:
         self.runner.begin(None)
 
     def notice_model(self) -> None:
-        """After a look at the model: if it is another, what was recorded or launched ahead of it goes."""
+        """After the guard's check: if the model has changed, drops graphs and the step launched ahead."""
         if self.guard.num_changes != self._num_changes:
             self._forget_model()
             self._num_changes = self.guard.num_changes
@@ -202,8 +203,8 @@ class Executor:
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
-        """Around each step: the model's attention is `"hf_paged"`, and masks are observed by no call."""
-        configs = self._configs  # which `begin` forgets, perhaps in the thread of another call
+        """Around each step: switches the model's attention to `"hf_paged"`, and turns off mask observers."""
+        configs = self._configs  # `begin` resets it, perhaps in another call's thread
         if configs is None:
             every = list(self.model.modules())
             modules = every if self._switches_attention else []
@@ -219,10 +220,10 @@ class Executor:
             obstacles.reset(tokens[1])
 
     def run(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """[`Runner`]'s logits: of what was launched ahead, then of the rest. Interrupts reach the forward."""
+        """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest. Interruptible."""
         if self._is_state_due and any(
             query_len == 1 + len(each.draft) for each, query_len in items
-        ):  # not where prompts alone wait for it
+        ):  # not for steps of nothing but prefill
             self._is_state_due = False
             self.runner.begin(read_state(self.model))
         ahead, count = self.ahead.take(items)
@@ -231,7 +232,7 @@ class Executor:
         return torch.cat([ahead, self.run_by_adapter(items[count:])]) if count < len(items) else ahead
 
     def run_by_adapter(self, items: list[tuple[Sequence, int]]) -> Tensor:
-        """Rows that can be in one forward, whatever their adapters, then those of each other adapter."""
+        """As `run`: one forward for all rows whose adapters can be mixed, then one for each other adapter."""
         names = dict.fromkeys(sequence.request.adapter for sequence, _ in items)
         if len(names) == 1:
             return self.run_with(next(iter(names)), items)
@@ -262,19 +263,19 @@ class Executor:
         return in_order(parts)
 
     def run_with(self, adapter: Hashable, items: list[tuple[Sequence, int]]) -> Tensor:
-        """As `run`, all with this adapter, and nothing launched ahead."""
+        """As `run`, with all items on one adapter, and nothing launched ahead."""
         using = self.using(adapter)
         return self.compute(
             using, lambda: self.runner.run(items, adapter if (mix := mixed.get()) is None else mix.variant)
         )
 
     def compute(self, using: contextlib.AbstractContextManager[None], work: Callable[[], Tensor]) -> Tensor:
-        """A forward, within what gives it its adapters."""
+        """Runs a forward, `work`, within `using`, which sets its adapters."""
         with self._cast(), self._window(), using:
             return work()
 
     def _window(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward: interrupts reach it, unless other processes are in theirs meanwhile."""
+        """Around a forward: lets interrupts in, unless other processes compute it as well."""
         return let_in() if self.ranks is None else (self.together or contextlib.nullcontext)()
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[None]:
@@ -284,11 +285,11 @@ class Executor:
         return use_adapter(self.model, adapter)
 
     def _loading(self) -> contextlib.AbstractContextManager[None]:
-        """Around what may read adapters from files: interrupts are let in, unless all processes read them."""
+        """Around code that may read adapter files: lets interrupts in, unless other processes read them as well."""
         return let_in() if self.ranks is None else contextlib.nullcontext()
 
     def prefetch(self, adapters: list[Hashable]) -> None:
-        """Requests with these are admitted next."""
+        """Starts to load adapters of the requests that are admitted next."""
         if self.adapters is not None:
             self.adapters.prefetch([x for x in adapters if isinstance(x, AdapterFile)])
 
@@ -299,13 +300,13 @@ class Executor:
         adapter, *others = {sequence.request.adapter for sequence in sequences}
         if others:
             return None
-        known = token_ids.clamp(0, self.num_embeddings - 1)  # ids out of range are reported once the host has them
+        known = token_ids.clamp(0, self.num_embeddings - 1)  # the host reports ids out of range once it has them
         with self.lock, self._cast(), self.using(adapter):
             return self.runner.run_ahead(sequences, known, adapter if (mix := mixed.get()) is None else mix.variant)
 
     def _cast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:
-            return contextlib.nullcontext()  # `torch.autocast` would clear its cache of weights in every step
+            return contextlib.nullcontext()  # `torch.autocast` would clear its weight cache in every step
         return torch.autocast(self._device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
 
@@ -314,7 +315,7 @@ def _tails(sequence: Sequence) -> list[int]:
 
 
 def _send(tokens: Tensor) -> Callable[[], list[int]]:
-    """Starts the copy to the host; what is returned waits for it, and for nothing launched after it."""
+    """Starts the copy to the host; the returned function waits for the copy only, not for later launches."""
     if tokens.device.type != "cuda":
         found: list[int] = tokens.tolist()
         return lambda: found

@@ -1,5 +1,5 @@
-"""Steps as graphs: recorded once for a number of rows and tokens, replayed with other inputs. A graph reads and writes
-the addresses it was recorded with; what changes from step to step is in buffers at fixed addresses."""
+"""Steps as graphs: captured once per size of rows and tokens, replayed with other inputs. A graph reads and writes the
+addresses it was recorded with, so a step's inputs are copied to buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -41,36 +41,36 @@ from .mixing import mixed, recorded
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor, list[StepMetadata], Tensor | None], Tensor]
-"""Token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted, `None` for all, to these
+"""From token ids and positions `(1, n)`, each group's step and the tokens whose logits are wanted (`None`: all), logits
 `(kept, vocab_size)`."""
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
-"""What decodes of a step share, of each layer group; nothing if that is nothing."""
+"""The prefixes that a step's decodes share, by layer group; empty if the step shares nothing."""
 
 Check = Callable[[Callable[[], None]], None]
-"""Raises `NotCapturable` unless what it is given does what the recorded forward just did."""
+"""Runs a replay; raises `NotCapturable` unless it gives what the recorded forward just gave."""
 
-# steps of a size before it is recorded, which takes about as long as three of them: an estimate, not a measurement
+# steps of a size before it is recorded; a recording takes about as long as three steps (an estimate, not measured)
 MIN_USES = 3
-# of one with several adapters, whose order may soon be another: about as many replays save what its recording takes
+# same, for a step with several adapters in a fixed order, which may soon change: about as many replays as pay for it
 MIN_MIXED_USES = 64
-MAX_GRAPHS = 64  # that are kept: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
-MIN_TABLE_TOKENS = 1024  # for which block tables have room at least: short sequences need no new graph when they grow
-# Tokens of chunks in a recorded step. With more, a GPU computes for longer than the host takes to launch (vLLM records
-# up to 512 tokens): an estimate, not a measurement
+MAX_GRAPHS = 64  # kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
+MIN_TABLE_TOKENS = 1024  # least capacity of block tables: short sequences need no new graph when they grow
+# Most tokens of chunks in a recorded step. With more, the GPU computes for longer than the host takes to launch (vLLM
+# records up to 512 tokens): an estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
 MIN_CHUNK_TOKENS, MIN_CHUNKS, MIN_PREFIXES = 16, 4, 4
 
 
 class Key(NamedTuple):
-    """What a graph was recorded for."""
+    """Identifies a recorded graph."""
 
     sizes: Sizes
-    variant: Hashable  # adapters, autocast, mode, whether rows are computed as if each were alone, hidden states
+    variant: Hashable  # adapters, autocast dtype, training mode, batch invariance, whether hidden states are kept
 
     def serves(self, other: Key) -> bool:
-        """Whether steps for which `other` would be recorded may run as this: padded, with at most twice their tokens of
-        chunks, or without what their decodes share."""
+        """Whether steps of key `other` may run with this graph: padded, with at most twice their chunk tokens, or
+        without a cascade over shared prefixes."""
         mine, needed = self.sizes, other.sizes
         return bool(
             _covers(self.variant, other.variant)
@@ -84,20 +84,21 @@ class Key(NamedTuple):
 
     @property
     def use(self) -> Hashable:
-        """What is counted beside itself, to see what is worth a graph: tables that grow need another at once."""
+        """The key without table widths, whose uses are counted as well: when tables outgrow a graph, the next is
+        recorded at once."""
         sizes = self.sizes
         return sizes.decodes, sizes.chunks, sizes.chunk_tokens, bool(sizes.prefixes), self.variant
 
 
 def _covers(mine: Any, needed: Any) -> bool:
-    """Whether they are the same, but for adapters that no token of a step needs to have."""
+    """Whether the variants are equal, or differ only in adapters that the needed step does not use."""
     if isinstance(mine, tuple) and isinstance(needed, tuple) and mine[1:] == needed[1:]:
         mine, needed = mine[0], needed[0]
     return bool(mine >= needed if isinstance(mine, frozenset) and isinstance(needed, frozenset) else mine == needed)
 
 
 def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
-    """For the prefixes of a group; with room that it does not need, launches would do nothing."""
+    """Whether a graph has room for a group's prefixes; not if the group has none, since launches would do nothing."""
     return bool(mine[0]) == bool(needed[0]) and mine[0] >= needed[0] and mine[1] >= needed[1]
 
 
@@ -108,12 +109,12 @@ class RecordedStep:
     inputs: StaticInputs
     logits: Tensor
     graph: Graph
-    held: Any = None  # what it reads beside the model, blocks and inputs
-    adapters: Sequence[Hashable] | None = None  # whose ranges are among the inputs, by key
+    held: Any = None  # tensors it reads beside the model, blocks and inputs
+    adapters: Sequence[Hashable] | None = None  # keys of the adapters whose ranges are inputs
 
 
 def bucket(num_rows: int) -> int:
-    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on of an eighth to a sixteenth."""
+    """Rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on in steps of 1/8 to 1/16 of them."""
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
     step = max(8, 1 << ((num_rows - 1).bit_length() - 4))
@@ -121,7 +122,7 @@ def bucket(num_rows: int) -> int:
 
 
 def _power(least: int, number: int) -> int:
-    """The power of two of at least both."""
+    """The least power of two that is at least `number`, but no less than `least`."""
     return max(least, 1 << (number - 1).bit_length())
 
 
@@ -132,18 +133,18 @@ def chunk_bucket(num_tokens: int) -> int:
 
 
 def draft_bucket(num_rows: int) -> int:
-    """Rows of the graph for `num_rows`, where drafts make that another number in every step: 1, 2, 4, 8, 16, 24, 32,
-    48, 64, 96, ..."""
+    """Rows of the graph for `num_rows` with drafts, when the number changes in every step: 1, 2, 4, 8, 16, 24, 32, 48,
+    64, 96, ..."""
     return bucket(num_rows) if num_rows <= MIN_CHUNK_TOKENS else chunk_bucket(num_rows)
 
 
 def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """The graphs of `model`, kept in the memory of `cache`; `None` where there can be none or the config wants none."""
+    """The graphs of `model`, kept in the memory of `cache`; `None` if the config turns them off or none can be made."""
     memory = cache.memory
-    if not memory.config.capture or is_sharded(model):  # nothing records what processes tell one another
+    if not memory.config.capture or is_sharded(model):  # communication between processes cannot be recorded
         return None
     if len({parameter.device for parameter in model.parameters()} - {torch.device("meta")}) > 1:
-        return None  # a recording is of one device
+        return None  # a recording covers one device
     groups = [group.blocks for group in cache.groups.values()]
     specs = tuple(cache.groups)
     found: StepGraphs | None = memory.graphs.get(specs)
@@ -156,33 +157,33 @@ def step_graphs(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
 
 
 class StepGraphs:
-    """The graphs of one model over one memory. It holds neither, nor anything that does."""
+    """The graphs of one model over one memory. It keeps neither of them alive."""
 
     def __init__(self, model: PreTrainedModel, groups: list[GroupMemory], backend: GraphBackend) -> None:
-        self.obstacle: str | None = None  # why nothing is recorded any more, until the model is another
+        self.obstacle: str | None = None  # why nothing is recorded any more, until the model changes
         self._model, self._device, self._groups = self.made_for = weakref.ref(model), model.device, groups
         self._backend = backend
         self.runs_ahead = backend.runs_ahead
         self._windows = [group.spec.window for group in groups]
         self._block_sizes = [group.block_size for group in groups]
-        self._signature: Hashable = None  # of the model that the graphs were recorded of
-        self._graphs: dict[Key, RecordedStep] = {}  # the one used last at the end
-        self._blocks: list[weakref.ref[KVBlocks]] = []  # whose addresses the graphs know
-        self._costs: list[CascadeCosts] | None = None  # of each group's layers together
+        self._signature: Hashable = None  # the recorded model's state, and options of torch
+        self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
+        self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
+        self._costs: list[CascadeCosts] | None = None  # by group, of all its layers together
         self._uses: Counter[Hashable] = Counter()  # by key and `Key.use`; below 0 while memory is short
-        self._limits: dict[str, int] = {}  # tokens of "decodes", of "chunks", and "prefixes" that are recorded
-        self._num_short = 0  # recordings, since the last that succeeded, for which there was no memory
-        self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # that graphs share, by vocabulary and dtype
-        self._forward: Forward | None = None  # of the runner whose step this is
+        self._limits: dict[str, int] = {}  # the most that is recorded of "decodes", "chunks" (tokens) and "prefixes"
+        self._num_short = 0  # recordings that ran out of memory since the last success
+        self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}  # shared by graphs, by vocabulary size and dtype
+        self._forward: Forward | None = None  # of the runner whose step is running
 
     def begin(self, state: ModelState) -> None:
-        """Drops graphs that were recorded of a model in another state; weights may have changed in place."""
+        """Drops all graphs if they were recorded with the model in another state; in-place weight changes are fine."""
         model = self._model()
         assert model is not None
         matmul = torch.backends.cuda.matmul
         found = (
             state.addresses(),
-            # what else decides which kernels a forward launches, as far as it is not the model's or the step's
+            # global options that decide which kernels a forward launches
             torch.get_float32_matmul_precision(),
             matmul.allow_fp16_reduced_precision_reduction,
             matmul.allow_bf16_reduced_precision_reduction,
@@ -196,7 +197,7 @@ class StepGraphs:
             self._signature, self.obstacle, self._limits = found, None, {}
 
     def clear(self) -> None:
-        """Drops what was recorded."""
+        """Drops all graphs."""
         self._graphs.clear()
         self._outputs.clear()
 
@@ -208,12 +209,12 @@ class StepGraphs:
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
     ) -> Tensor | None:
-        """A step as a replay: logits `(len(tokens.last), vocab_size)`, the caller's, or `None` if there is no graph for
-        it. With `token_ids` `(n,)`, int64, on the device, in place of those of `tokens`, all of which are decodes,
-        nothing is recorded. `keeps_hidden`: whether the forward stores hidden states, too."""
+        """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if
+        no graph serves it. `token_ids` `(n,)`, int64, on the device, replace those of a step of decodes only; nothing
+        is recorded then. `keeps_hidden`: whether the forward also stores hidden states."""
         if self.obstacle is not None or not self._is_recorded(tokens):
             return None
-        # No thread may move the blocks between the look at their addresses and the launch.
+        # no thread may move the blocks between the check of their addresses and the launch
         with self._groups[0].memory.lock:
             self._follow_blocks()
             if not self._blocks:
@@ -227,7 +228,8 @@ class StepGraphs:
                 self._forward = None
 
     def _is_recorded(self, tokens: PackedTokens) -> bool:
-        """Whether such steps are: decodes that all want logits, and on some backends chunks of not too many tokens."""
+        """Whether such steps are recorded: decodes that all want logits, and on some backends steps with few chunk
+        tokens."""
         num_chunk_tokens, limits = len(tokens.token_ids) - tokens.num_decodes, self._limits
         if not num_chunk_tokens:
             is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
@@ -237,7 +239,8 @@ class StepGraphs:
     def _find(
         self, tokens: PackedTokens, prefixes: Prefixes, variant: Hashable, keeps_hidden: bool, may_record: bool
     ) -> Key | None:
-        """Which graph serves a step: its own, recorded if it is time; else a larger one, or none."""
+        """Returns the key of the graph for a step: the exact one, recorded once used often enough; else a larger one,
+        or `None`."""
         is_training = getattr(self._model(), "training", False)
         own = variant, autocast_dtype(self._device), is_training, batch_invariant.get(), keeps_hidden
         wanted = Key(self._sizes(tokens, prefixes), own)
@@ -256,7 +259,7 @@ class StepGraphs:
         return serving
 
     def _sizes(self, tokens: PackedTokens, prefixes: Prefixes) -> Sizes:
-        """Powers of two, or as few, so that few graphs serve many steps; what a graph launches is sized for them."""
+        """The step's sizes rounded up to few values, such as powers of two, so that few graphs serve many steps."""
         least = [-(-MIN_TABLE_TOKENS // size) for size in self._block_sizes]
         widths = tuple(_power(each, max(map(len, group.tables))) for each, group in zip(least, tokens.groups))
         shared = tuple(
@@ -271,7 +274,7 @@ class StepGraphs:
             rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
             return Sizes(rows, widths, prefixes=shared, ranges=num_adapters)
         chunks = _power(MIN_CHUNKS, len(tokens.query_start) - 1 - decodes)
-        # always more tokens than rows: a forward that ignores which logits are wanted is known by their number
+        # always more tokens than rows: the number of logits then tells whether a forward ignores `logits_to_keep`
         chunk_tokens = chunk_bucket(max(num_tokens - decodes, chunks + 1))
         return Sizes(_power(1, decodes) if decodes else 0, widths, chunks, chunk_tokens, shared, 2 * num_adapters)
 
@@ -285,9 +288,9 @@ class StepGraphs:
             return step.logits[: len(tokens.last)].clone()  # the next replay overwrites them
 
     def _capture(self, key: Key, tokens: PackedTokens, prefixes: Prefixes) -> Key | None:
-        """Records a graph; if that fails, says why, and records no more of this model, or fewer where memory is short.
-        `None`, too, while another thread records. Interrupts wait for the end: one in torch's own code, which takes the
-        modes of a recording off and puts them on, would leave a mode behind."""
+        """Records a graph; `None` if that fails, or while another thread records. A failure is logged, and then no or
+        fewer such graphs are recorded. Interrupts wait for the end: torch pops and pushes the modes of a recording, and
+        an interrupt there would leave a mode behind."""
         with held(), _alone(self._device) as is_alone:
             return self._capture_alone(key, tokens, prefixes) if is_alone else None
 
@@ -300,7 +303,7 @@ class StepGraphs:
             if mix is not None and key.sizes.ranges:
                 deltas = mix.record(inputs.ranges, key.sizes.tokens, key.sizes.chunks > 0)
                 adapters = [each.key for each in mix.adapters]
-            # autocast converts weights in every replay: what its cache holds goes when autocast ends
+            # without autocast's cache each replay converts the weights: cached copies are freed when autocast ends
             dtype = autocast_dtype(self._device)
             uncached = torch.autocast(self._device.type, dtype, enabled=dtype is not None, cache_enabled=False)
             with self._backend.in_order():
@@ -325,17 +328,17 @@ class StepGraphs:
         while len(self._graphs) >= MAX_GRAPHS:
             oldest = next(iter(self._graphs))
             del self._graphs[oldest]
-            self._uses[oldest] = self._uses[oldest.use] = 0  # where there is no room for all, few are recorded again
+            self._uses[oldest] = self._uses[oldest.use] = 0  # avoids recording evicted graphs again and again
         held_too = deltas if deltas or mix is None else mix.tables
         self._graphs[key] = RecordedStep(inputs, outputs[0], graph, held_too, adapters)
         logger.debug("captured %s in %.0f ms", key, 1000 * (time.perf_counter() - start))
         return key
 
     def _refuse(self, key: Key, reason: str) -> None:
-        """Records no more steps like that, or larger; none of this model, if no decodes have been recorded either."""
+        """Stops recording such steps of this size or larger; all steps of this model if no decodes are recorded."""
         sizes = key.sizes
         kind, size = "decodes", sizes.decodes
-        if sizes.prefixes:  # without which the step is tried again
+        if sizes.prefixes:  # the step is tried again without them
             kind, size = "prefixes", 1
             self._graphs = {key: step for key, step in self._graphs.items() if not key.sizes.prefixes}
         elif sizes.chunks:
@@ -350,7 +353,7 @@ class StepGraphs:
         logger.info("Steps with %s are not recorded above %d: %s", kind, self._limits[kind], reason)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Work on the device that begins within it comes after that of the last such context, also on other streams."""
+        """Orders the device work within it after that of the last such context, also across streams."""
         return self._backend.in_order()
 
     def _output(self, logits: Tensor) -> Tensor:
@@ -358,13 +361,13 @@ class StepGraphs:
         kind = vocab_size, logits.dtype
         found = self._outputs.get(kind)
         if found is None or found.shape[0] < num_rows:
-            rows = 1 << (num_rows - 1).bit_length()  # those of smaller graphs stay as long as these do
+            rows = 1 << (num_rows - 1).bit_length()  # smaller graphs keep the outputs they were recorded with
             with torch.inference_mode(False):
                 found = self._outputs[kind] = torch.empty(rows, vocab_size, dtype=logits.dtype, device=self._device)
         return found[:num_rows]
 
     def _follow_blocks(self) -> None:
-        """Drops all graphs if any layer's blocks are others than they were: the pool grew, or was made again."""
+        """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
         blocks = [blocks for group in self._groups for blocks in group.storage.layers.values()]
         if len(blocks) != len(self._blocks) or any(ref() is not now for ref, now in zip(self._blocks, blocks)):
             self._graphs.clear()
@@ -372,7 +375,7 @@ class StepGraphs:
             self._costs = None
 
     def _shared_prefixes(self, tokens: PackedTokens) -> Prefixes:
-        """Of each layer group what its decodes share and better read once; nothing if no group has such."""
+        """The prefixes of each layer group that are worth reading once for several decodes; empty if there are none."""
         if self._backend.decodes_alone or "prefixes" in self._limits:
             return ()
         num_decodes, found = tokens.num_decodes, []
@@ -382,13 +385,13 @@ class StepGraphs:
         self._costs = self._costs or self._cascade_costs()
         groups = zip(tokens.groups, tables, self._windows, self._block_sizes, self._costs)
         for group, own, window, size, costs in groups:
-            # as `find_cascade` does: rows whose window ends within them share nothing
+            # as in `find_cascade`: rows longer than their window share nothing
             lengths = [length if window is None or length <= window else 0 for length in group.seq_lens[:num_decodes]]
             found.append(plan_cascade(own, lengths, size, costs))
         return tuple(found) if any(found) else ()
 
     def _cascade_costs(self) -> list[CascadeCosts]:
-        """For each layer group those of all its layers together; where kernels have no cascades, nothing is saved."""
+        """Each layer group's costs, of all its layers together; where kernels have no cascades, they save nothing."""
         model: Any = self._model()
         heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
         found = []
@@ -406,7 +409,7 @@ class StepGraphs:
 
 
 def _ranges(adapters: Sequence[Hashable] | None, tokens: PackedTokens) -> list[tuple[Bounds, Bounds]]:
-    """Which tokens of this thread's step have these adapters."""
+    """The token ranges of these adapters in this thread's step."""
     mix = mixed.get()
     if adapters is None or mix is None:
         return []
@@ -414,11 +417,11 @@ def _ranges(adapters: Sequence[Hashable] | None, tokens: PackedTokens) -> list[t
 
 
 def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[Tensor], deltas: Any = None) -> None:
-    """The recorded forward, which keeps nothing else alive: `inputs` to `outputs`, which its first run fills; what its
-    adapters add, if it reads on the device which tokens have them."""
+    """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes. `deltas`: what adapters
+    add, if the step reads their token ranges on the device. `owner` is weak: a recording keeps nothing else alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
-    torch.clear_autocast_cache()  # a forward's own autocast may keep weights that were converted before the recording
+    torch.clear_autocast_cache()  # the model's autocast may hold weights that were converted before the recording
     outer = recorded.set(deltas)
     try:
         logits = graphs._forward(inputs.token_ids, inputs.positions, inputs.steps(), inputs.kept)
@@ -431,21 +434,21 @@ def _record(owner: weakref.ref[StepGraphs], inputs: StaticInputs, outputs: list[
 
 
 def _check_replay(replay: Callable[[], None], logits: Tensor, dtypes: set[torch.dtype | None]) -> None:
-    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` that its recording left, computed in
+    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` of the recorded run, computed in
     `dtypes`."""
-    expected = logits.float().clone()  # of float32, too, which the next line overwrites
+    expected = logits.float().clone()  # `float` copies no float32, which the next line would overwrite
     logits.zero_()
     replay()
     gap = (logits.float() - expected).square().mean(1).sqrt() / expected.std(1).clamp_min(1e-6)
     half = max((HALF_TOLERANCE[x] for x in (logits.dtype, *dtypes) if x in HALF_TOLERANCE), default=None)
-    # in half precision a router may choose another expert for a row
+    # the median in half precision, where a router may choose another expert for a row
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
     if not worst <= (half or TOLERANCE):
         raise NotCapturable(f"what was recorded gives logits that are {worst:.1e} standard deviations from its own")
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong first: the end of a broken capture fails, too."""
+    """The first line of the first error: ending a broken capture raises further ones."""
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)
@@ -453,8 +456,8 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _alone(device: torch.device) -> Iterator[bool]:
-    """Whether no other thread records on `device`, which has one stream for that. No garbage is collected meanwhile:
-    that may free what waits for the device (pytorch#161037), or run a caller's code."""
+    """Yields whether no other thread records on `device`, which has one capture stream. Turns off garbage collection
+    meanwhile: it may free objects that wait for the device (pytorch#161037), or run a caller's code."""
     is_alone, collects = False, gc.isenabled()
     try:
         is_alone = _capture_lock(device).acquire(blocking=False)
@@ -478,7 +481,7 @@ def _log_once(obstacle: str, level: int) -> None:
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """What records steps on `device`; `None` where there is nothing that does, or our kernels do not serve."""
+    """The backend that records steps on `device`; `None` if there is none, or our kernels are not used."""
     if device.type == "cpu":
         return Tapes() if cpp.is_available() and forced() in (None, "cpp") else None
     has_graphs = device.type == "cuda" and uses_triton(torch.empty(0, device=device))
@@ -488,30 +491,30 @@ def graph_backend(device: torch.device) -> GraphBackend | None:
 class GraphBackend(Protocol):
     """Records work to run it again."""
 
-    runs_ahead: bool  # whether a replay goes on while the host does something else
-    decodes_alone: bool  # whether it records nothing else: no chunks, whose steps compute for long, and no prefixes
-    notice: int  # the level at which the log tells why nothing is recorded
+    runs_ahead: bool  # whether a replay runs while the host does something else
+    decodes_alone: bool  # whether it records decodes only: no chunks, whose steps compute for long, and no prefixes
+    notice: int  # log level of the reason why nothing is recorded
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Graph:
-        """Runs `run` once or twice, and records it. What computes in ways of its own is checked. Raises what `run`
-        raised, `NotCapturable` if it does what cannot be recorded."""
+        """Runs `run` once or twice, and records it. A replay that does not just repeat the same kernels must pass
+        `check`. Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
-        """Work that begins within it comes after the work of the last such context."""
+        """Orders the work within it after that of the last such context."""
 
 
 class Graph(Protocol):
     def replay(self) -> None:
-        """Does again what was recorded."""
+        """Runs the recorded work again."""
 
 
 class Tapes:
-    """[`Tape`]s, on the CPU. Each holds its own memory."""
+    """[`Tape`]s, on the CPU. Each has memory for its intermediate values."""
 
     runs_ahead, decodes_alone, notice = False, True, logging.INFO
 
     def capture(self, run: Callable[[], None], model: PreTrainedModel, check: Check) -> Tape:
-        run()  # makes what is made on first use, and the memory of its result
+        run()  # initializes lazily built objects, and allocates the result
         own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor))
         mix = mixed.get()
         added = [] if mix is None else mix.tensors

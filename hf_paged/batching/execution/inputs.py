@@ -1,4 +1,4 @@
-"""A packed step on the host, and the memory that its tokens and block tables are copied to."""
+"""A packed step on the host, and the buffers on the device for its tokens and block tables."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ...step import Cascade, Lengths, StepMetadata
 
 
 class GroupTokens(NamedTuple):
-    """The tokens of a packed step in one layer group."""
+    """A packed step's slots and block tables in one layer group."""
 
-    slots: list[int]  # of all tokens
+    slots: list[int]  # by token
     tables: list[list[int]]  # block ids of each row
-    seq_lens: list[int]  # tokens that each table holds, those of the step included
-    origins: list[int]  # the sequence's position that each table begins with
+    seq_lens: list[int]  # tokens in each table, the step's included
+    origins: list[int]  # sequence position at which each table begins
 
 
 class PackedTokens(NamedTuple):
     token_ids: list[int]
     positions: list[int]
     last: list[int]  # packed positions whose logits are returned
-    query_start: list[int]  # where each row begins, and the end of the last
+    query_start: list[int]  # first packed position of each row, then the end of the last
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
-    rope_factors: list[int]  # of all tokens; none where those of short sequences are all
-    axes: list[list[int]] | None = None  # positions on each axis, where a sequence has its own
-    has_drafts: bool = False  # whether some rows are candidates of the row in front
+    rope_factors: list[int]  # by token; empty if all tokens use the factors of short sequences
+    axes: list[list[int]] | None = None  # positions on each axis, if a sequence does not just count tokens
+    has_drafts: bool = False  # whether some rows are draft tokens of a row before them
 
 
 def _write_changed(ints: Any, width: int, known: list[list[int]], tables: Iterable[list[int]], first: int = 0) -> None:
-    """Writes rows of `width`, from row `first` on: of those whose block ids are not the `known` ones all, or what is
-    behind these, where a table has only grown, as most do from step to step."""
+    """Writes changed rows of `width`, from row `first` on: only the new block ids if a table has only grown since
+    `known`, as most do from step to step, else the whole row."""
     for row, block_ids in enumerate(tables, first):
         held = known[row]
         if held != block_ids:
@@ -46,12 +46,12 @@ def _write_changed(ints: Any, width: int, known: list[list[int]], tables: Iterab
                 known[row] = held = []
             start, added = row * width, block_ids[len(held) :]
             ints[start + len(held) : start + len(block_ids)] = array("i", added)
-            held += added  # after they are written: an interrupt may come before that
+            held += added  # after the write, which an interrupt may prevent
 
 
 class TableRows:
-    """Block tables of a step's rows as one tensor. From step to step only the rows that changed are written, in place:
-    by then no code may read through the step before."""
+    """Block tables of a step's rows as one tensor. Each step writes only changed rows, in place, so no code may still
+    use the previous step's tensor."""
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
@@ -66,7 +66,7 @@ class TableRows:
             rows_held = max(rows, len(self._known))
             width = max(width + width // 2, self._width)  # block tables grow by one block at a time
             buffer = array("i", bytes(4 * rows_held * width))
-            # shares the buffer, which is never resized
+            # shares the buffer, which must never be resized
             tensor = torch.frombuffer(buffer, dtype=torch.int32).view(rows_held, width)
             known: list[list[int]] = [[] for _ in range(rows_held)]
             self._known, self._width, self._buffer, self._tensor = known, width, buffer, tensor
@@ -79,18 +79,18 @@ Bounds = tuple[int, int]
 
 
 class Sizes(NamedTuple):
-    """What a recorded step has room for."""
+    """Capacity of a recorded step."""
 
     decodes: int  # leading rows, of one token each
     widths: tuple[int, ...]  # columns of each layer group's block tables
-    chunks: int = 0  # rows behind them, of any number of tokens
-    chunk_tokens: int = 0  # of all of these
-    prefixes: tuple[tuple[int, int], ...] = ()  # of each group: prefixes that decodes share, columns of their tables
-    ranges: int = 0  # of tokens that have an adapter of their own
+    chunks: int = 0  # rows after the decodes, of any number of tokens
+    chunk_tokens: int = 0  # in all chunks together
+    prefixes: tuple[tuple[int, int], ...] = ()  # by group: prefixes shared by decodes, columns of their tables
+    ranges: int = 0  # token ranges with an adapter
 
     @property
     def rows(self) -> int:
-        """With one more behind chunks, for the tokens that these do not need."""
+        """All rows; with chunks one more, for padding tokens."""
         return self.decodes + (self.chunks + 1 if self.chunks else 0)
 
     @property
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Numbers on the host, "q" (int64) or "i" (int32), and where they are on the device after the copy of all."""
+    """A part of the buffers on host and device: "q" (int64) or "i" (int32) numbers."""
 
     host: Any
     device: Tensor
@@ -125,7 +125,7 @@ class _GroupInputs:
 
 
 class _Prefixes:
-    """The parts of a [`Cascade`] of decodes. Those that share nothing are in a last group, whose prefix is empty."""
+    """The parts of a [`Cascade`] of decodes. Decodes that share nothing form a last group with an empty prefix."""
 
     def __init__(self, num_rows: int, num_groups: int, width: int, take: Take) -> None:
         self.num_rows, self.num_groups, self.width = num_rows, num_groups, width
@@ -153,7 +153,7 @@ class _Prefixes:
     def cascade(self, decodes: StepMetadata) -> Cascade:
         assert decodes.lengths is not None
         lengths = Lengths(self.seq_lens.device, self.starts.device, self.bounds.device)
-        query_start = (0, *[self.num_rows] * (self.num_groups + 1))  # one prefix may be that of all rows
+        query_start = (0, *[self.num_rows] * (self.num_groups + 1))  # all rows may share one prefix
         tables = self.tables.device.view(-1, self.width)
         prefixes = StepMetadata(tables, query_start, (), (), decodes.block_size, causal=False, lengths=lengths)
         tails = dataclasses.replace(decodes, lengths=decodes.lengths._replace(starts=self.tail_starts.device))
@@ -161,11 +161,11 @@ class _Prefixes:
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for steps that have room in `sizes`, filled for every step with one copy. Rows that a
-    step does not have hold token 0 at position 0, stored nowhere (slot -1), which attends to nothing (length 0).
-    `token_ids` and `positions` are `(1, tokens)` int64; `kept`, of steps with chunks, `(decodes + chunks,)` int64, the
-    tokens whose logits are wanted; `ranges` `(sizes.ranges, 2)` int64, tokens with an adapter of their own: those of
-    decodes, then of chunks, of each adapter."""
+    """Buffers at fixed addresses for steps that fit in `sizes`, filled with one copy per step. Unused rows hold token 0
+    at position 0, not stored (slot -1) and attending to nothing (length 0). `token_ids` and `positions` are
+    `(1, tokens)` int64. `kept`, only with chunks, is `(decodes + chunks,)` int64: the tokens whose logits are wanted.
+    `ranges` is `(sizes.ranges, 2)` int64: for each adapter its range of decode tokens, then, with chunks, that of chunk
+    tokens."""
 
     def __init__(self, sizes: Sizes, windows: list[int | None], block_sizes: list[int], device: torch.device) -> None:
         self.sizes, self.windows, self.block_sizes = sizes, windows, block_sizes
@@ -204,14 +204,14 @@ class StaticInputs:
         prefixes: Sequence[Sequence[SharedPrefix]] = (),
         ranges: Sequence[tuple[Bounds, Bounds]] = (),
     ) -> None:
-        """Takes a step, what its decodes share in each layer group, and the packed tokens of each of its adapters. The
-        host writes pinned memory, and waits if the copy before is still to be made."""
+        """Copies a step to the buffers, with the prefixes that its decodes share in each layer group and each adapter's
+        token ranges. First waits until the previous copy from pinned host memory is done."""
         if self._copied is not None:
             self._copied.synchronize()
         sizes, decodes = self.sizes, tokens.num_decodes
 
         def spread(numbers: list[int], size: int, unused: int = 0) -> list[int]:
-            """In front those of decodes; those of chunks behind all the decodes that there is room for."""
+            """Puts decodes' numbers first, and chunks' numbers after room for `sizes.decodes` decodes."""
             gap, rest = [unused] * (sizes.decodes - decodes), size - sizes.decodes - len(numbers) + decodes
             return [*numbers[:decodes], *gap, *numbers[decodes:], *[unused] * rest]
 
@@ -241,7 +241,8 @@ class StaticInputs:
             self._copied.record()
 
     def steps(self) -> list[StepMetadata]:
-        """One of each layer group. Any chunk may have all tokens that there is room for: the first does."""
+        """Returns one step per layer group. Any chunk may fill all the room for tokens; the host's bounds say the first
+        does."""
         decodes, rows = self.sizes.decodes, self.sizes.rows
         query_start = (*range(decodes + 1), *[self.sizes.tokens] * (rows - decodes))
         begins, found = None if self._query_start is None else self._query_start.device, []

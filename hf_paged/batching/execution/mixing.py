@@ -1,4 +1,4 @@
-"""Rows with different adapters in one packed forward: the base's products once, and to each row what its own adds."""
+"""Rows with different adapters in one packed forward: base products once, plus what each row's adapter adds."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from .adapters import BASE, Adapter, AdapterError, active_adapter, check_adapter
 from .inputs import Bounds
 from .runner import Runner, in_order, rows_of_logits
 
-MAX_MIXES = 64  # that are kept for recorded steps and for the next
+MAX_MIXES = 64  # kept mixes, for recorded and later steps
 
 
 Ranges = list[tuple[Adapter | None, int, int]]
-"""Of packed tokens `[start, end)` the adapter; `None`: they have none."""
+"""The adapter of packed tokens `[start, end)`; `None`: the base model."""
 
 
 class Mirror(Protocol):
-    """What is told of adapters, for other processes to have the same."""
+    """Repeats what is done with adapters in the other processes."""
 
     def check_mixing(self, names: tuple[str, ...]) -> None:
         """`Adapters.check` of these modules comes next."""
 
     def load_adapter(self, file: AdapterFile) -> None:
-        """Raises [`AdapterError`] if one of them cannot."""
+        """Raises [`AdapterError`] if a process cannot load it."""
 
     def prefetch_adapters(self, files: list[AdapterFile]) -> None: ...
 
@@ -53,11 +53,11 @@ class Mirror(Protocol):
 
 
 class NotMixableError(Exception):
-    """A module gets other rows than the packed tokens in their order, and it is not known whose they are."""
+    """A module gets other rows than the packed tokens in order, so their adapters are unknown."""
 
 
 class Mix:
-    """Which tokens of a packed step have which adapter, and what that adds to which modules."""
+    """The adapters of a packed step's tokens, and what they add to which modules."""
 
     def __init__(self, ranges: Ranges, head: nn.Module | None) -> None:
         self.key = tuple((None if adapter is None else adapter.key, *bounds) for adapter, *bounds in ranges)
@@ -65,39 +65,39 @@ class Mix:
         self._ranges, self._head = ranges, head
         self._is_one = len({id(adapter) for adapter, *_ in ranges}) == 1
         self.modules = list(dict.fromkeys(module for each in self.adapters for module in each.parts))
-        self.num_tokens = 0  # of the forward, of which those behind the last range have no adapter
-        self.kept: list[int] | None = None  # tokens whose logits are wanted, if the head gets these alone
+        self.num_tokens = 0  # of the forward; tokens after the last range have no adapter
+        self.kept: list[int] | None = None  # tokens whose logits are wanted, if the head gets only these
         self._deltas = {module: Deltas(self._parts(module, ranges)) for module in self.modules}
-        self.can_record = False  # whether one recorded step may serve whichever tokens have these adapters
+        self.can_record = False  # whether a recorded step with these adapters serves any ranges
 
     @property
     def names(self) -> list[tuple[Hashable, int, int]]:
-        """What it is made of, for another process (`Adapters.mix_named`)."""
+        """Its ranges with adapter names, for another process (`Adapters.mix_named`)."""
         return [(BASE if adapter is None else adapter.key[0], start, end) for adapter, start, end in self._ranges]
 
     def prepare(self, device: torch.device) -> None:
-        """For steps that are recorded with these ranges alone."""
+        """Prepares for steps that are recorded with fixed ranges."""
         like = torch.empty(0, device=device)
         for deltas in self._deltas.values() if not self._is_one else ():
             deltas.prepare(like)
 
     def takes_ranges(self, device: torch.device) -> bool:
-        """Whether what it adds can be recorded for other ranges, too."""
+        """Whether a recorded step can read its ranges on the device."""
         weights = [[each.parts[x] for each in self.adapters if x in each.parts] for x in self.modules]
         return bool(weights) and all(can_record(each, device) for each in weights)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that a recorded step reads, whose memory is not the model's."""
+        """The adapter weights that a recorded step reads."""
         return [x for each in self.adapters for lora in each.parts.values() for x in lora.tensors]
 
     @property
     def variant(self) -> Hashable:
-        """What recorded steps are told apart by."""
+        """Identifies the adapters in the keys of recorded steps."""
         return frozenset(each.key for each in self.adapters) if self.can_record else self.key
 
     def ranges(self, adapters: Items[Hashable], num_decodes: int, num_tokens: int) -> list[tuple[Bounds, Bounds]]:
-        """Of each of these adapters, by key, which of the step's packed tokens have it: decodes, and others."""
+        """Returns the packed tokens of each of these adapters, given by key: its range of decodes, and of others."""
         whole = [(self.adapters[0], 0, num_tokens)]
         found = {key: [(0, 0), (0, 0)] for key in adapters}
         for adapter, start, end in whole if self._is_one else self._ranges:
@@ -108,8 +108,8 @@ class Mix:
         return [(decodes, others) for decodes, others in found.values()]
 
     def record(self, ranges: Tensor, most: int, has_others: bool) -> dict[nn.Module, RecordedDeltas]:
-        """What a step adds that reads its `ranges` `(n, 2)` on the device: two of each of `adapters`, as `ranges` tells
-        them, or one where all tokens are decodes; `most`: tokens of the step."""
+        """What is added, by module, in a recorded step of up to `most` tokens. The step reads `ranges` `(n, 2)` on the
+        device: two for each of `adapters`, as `Mix.ranges` returns them, or one if all tokens are decodes."""
         found = dict[nn.Module, RecordedDeltas]()
         for module in self.modules:
             weights = [
@@ -122,7 +122,7 @@ class Mix:
 
     @property
     def tables(self) -> list[Any]:
-        """What a recorded step reads, and needs to keep."""
+        """Tensors that a recorded step reads, and must keep alive."""
         return [deltas.table for deltas in self._deltas.values()]
 
     @property
@@ -131,7 +131,7 @@ class Mix:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """A forward hook of the modules."""
-        if mixed.get() is not self:  # a forward of another thread's
+        if mixed.get() is not self:  # a forward in another thread
             return output
         x = args[0].reshape(-1, args[0].shape[-1])
         out = output.reshape(-1, output.shape[-1])
@@ -164,15 +164,15 @@ class Mix:
 
 
 mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
-"""What the forwards of this thread run with, where that is not an adapter of the model's own for all."""
+"""The mix of this thread's forwards; `None` if all rows run with one adapter of the model."""
 
 
 recorded: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar("hf_paged_recorded", default=None)
-"""Of the step that is recorded what is added to which module, for whichever tokens its ranges say."""
+"""While a step is recorded: what adapters add, by module, for the ranges read on the device."""
 
 
 def joined(counts: Iterable[tuple[Adapter | None, int]]) -> Ranges:
-    """Neighbours with one adapter as one range."""
+    """Joins neighbours with the same adapter to one range."""
     found: Ranges = []
     for adapter, count in counts:
         start = found[-1][2] if found else 0
@@ -185,7 +185,7 @@ def joined(counts: Iterable[tuple[Adapter | None, int]]) -> Ranges:
 
 @contextlib.contextmanager
 def mixing(model: nn.Module, mix: Mix) -> Iterator[None]:
-    """Packed forwards of this thread get what their rows' adapters add. Hooks and PEFT's layers are then as before."""
+    """Within it, packed forwards of this thread run with `mix`. Hooks and PEFT's layers are restored afterwards."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
         stack.callback(mixed.reset, mixed.set(mix))
         for module in mix.modules:
@@ -194,24 +194,24 @@ def mixing(model: nn.Module, mix: Mix) -> Iterator[None]:
 
 
 class Adapters:
-    """The adapters of an executor's forwards: the model's own, by name, and those of folders."""
+    """The adapters of an executor's forwards: those of the model, by name, and those in folders."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pages: AdapterPages) -> None:
         self._model, self._cache, self._make, self.pages = model, cache, make, pages
         self.store = AdapterStore(model)
-        forget = weakref.WeakMethod(self._forget)  # no cycle: they go with their executor
+        forget = weakref.WeakMethod(self._forget)  # no cycle, so that they are freed with their executor
         pages.on_evict = lambda file: None if (told := forget()) is None else told(file)
         self._own: dict[str, Adapter] = {}  # by name
-        self._seen: set[str] = set()  # of these, those that were looked for since the model may have changed
+        self._seen: set[str] = set()  # names of `_own` that were read again since the model may have changed
         self._numbers = itertools.count()
         self.mirror: Mirror | None = None
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
         self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
         self._recordable: dict[frozenset[Hashable], bool] = {}  # by adapters: whether a recorded step serves all ranges
-        self.refusals: set[str] = set()  # why rows with adapters went in forwards of their own
+        self.refusals: set[str] = set()  # why rows with adapters needed separate forwards
 
     def forget_model(self) -> None:
-        """It may be another from here on."""
+        """Drops what depends on the model, which may have changed."""
         if self.mirror is not None:
             self.mirror.forget_model()
         self._seen, self._verdicts = set(), {}
@@ -220,7 +220,7 @@ class Adapters:
         self.store.forget_others(set(self._model.modules()))
 
     def _forget(self, file: AdapterFile) -> None:
-        """It has lost its place: nothing keeps its weights."""
+        """After the pool has evicted an adapter: drops its weights."""
         if self.mirror is not None:
             self.mirror.forget_adapter(file)
         self.store.forget(file)
@@ -235,8 +235,8 @@ class Adapters:
             raise AdapterError(name, str(error)) from None
 
     def together(self, names: Iterable[Hashable]) -> dict[Hashable, Adapter | None]:
-        """Of adapters of a step those whose rows can be in one forward, `None` for the base model; none, if that is
-        but one. Raises [`AdapterError`]."""
+        """Returns, by name, the adapters of a step whose rows can share a forward, `None` for the base model; empty if
+        fewer than two can. Raises [`AdapterError`]."""
         names = list(names)
         self._check_unmerged(next(name for name in names if name is not None))
         found: dict[Hashable, Adapter | None] = {}
@@ -259,19 +259,19 @@ class Adapters:
         return found
 
     def refuse(self, adapters: Iterable[Adapter | None], reason: str) -> None:
-        """A forward of these failed as `NotMixableError` says."""
+        """Notes that these adapters cannot be mixed, after a forward raised `NotMixableError`."""
         modules = frozenset(module for adapter in adapters if adapter is not None for module in adapter.parts)
         self._verdicts[modules] = reason
         self.refusals.add(reason)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Requests with these are admitted next."""
+        """Starts to load the adapters of the requests that are admitted next."""
         if self.mirror is not None and files:
             self.mirror.prefetch_adapters(files)
         self.store.prefetch(files)
 
     def load(self, file: AdapterFile) -> Adapter:
-        """Its weights, in all processes that hold shards of the model. Raises [`AdapterError`]."""
+        """Loads its weights, in all processes that hold shards of the model. Raises [`AdapterError`]."""
         if self.mirror is None or file in self.store:
             return self.store.get(file)
         found = self.store.get(file)
@@ -283,7 +283,7 @@ class Adapters:
         return found
 
     def mix_named(self, ranges: Items[tuple[Hashable, int, int]]) -> Mix:
-        """As `mix`, of the names of adapters that were found here or in another process (`Mix.names`)."""
+        """As `mix`, from names (`Mix.names`) that may come from another process. Raises [`AdapterError`]."""
         found: Ranges = []
         for name, start, end in ranges:
             adapter = None if name == BASE else self._find(name)
@@ -306,13 +306,13 @@ class Adapters:
         found = find_adapter(self._model, own, (own, next(self._numbers)))
         if isinstance(found, str):
             return found
-        if known is None or not known.is_like(found):  # else recorded steps that know it are as good as before
+        if known is None or not known.is_like(found):  # else steps recorded with the known one stay valid
             known = self._own[own] = found
         self._seen.add(own)
         return known
 
     def mix(self, ranges: Ranges) -> Mix:
-        """Of ranges of tokens, in their order; the same that a step before had, if it is kept."""
+        """The mix of consecutive token ranges; an earlier step's, if it is kept."""
         key = tuple((None if adapter is None else adapter.key, *bounds) for adapter, *bounds in ranges)
         known = self._mixes.pop(key, None)
         if known is None:
@@ -329,12 +329,13 @@ class Adapters:
         return known
 
     def alone(self, file: AdapterFile) -> Mix:
-        """All rows with one adapter that is not the model's."""
+        """The mix of all rows with one adapter from a folder."""
         self._check_unmerged(file)
         return self.mix([(self.load(file), 0, 0)])
 
     def check(self, names: tuple[str, ...]) -> str | None:
-        """Whether rows with different adapters of these modules get what each gets alone, in short forwards."""
+        """Checks in short forwards that rows with different adapters on these modules get the same results as alone.
+        Returns why they do not, or `None`."""
         if self.mirror is not None:
             self.mirror.check_mixing(names)
         try:
@@ -361,8 +362,8 @@ def run_mixed(
     found: list[Adapter | None],
     mix_of: Callable[[Ranges], Mix],
 ) -> Tensor:
-    """[`Runner`]'s logits of items in one packed forward, each with its own of the adapters `found`."""
-    # in one order, whichever rows came first: a step with as many rows of each is then the same recorded one
+    """As [`Runner`]'s `run`, in one packed forward; `found` has each item's adapter."""
+    # sorted by adapter, so that steps with equally many rows of each adapter share a recorded step
     every = sorted({id(x): x for x in found}.values(), key=lambda x: "" if x is None else str(x.key))
     places = {id(adapter): number for number, adapter in enumerate(every)}
     numbers = [places[id(adapter)] for adapter in found]
@@ -376,7 +377,7 @@ def run_mixed(
 
 
 class _CheckRunner:
-    """A runner of `capability`'s checks, for rows with these adapters."""
+    """A runner for the checks in `capability`; row `i` has the `i`-th adapter."""
 
     def __init__(self, model: PreTrainedModel, runner: Runner, adapters: list[Adapter | None]) -> None:
         self._model, self._runner, self._adapters = model, runner, adapters
@@ -388,7 +389,7 @@ class _CheckRunner:
 
 
 def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
-    """The same in every process."""
+    """A random adapter on these modules, the same in every process."""
     generator, parts = torch.Generator().manual_seed(rank), dict[nn.Module, LoraWeights]()
 
     def draw(*sizes: int) -> Tensor:

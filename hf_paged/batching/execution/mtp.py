@@ -1,5 +1,5 @@
-"""A model's own heads for several tokens propose candidates (multi-token prediction, arXiv 2412.19437, section 2.2;
-transformers' `MtpModel`): rows run together, behind the hidden states that the target's steps leave in its blocks."""
+"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2; transformers'
+`MtpModel`): rows run together, on the hidden states that the target's steps store in its blocks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .packed import PackedRunner
 
 
 class HiddenNamespace(NamedTuple):
-    """Where prefixes are shared that have hidden states beside keys and values."""
+    """Namespace of prefixes that have hidden states beside keys and values."""
 
     own: Hashable
 
 
 def reason_against_mtp(model: PreTrainedModel) -> str | None:
-    """Why this model's heads cannot propose for rows of a packed step; `None` if they can."""
+    """Why this model's heads cannot draft for rows of a packed step; `None` if they can."""
     config = model.config.get_text_config(decoder=True)
     if not compat.HAS_MTP:
         return "this version of transformers has no `MtpModel` that runs head by head"
@@ -62,14 +62,15 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
 
 
 class MtpRunner(PackedRunner):
-    """Runs the heads, one after the other, on places of many sequences at once. At place `i` head `k` reads token
-    `i + k + 1` of a text, and what the target, or the head before, made of the place; it tells token `i + k + 2`. The
-    tokens of these sequences begin with the second of the text."""
+    """Runs the heads, one after another, on positions of many sequences at once. At position `i` head `k` reads token
+    `i + k + 1` of the text and the hidden state of the target, or of the previous head, at `i`; it predicts token
+    `i + k + 2`. The sequences given here start at the second token of the text."""
 
     def draft(self, items: list[tuple[Sequence, int]], hidden: Tensor, choose: Callable[[Tensor], None]) -> None:
-        """Computes the last `query_len` of the first `num_computed_tokens` places of each sequence, behind the target's
-        `hidden` `(1, sum(query_len), hidden_size)`. `choose` gets each head's logits `(n, vocab)`, of those sequences
-        that are computed as far as they go, and adds a token to each. The others have the tokens that heads read."""
+        """Computes `query_len` positions of each sequence, up to its `num_computed_tokens`, from the target's `hidden`
+        `(1, sum(query_len), hidden_size)`. `choose` gets each head's logits `(n, vocab)` of the sequences that are then
+        fully computed, and appends a token to each. The other sequences already have the tokens that later heads read.
+        """
         tokens = self._lay_out(items)
         inputs, steps = self._to_device(tokens)
         token_ids, places = inputs[0:1], inputs[1:2]
@@ -92,9 +93,8 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The heads of one model. From their first row on the target's steps keep hidden states. Each proposal runs all
-    heads, whose keys and values share tables; what they computed of tokens that turned out otherwise is computed again.
-    """
+    """The MTP heads of one model. Once a row is added, the target's steps store hidden states. Each draft runs all
+    heads, which share block tables; positions that depend on rejected tokens are computed again."""
 
     def __init__(
         self, target: PackedRunner, cache: PagedCache, made: tuple[BlockManager, MtpRunner], scheduler: Scheduler,
@@ -102,7 +102,7 @@ class MtpHeads(Assistant):
     ) -> None:  # fmt: skip
         self.runner = made[1]
         super().__init__(self.runner.model, cache, made, scheduler, max_tokens)
-        self.executor.lock = step_lock(target.model)  # whose embedding and head they share
+        self.executor.lock = step_lock(target.model)  # the heads share its embedding and `lm_head`
         self.target, self.hidden = target, HiddenStates(target.cache)
         self.depth: int = self.model.num_mtp_layers
 
@@ -131,11 +131,11 @@ class MtpHeads(Assistant):
         return found
 
     def _next(self, rows: Items[tuple[AssistantRow, Sequence]]) -> list[tuple[AssistantRow, Sequence, int]]:
-        """What is computed next, of rows that have something left: some places of each."""
+        """Returns the rows to compute next, each with its target and the number of positions."""
         left, found = self._max_catch_up, []
         for row, target in rows:
             due = row.sequence.num_to_compute
-            # later heads read tokens behind those of the last place, which are drawn only where that is the text's
+            # later heads read tokens after the last position: short of the text's end these must be known tokens
             count = due if due <= left else min(left, due - self.depth + 1)
             if count > 0 and self._append(row, count):
                 found.append((row, target, count))
@@ -166,7 +166,7 @@ class MtpHeads(Assistant):
 
 
 class MtpRow(AssistantRow):
-    """As transformers' generator, it proposes a token of each head, regardless of what was accepted before."""
+    """One row's drafts. As in transformers' generator, each head proposes a token, whatever was accepted before."""
 
     def _make(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
         return None, LogitsProcessorList(each for each in decoding.logits_processor if leaves_rows_alone(each))

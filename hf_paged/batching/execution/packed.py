@@ -1,4 +1,4 @@
-"""A scheduled batch to model inputs to logits: one packed `[1, sum(query_len)]` forward, nothing padded."""
+"""Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from .runner import Runner, in_order, rows_of_logits
 logger = logging.getLogger(__name__)
 
 MAX_GATHERED_EXPERTS = 64
-"""Tokens up to which the experts of each are copied: an estimate of what is little memory beside the weights."""
+"""Up to this many tokens, each token's expert weights are copied: an estimate of a small amount of memory."""
 
 Wholes = list[tuple[Prompts, dict[int, int]]]
-"""Prompts that are computed as wholes, with the place in the batch of each of their rows that is computed."""
+"""Prompts that the model's own forward computes as a whole, with the batch place of each row that is wanted."""
 
 
 class Mirror(Protocol):
     def run(self, tokens: PackedTokens, others: list[int], adapter: Hashable) -> None:
-        """`PackedRunner.compute` of these comes next, with this adapter."""
+        """Announces the next `PackedRunner.compute`, with this adapter."""
 
 
 class PackedRunner(Runner):
-    """Runs the model on tokens of many sequences at once, with its attention switched by the caller; steps of nothing
-    but decodes as replays of a graph where there are any. `cache`, empty, tells which layers share tables."""
+    """Runs the model on tokens of many sequences at once, as replays of graphs where possible. The caller has switched
+    the model's attention. `cache`, empty, tells which layers share block tables."""
 
     mixes_adapters = True
 
@@ -58,7 +58,7 @@ class PackedRunner(Runner):
         self.model, self.cache, self.counters = model, cache, cache.counters
         self.device = compute_device(model)
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
-        """Tokens that each layer group looks back; `tables[i]` of a sequence's blocks belongs to group `i`."""
+        """Attention window of each layer group; `tables[i]` of a sequence's blocks belongs to group `i`."""
         self._block_sizes = [group.blocks.block_size for group in cache.groups.values()]
         self._rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
@@ -66,20 +66,20 @@ class PackedRunner(Runner):
         self._graphs = step_graphs(model, cache)
         self.can_capture = self._graphs is not None
         self.can_run_ahead = self._graphs is not None and self._graphs.runs_ahead
-        self.is_invariant = False  # whether a row gets the same bits whatever rows there are
-        self.mirror: Mirror | None = None  # is told of each step, for other processes to take it, too
-        self.hidden: HiddenStates | None = None  # what keeps the last hidden states of all tokens that are computed now
+        self.is_invariant = False  # whether a row's bits do not depend on the other rows
+        self.mirror: Mirror | None = None  # repeats each step in other processes
+        self.hidden: HiddenStates | None = None  # stores the last hidden state of each computed token
         self.begin(None)
 
     def begin(self, state: ModelState | None) -> None:
-        """The model stays in this state until the work ends. Without one, as at first, no step is a replay."""
+        """Starts work on a model that stays in this state. Without one, as at first, no step is a replay."""
         self._is_known, self._state = state is not None, state
         if state is not None and self._graphs is not None:
             state.hold()
         parameters = inspect.signature(self.model.forward).parameters
         self._picks_logits, self._takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
         if state is None:
-            self._shows_rows = not calls_interface(self.model.modules())  # to code that attends itself
+            self._shows_rows = not calls_interface(self.model.modules())  # for models with their own attention code
         if state is not None and self._graphs is not None:
             self._graphs.begin(state)
 
@@ -87,7 +87,7 @@ class PackedRunner(Runner):
         return contextlib.nullcontext() if self._graphs is None else self._graphs.in_order()
 
     def rest(self) -> None:
-        self._state = None  # which holds the weights
+        self._state = None  # it holds the weights
 
     @torch.no_grad()
     def run(self, items: Items[tuple[Sequence, int]], variant: Hashable = None) -> Tensor:
@@ -100,8 +100,8 @@ class PackedRunner(Runner):
     def _run(self, items: Items[tuple[Sequence, int]], variant: Hashable) -> Tensor:
         if all(sequence.request.inputs is None for sequence, _ in items):
             return self._run_packed(items, variant)
-        wholes: dict[tuple[Prompts, int], dict[int, int]] = {}  # place by row, of each forward of a model's own
-        packed: dict[int, list[int]] = {}  # places by how many axes their positions have
+        wholes: dict[tuple[Prompts, int], dict[int, int]] = {}  # place by row, for each forward over whole prompts
+        packed: dict[int, list[int]] = {}  # places by number of position axes
         for place, (sequence, query_len) in enumerate(items):
             prompts, row = sequence.request.inputs or (None, 0)
             if prompts is not None and query_len == sequence.num_computed_tokens:
@@ -113,7 +113,7 @@ class PackedRunner(Runner):
         for together in self._divide([(prompts, rows) for (prompts, _), rows in wholes.items()]):
             for places, logits in self._run_wholes(together, items):
                 parts.append(([answers[place].start for place in places], logits))
-        if len(packed) == 2 and 0 in packed:  # positions that count tokens do so on any number of axes
+        if len(packed) == 2 and 0 in packed:  # positions that count tokens are the same on any number of axes
             packed = {max(packed): sorted(packed[0] + packed[max(packed)])}
         for places in packed.values():
             logits = self._run_packed([items[place] for place in places], variant)
@@ -121,7 +121,7 @@ class PackedRunner(Runner):
         return in_order(parts)
 
     def _divide(self, wholes: Wholes) -> list[Wholes]:
-        """What is computed in one forward each, within the tokens of a step."""
+        """Groups prompts into forwards of at most `max_num_batched_tokens` each."""
         found: list[Wholes] = []
         last: dict[Hashable, Wholes] = {}
         for prompts, rows in sorted(wholes, key=lambda whole: -whole[0].length):
@@ -135,7 +135,8 @@ class PackedRunner(Runner):
         return found
 
     def _run_wholes(self, wholes: Wholes, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], Tensor]]:
-        """Places with logits, of one forward; of one for each if that fails, so that errors stay with their prompts."""
+        """Runs one forward, or one for each `Prompts` if that fails, so that errors stay with their prompts. Returns
+        places with their logits."""
         if len(wholes) > 1:
             all_rows: dict[int, int] = {}
             num_rows = 0
@@ -153,14 +154,15 @@ class PackedRunner(Runner):
     def _run_whole(
         self, prompts: Prompts, rows: dict[int, int], items: Items[tuple[Sequence, int]]
     ) -> tuple[list[int], Tensor]:
-        """Rows of prompts, each of which is the item at a place, by the model's own forward: places with logits."""
+        """Computes `rows` of prompts, given with their places in `items`, by the model's own forward; returns places
+        and their logits."""
         blocks = {row: items[place][0].blocks for row, place in rows.items()}
         cache = self.cache.empty_twin(self.cache.memory, self.counters)
         with self._rotating([]), self.products:
             logits, ahead = prompts.forward(self.model, cache, blocks)
         content = None if ahead is None else prompts.content(self.model.config)
         for row, place in rows.items():
-            # keys and values of a token are served to those that agree with it in what it has seen
+            # the prefix cache may only share K/V whose key covers all that the token has seen
             if ahead is None or content is None or bool((ahead[row] & ~content[row].cpu()).any()):
                 items[place][0].request.namespace = UNCACHED
         answered = {row: place for row, place in rows.items() if _is_answered(items[place][0])}
@@ -168,7 +170,7 @@ class PackedRunner(Runner):
 
     def _run_packed(self, items: Items[tuple[Sequence, int]], variant: Hashable) -> Tensor:
         tokens = self._lay_out(items)
-        # in decodes no token has another of its prompt behind it
+        # decodes compute no prompt tokens whose log-probabilities are recorded
         wanted = _recorded(items) if len(tokens.last) < len(tokens.token_ids) else []
         replayed = None if wanted else self._replay(tokens, variant)
         if replayed is not None:
@@ -190,24 +192,23 @@ class PackedRunner(Runner):
 
     def _replay(self, tokens: PackedTokens, variant: Hashable, token_ids: Tensor | None = None) -> Tensor | None:
         if self._is_known and self._state is not None and not self._state.is_in_place():
-            self._is_known = False  # code of the caller's, which chooses tokens, has changed the model
+            self._is_known = False  # the caller's code, which chooses tokens, has changed the model
         if self._graphs is None or not self._is_known or tokens.rope_factors or tokens.axes is not None:
             return None
         mix = mixed.get()
         if mix is not None and tokens.num_decodes < len(tokens.token_ids) and (mix.adds_to_head or not mix.can_record):
-            return None  # which rows the head gets, or where chunks lie in it, the recorded step alone knows
+            return None  # only the recorded step knows which rows the head gets, or where chunks lie in it
         keeps_hidden = self.hidden is not None
         logits = self._graphs.run(tokens, variant, self._forward, token_ids, keeps_hidden)
         self.num_captured_steps += logits is not None
         return logits
 
     def compute(self, tokens: PackedTokens, others: list[int]) -> Tensor:
-        """By the modules' own code: logits of each sequence's last token, where that is here, then of `others` among
-        the packed tokens."""
+        """Runs the model without a graph; returns logits of `tokens.last`, then of the packed tokens `others`."""
         inputs, steps = self._to_device(tokens)
         kept, wanted, arguments = None, None, {}
         if others or len(tokens.last) < len(tokens.token_ids):
-            # a head with weights of another library's may refuse no rows
+            # at least one row: a head with another library's weights may fail on none
             wanted = tokens.last + others or [len(tokens.token_ids) - 1]
             kept = to_device(torch.tensor(wanted, dtype=torch.long, device="cpu"), self.device)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
@@ -217,8 +218,9 @@ class PackedRunner(Runner):
             return self._forward(inputs[0:1], inputs[1:2], steps, kept, wanted, **arguments)
 
     def _to_device(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
-        """`(n, T)` int64: token ids, positions, slots in each group, positions on each axis; and each group's step."""
-        buffer = array("q", tokens.token_ids)  # one for all, so that a device gets one copy
+        """Returns `(n, T)` int64 (token ids, positions, slots in each group, positions on each axis) and each group's
+        step."""
+        buffer = array("q", tokens.token_ids)  # one buffer, for a single copy to the device
         buffer.extend(tokens.positions)
         for group in tokens.groups:
             buffer.extend(group.slots)
@@ -244,8 +246,8 @@ class PackedRunner(Runner):
         return inputs, steps
 
     def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
-        """For few tokens on a device those products of experts that `generate` takes for its decodes: in other dtypes
-        than bfloat16 the products of all tokens of an expert at once wait for the device, and cannot be recorded."""
+        """Around a forward of few tokens on a device: uses the expert products that `generate` uses for decodes. In
+        other dtypes than bfloat16, grouped expert products wait for the device, and cannot be recorded."""
         if self.device.type == "cpu" or self.model.dtype is torch.bfloat16 or num_tokens > MAX_GATHERED_EXPERTS:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = compat.with_experts_of_decodes(self.model)
@@ -263,8 +265,8 @@ class PackedRunner(Runner):
         wanted: list[int] | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """The model's own: `(1, n)` and `(1, n)` int64 to logits `(kept, vocab_size)`, of the tokens `kept` `(kept,)`
-        int64, or of all; `wanted`: the same numbers on the host."""
+        """Runs the model on token ids and positions, both `(1, n)` int64; returns logits `(kept, vocab_size)` of the
+        tokens `kept` `(kept,)` int64, or of all. `wanted`: `kept` on the host."""
         if kept is not None and self._picks_logits:
             arguments["logits_to_keep"] = kept
         if self._takes_positions:
@@ -274,7 +276,7 @@ class PackedRunner(Runner):
             arguments["attention_mask"] = token_ids.new_ones(1, max(step.key_len or 0 for step in steps))
         if (mix := mixed.get()) is not None:
             mix.num_tokens = token_ids.shape[1]
-            # in a recorded step they are known on the device alone
+            # in a recorded step only the device knows them
             mix.kept = None if kept is None or not self._picks_logits else wanted or []
         if (kept_states := self.hidden) is not None:
             arguments["output_hidden_states"] = -1  # the last alone
@@ -293,13 +295,13 @@ class PackedRunner(Runner):
                 kept_states.store(outputs.hidden_states[-1])
         finally:
             self.cache.begin([None] * len(steps))
-        # a forward may give those of every token all the same
+        # the model may ignore `logits_to_keep`
         if kept is None or (self._picks_logits and len(logits) == len(kept)):
             return logits
         return logits[kept.to(logits.device)]
 
     def _lay_out(self, items: Items[tuple[Sequence, int]], ahead: int = 0) -> PackedTokens:
-        """`ahead`: tokens of each sequence that come before this step's and are not counted as computed yet."""
+        """Lays out a packed step. `ahead`: tokens of each sequence that this step adds beyond `num_computed_tokens`."""
         token_ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -317,7 +319,7 @@ class PackedRunner(Runner):
                 last += range(start, start + query_len)
                 continue
             if query_len == 1:
-                num_decodes += num_decodes == len(token_ids)  # only those in front
+                num_decodes += num_decodes == len(token_ids)  # only leading ones
                 token_ids.append(ids[end - 1])
                 positions.append(end - 1 + ahead)
             else:
@@ -364,8 +366,8 @@ class PackedRunner(Runner):
 
 
 def _recorded(items: Items[tuple[Sequence, int]]) -> list[tuple[PromptLogprobs, int, range]]:
-    """Of prompts whose log-probabilities are recorded: by what, the position of the first token computed now, and
-    which of the packed tokens have a token of the prompt behind them."""
+    """Returns, for each prompt whose log-probabilities are recorded: the recording, the position of the first token
+    computed now, and the packed tokens that a prompt token follows."""
     found, start = [], 0
     for sequence, query_len in items:
         recording, end = sequence.request.prompt_logprobs, sequence.num_computed_tokens
@@ -380,7 +382,7 @@ def _is_answered(sequence: Sequence) -> bool:
 
 
 def _axes(items: Items[tuple[Sequence, int]], positions: list[int], ahead: int) -> list[list[int]] | None:
-    """`PackedTokens.axes`, where no two sequences have positions on several axes, but not on as many."""
+    """Makes `PackedTokens.axes`; sequences with several axes must have equally many."""
     own: dict[int, list[list[int]]] = {}  # by the first packed position
     start = 0
     for sequence, query_len in items:

@@ -1,4 +1,4 @@
-"""The prompts of a call, with all that the model's own forward takes of them beside token ids."""
+"""The prompts of a call, with all inputs of the model's own forward beside token ids."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ...model.capability import is_stock, stock_cache
 from ...model.own_loop import map_tensors, next_logits, tensors_of
 from ..request import Request
 
-CACHE_NAMES = ("past_key_values", "cache_params")  # of a model's inputs
-# Inputs that say nothing of a prompt, or something of each of its tokens.
+CACHE_NAMES = ("past_key_values", "cache_params")  # names of a model's cache argument
+# Inputs without prompt content, or with one value per token.
 _COMMON = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
-# In the names that configs have for tokens which stand for other content, or mark it.
+# Parts of the config names of placeholder tokens, which stand for images or other media, or mark them.
 _MEDIA = ("image", "video", "audio", "vision", "visual", "speech", "sound", "media", "patch", "frame")
 
 
 Keys = tuple[list[Hashable], int]
-"""What the prefix cache knows a prompt's tokens by; how many there are up to the last that stands for other content."""
+"""A prompt's keys in the prefix cache, by token; the number of tokens up to the last placeholder for other content."""
 
 
 class PromptsError(Exception):
-    """A forward of prompts failed, which concerns no other work of the step."""
+    """A forward of prompts failed; the step's other work is not affected."""
 
     def __init__(self, prompts: Prompts, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -47,44 +47,45 @@ class PromptsError(Exception):
 
 
 class Joins(NamedTuple):
-    """Rows go on beside those of other prompts for which all this is equal."""
+    """Rows of prompts with equal `Joins` may continue in one rectangle."""
 
-    equal_lengths: bool  # only beside rows of their own length
-    shapes: Hashable  # of the inputs, as far as these cannot be padded
+    equal_lengths: bool  # whether only rows of equal length may
+    shapes: Hashable  # of the inputs, without the dimensions that can be padded
 
 
 @dataclass(eq=False)
 class Prompts:
-    """The prompts of a call as `generate` prepared them for the first forward, each once: what the model's own
-    `prepare_inputs_for_generation` takes. Its forward runs over all rows at once, since images and sound cannot be told
-    apart by rows."""
+    """The prompts of a call as `generate` prepared them for the first forward, each once: the arguments of the model's
+    `prepare_inputs_for_generation`. That forward runs over all rows at once, since images and sound cannot be assigned
+    to rows."""
 
     input_ids: Tensor
-    """`(rows, length)` as transformers' loops get them, one row a prompt; the decoder's where the model has an encoder;
-    `(rows, 0)` where there are only `inputs_embeds`."""
+    """`(rows, length)` as transformers' loops get them, one row per prompt; the decoder's if the model has an encoder;
+    `(rows, 0)` if there are only `inputs_embeds`."""
     model_kwargs: dict[str, Any]  # without a cache
     paddings: list[int]  # leading columns of each row that are padding
     joins: Joins | None = None  # in rectangles; `None`: they join no others
-    merges: Hashable | None = None  # one forward computes all for which this is equal; `None`: no others
-    position_ids: Tensor | None = None  # that the first forward gets, `(rows or 1, length)` or with axes in front
+    merges: Hashable | None = None  # prompts with equal values share one forward; `None`: they share none
+    position_ids: Tensor | None = None  # of the first forward, `(rows or 1, length)` or with axes in front
     _axes: list[list[list[int]] | None] | None = field(default=None, init=False)
 
     @property
     def length(self) -> int:
         """Columns of the first forward, padding included."""
         embeds = self.model_kwargs.get("inputs_embeds")
-        if self.num_encoder_tokens:  # which those were
+        if self.num_encoder_tokens:  # the embeddings were the encoder's
             embeds = None
         return int((self.input_ids if embeds is None else embeds).shape[1])
 
     @property
     def num_encoder_tokens(self) -> int:
-        """Of each row, padding included, whose keys and values the rows attend to."""
+        """Encoder tokens of each row, padding included; the decoder attends to their keys and values."""
         outputs = self.model_kwargs.get("encoder_outputs")
         return 0 if outputs is None else int(outputs[0].shape[1])
 
     def set_joins(self, verdict: tuple[bool, bool] | None) -> None:
-        """`verdict`: whether their lengths, or those of their encoders, must be equal where rows join."""
+        """Sets `joins` and `merges`. `verdict`: whether joined rows must have equal lengths, and equal encoder lengths;
+        `None`: they cannot join."""
         shapes: list[Hashable] = []
         flags: list[Any] = []
         has_media = False
@@ -104,12 +105,12 @@ class Prompts:
                 self.merges = (self.joins, self.length, *flags)
 
     def likeness(self, config: PreTrainedConfig) -> Hashable | None:
-        """Prompts for which this is equal differ in text, in length and in floats: in what `merge_check` varies. `None`
-        for those that are to stay alone."""
+        """A key: prompts with equal keys differ only in text, length and floats, which `merge_check` varies. `None` for
+        prompts that must not be merged."""
         content = self.content(config)
         if content is None:
             return None
-        # of tokens that stand for other content: too many in one prompt must not make up for too few in another
+        # the placeholder tokens of each row: too many in one prompt must not make up for too few in another
         kind: list[Hashable] = [
             tuple(sorted(ids[is_content].tolist())) for ids, is_content in zip(self.input_ids, content)
         ]
@@ -141,12 +142,12 @@ class Prompts:
 
     @property
     def _mask(self) -> Tensor:
-        """`(rows, length)` int64, ones where the prompts have none."""
+        """The attention mask `(rows, length)` int64, all ones if none was given."""
         given: Tensor | None = self.model_kwargs.get("attention_mask")
         return self.input_ids.new_ones(len(self.paddings), self.length) if given is None else given
 
     def longer(self, token_id: int) -> Prompts:
-        """The prompts with one more token each, about other images: what a check merges with these."""
+        """The prompts with one more token each and other images, for a check that merges them with these."""
         given = {
             name: -x if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in self.model_kwargs.items()
         }
@@ -159,7 +160,7 @@ class Prompts:
         return Prompts(ids, given, self.paddings, position_ids=given.get("position_ids"))
 
     def merged(self, others: Sequence[Prompts], pad_token_id: int) -> Prompts:
-        """With others of equal `merges`, as those of one call: all rows one after the other, padded on the left."""
+        """Merges prompts of equal `merges` as if from one call: all rows in order, padded on the left."""
         parts = (self, *others)
         width = max(part.length for part in parts)
 
@@ -182,9 +183,9 @@ class Prompts:
     def forward(
         self, model: PreTrainedModel, cache: PagedCache, rows: dict[int, SequenceBlocks]
     ) -> tuple[Tensor, Tensor | None]:
-        """The model's own, over all rows, of which it stores these, whose tables have room; `cache`, an empty one,
-        borrows them. Returns logits `(all rows, vocab_size)` and which positions `(all rows, length)` saw later ones,
-        or lie between; `None` if that is not known. Raises [`PromptsError`]."""
+        """Runs the model's own forward over all rows, and stores K/V of the given `rows` in their tables, which have
+        room and which the empty `cache` borrows. Returns logits `(all rows, vocab_size)`, and which positions
+        `(all rows, length)` saw later ones, or lie between; `None` if that is unknown. Raises [`PromptsError`]."""
         nothing, looks = no_blocks(cache), LooksAhead(self.paddings, self.length)
         paddings = (padding if row in rows else self.length for row, padding in enumerate(self.paddings))
         cache.take([rows.get(row, nothing) for row in range(len(self.paddings))], tuple(paddings), 0)
@@ -203,7 +204,7 @@ class Prompts:
         return logits, looks.positions() if looks.num_calls >= len(layers) else None
 
     def give(self, request: Request, row: int, keys: list[Keys] | None) -> None:
-        """Makes a row the prompt of a request; without `keys` the prefix cache neither serves nor keeps it."""
+        """Makes a row the prompt of a request; without `keys` the prefix cache is not used for it."""
         request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
         if keys is None or request.namespace is UNCACHED:
             request.namespace = UNCACHED
@@ -212,7 +213,7 @@ class Prompts:
             request.namespace = request.namespace, self.names
 
     def find_positions(self, model: Any) -> None:
-        """Takes those of the model's own preparation; where that leaves them out, the model counts columns."""
+        """Sets `position_ids` by the model's own preparation; if that gives none, the model counts columns."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if takes_positions and not is_stock(model, "prepare_inputs_for_generation"):
             inputs = {**self.model_kwargs, "past_key_values": stock_cache(model)}
@@ -224,7 +225,7 @@ class Prompts:
 
     @property
     def axes(self) -> list[list[list[int]] | None]:
-        """Of each row the positions of its tokens on each axis; `None` where all of them count its tokens."""
+        """Each row's positions on each axis; `None` for a row whose positions just count tokens."""
         if self._axes is None:
             self._axes = self._find_axes()
         return self._axes
@@ -240,17 +241,17 @@ class Prompts:
         return [None if bool((own == count).all()) else own.tolist() for own, count in rows]
 
     def num_axes(self, row: int) -> int:
-        """0 where positions count tokens."""
+        """Number of position axes of a row; 0 if positions just count tokens."""
         return len(self.axes[row] or ())
 
     @property
     def axis_counts(self) -> tuple[int, ...]:
-        """Each number of axes that a row has."""
+        """The distinct numbers of axes of the rows, sorted."""
         return tuple(sorted({self.num_axes(row) for row in range(len(self.paddings))}))
 
     def positions(self, row: int, first: int, end: int) -> list[list[int]] | None:
-        """Positions of the tokens `[first, end)` of a row on each axis, which go on counting behind the prompt; `None`
-        where they count tokens."""
+        """Positions of a row's tokens `[first, end)` on each axis, which count on after the prompt; `None` if they just
+        count tokens."""
         axes = self.axes[row]
         if axes is None:
             return None
@@ -259,18 +260,18 @@ class Prompts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the inputs beside those that every call has."""
+        """Names of the inputs beyond the common ones."""
         given = ((name, value) for name, value in self.model_kwargs.items() if name not in _COMMON)
         return tuple(sorted(name for name, value in given if not is_unset(value)))
 
     @property
     def _types(self) -> list[Tensor]:
-        """Inputs `(rows, length)` that give every token a type."""
+        """Token type inputs, `(rows, length)` each."""
         given = (self.model_kwargs[name] for name in self.names if name.endswith("token_type_ids"))
         return [x for x in given if isinstance(x, Tensor) and x.shape == self.input_ids.shape]
 
     def content(self, config: PreTrainedConfig) -> Tensor | None:
-        """Which tokens `(rows, length)` stand for other content, as images; `None` if that cannot be told."""
+        """Which tokens `(rows, length)` are placeholders for other content, such as images; `None` if unknown."""
         ids = self.input_ids
         if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
             return None
@@ -288,14 +289,14 @@ class Prompts:
         return found if is_told else None
 
     def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
-        """Of each row, in the namespace of `names`; a token that stands for other content is known by a hash of all
-        inputs as well. `None` if the prefix cache can neither serve nor keep the prompts."""
+        """Each row's prefix-cache keys, in the namespace of `names`; a placeholder's key includes a hash of all inputs.
+        `None` if the prefix cache cannot be used for these prompts."""
         content = self.content(config)
         if content is None:
             return None
         types, others = self._types, {name: self.model_kwargs[name] for name in self.names}
         others = {name: x for name, x in others.items() if all(x is not each for each in types)}
-        # models hand out images and sound in the order of the tokens that stand for them, over all rows
+        # models assign images and sound to placeholder tokens in order, over all rows
         kinds = (self.input_ids, *types)
         placed = [[kind[row, stands].tolist() for kind in kinds] for row, stands in enumerate(content)]
         try:
@@ -310,14 +311,15 @@ class Prompts:
             columns = [*(each[row, padding:].tolist() for each in types), *axes]
             keys: list[Hashable] = list(ids)
             for i, (token, is_content) in enumerate(zip(ids, stands)):
-                is_content |= bool(others) and num_content == 0  # what the inputs are to such a row is not known
+                # unknown how the inputs affect a row without placeholders
+                is_content |= bool(others) and num_content == 0
                 if is_content or any(axis[i] != i for axis in axes):
                     keys[i] = token, tuple(column[i] for column in columns), (digest, row) if is_content else None
             rows.append((keys, num_content))
         return rows
 
     def keys_behind(self, row: int, token_ids: list[int]) -> list[Hashable]:
-        """What the prefix cache knows tokens by that follow a row's prompt: as if they were more of its text."""
+        """Prefix-cache keys of tokens that follow a row's prompt: as if they were more of its text."""
         axes = self.axes[row]
         if axes is None:
             return list(token_ids)
@@ -330,7 +332,7 @@ class Prompts:
 
 
 def _has_zero_parts(media: Tensor) -> bool:
-    """Whether an image or a patch, which the first axes count, is nothing but zeros."""
+    """Whether an image or patch (counted by the first axes) is all zeros."""
     sizes = 1 if media.dim() == 1 else media.shape[max(1, media.dim() - 3) :].numel()
     return media.is_floating_point() and bool((media.reshape(-1, sizes) == 0).all(-1).any())
 
@@ -340,19 +342,19 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_per_token(name: str) -> bool:
-    """Whether an input is `(rows, length)`, or has axes in front of these."""
+    """Whether an input is `(rows, length)`, perhaps with leading axes."""
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
 def no_blocks(cache: PagedCache) -> SequenceBlocks:
-    """Of a row that is not stored."""
+    """Empty tables, for a row that is not stored."""
     groups = (group.blocks for group in cache.groups.values())
     return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))
 
 
 def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str, Any], is_decoder: bool) -> Prompts:
-    """Of what `generate` had before it repeated rows, and of what it made of that for its loop. `is_decoder`: of a
-    model with an encoder. What else than padding on the left an attention mask hides is its own."""
+    """Makes `Prompts` from `generate`'s inputs before it repeated rows, and its `model_kwargs` for the loop.
+    `is_decoder`: for a model with an encoder. Only leading zeros of an attention mask count as padding."""
     ids, given = unexpanded
     given = {name: value for name, value in {**model_kwargs, **given}.items() if name not in CACHE_NAMES}
     given = {name: map_tensors(_without_graph, value) for name, value in given.items()}
@@ -365,12 +367,12 @@ def prompts_of(unexpanded: tuple[Tensor, dict[str, Any]], model_kwargs: dict[str
 
 
 def _without_graph(x: Tensor) -> Tensor:
-    """The same numbers, which can be copied, and which keep nothing of what computed them."""
+    """The tensor without its autograd graph, so that it can be copied and keeps nothing else alive."""
     return x.detach() if x.requires_grad else x
 
 
 def unshared(value: Any) -> Any:
-    """The same tensors in other dicts: `generate` repeats the rows of what these hold in place."""
+    """Copies nested dicts, not their tensors: `generate` repeats the rows of their entries in place."""
     if not isinstance(value, dict):
         return value
     twin = copy.copy(value)
@@ -385,7 +387,7 @@ def is_unset(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bytes:
-    """Of all tensors and numbers in nested containers. Raises `TypeError` for other objects."""
+    """Hashes all tensors and plain values in nested containers. Raises `TypeError` for other objects."""
     tensors: list[Tensor] = []
 
     def described(value: Any) -> Any:

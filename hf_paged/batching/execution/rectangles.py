@@ -1,4 +1,4 @@
-"""A scheduled batch as rectangles `[rows, query_len]`: rows side by side, padded on the left, as in `generate`."""
+"""Runs a scheduled batch as rectangles `[rows, query_len]`, batches padded on the left as in `generate`."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
 @dataclasses.dataclass(eq=False)
 class Rectangle:
-    """Rows that went through the model side by side, with what their next step begins with. Their places are where
-    their states are, and all else that the model's own loop carries from step to step."""
+    """A batch of rows that ran together, with the inputs of their next step. A row's index gives the place of its
+    states, and of all else that `generate`'s loop carries from step to step."""
 
     blocks: list[SequenceBlocks]
-    encoded: list[SequenceBlocks]  # where the keys and values of each row's encoder are, if there is one
+    encoded: list[SequenceBlocks]  # blocks of each row's encoder keys and values, if there is an encoder
     lengths: list[int]  # tokens of each row, without padding
     paddings: list[int]  # columns in front of them
     token_ids: Tensor  # (rows, length) int64, padded on the left
-    cache: Any  # borrows the rows' tables; none for a model that brings a cache of its own
-    inputs: dict[str, Any]  # what `generate` carries to the next forward: attention mask, position ids, the cache
-    origins: list[int] = dataclasses.field(init=False)  # the row of the first step that each row comes from
-    constants: set[str] = dataclasses.field(init=False)  # inputs that are the same in every step
-    row_bytes: int = dataclasses.field(default=0, init=False)  # of the states of a row
-    encoder_width: int = dataclasses.field(init=False)  # columns of the encoders' output, padding included
+    cache: Any  # borrows the rows' tables; `None` for a model that makes its cache itself
+    inputs: dict[str, Any]  # carried to the next forward, as by `generate`: attention mask, position ids, the cache
+    origins: list[int] = dataclasses.field(init=False)  # each row's index in the first step
+    constants: set[str] = dataclasses.field(init=False)  # names of inputs that are the same in every step
+    row_bytes: int = dataclasses.field(default=0, init=False)  # of a row's states
+    encoder_width: int = dataclasses.field(init=False)  # columns of the encoder output, padding included
 
     def __post_init__(self) -> None:
         self.origins, self.constants = list(range(len(self.blocks))), set()
@@ -72,7 +72,7 @@ class Rectangle:
         return self.paddings[0] + self.lengths[0]
 
     def borrow(self, num_cached: int) -> None:
-        """The cache reads and writes the rows' tables, whose first `num_cached` columns are computed."""
+        """Makes the cache use the rows' tables, of whose columns the first `num_cached` are computed."""
         if self.cache is None:
             return
         own, *others = cache_parts(self.cache)
@@ -83,7 +83,7 @@ class Rectangle:
                 cross.take(self.encoded, tuple(width - length for length in lengths), width if num_cached else 0)
 
     def select(self, rows: list[int]) -> None:
-        """Row `i` becomes what row `rows[i]` was, but for its tables."""
+        """Replaces row `i` by row `rows[i]`; the cache must borrow the tables again."""
         device, count = self.token_ids.device, len(self.blocks)
         index = torch.tensor(rows, device=device)
         is_same = [self.origins[row] for row in rows] == self.origins
@@ -98,13 +98,14 @@ class Rectangle:
             setattr(self, name, [values[row] for row in rows])
 
     def twin(self, cache: Any) -> Rectangle:
-        """The same rows, with what `cache`, an empty one, becomes; nothing is to be written before a `select`."""
+        """Copies the rows onto an empty `cache`, which continues from this one's; nothing may be written before a
+        `select`."""
         if self.cache is None:
             return dataclasses.replace(self, inputs=copy.deepcopy(self.inputs))._like(self)
         own, *others = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(own)
         for cross in others:
-            if not isinstance(cache, EncoderDecoderCache):  # which the model made
+            if not isinstance(cache, EncoderDecoderCache):  # the model made the cross-attention cache
                 cache = EncoderDecoderCache(cache, copy.deepcopy(cross))
             elif isinstance(cross, PagedCache):
                 cache.cross_attention_cache.continue_from(cross)
@@ -119,7 +120,7 @@ class Rectangle:
 
     @classmethod
     def join(cls, parts: Items[tuple[Rectangle, list[int]]], cache: Any) -> Rectangle:
-        """Rows of several rectangles side by side, aligned on the right, with what `cache`, an empty one, becomes."""
+        """Joins rows of several rectangles, aligned on the right, on an empty `cache`."""
         first = parts[0][0]
         lengths = [holder.lengths[row] for holder, rows in parts for row in rows]
         width, device = max(lengths), first.token_ids.device
@@ -156,7 +157,7 @@ class Rectangle:
         return rectangle
 
     def append(self, sequences: Items[Sequence]) -> None:
-        """A token more for each row, of the sequences that they are now."""
+        """Appends the last computed token of each sequence to its row, and takes over the sequences' blocks."""
         self.blocks = [sequence.blocks for sequence in sequences]
         self.lengths = [sequence.num_computed_tokens for sequence in sequences]
         tokens = [[sequence.token_ids[end - 1]] for sequence, end in zip(sequences, self.lengths)]
@@ -164,25 +165,24 @@ class Rectangle:
 
 
 class RectangleRunner(Runner):
-    """Runs rows of a model through its own preparation of inputs, with its attention switched by the caller: prompts
-    as a padded batch, then the next tokens of all rows, side by side. Padding is not stored. Prompts that begin behind
-    cached tokens, and drafts, run beside those with equally many new ones, since padding between would change their
-    states.
+    """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the next tokens of all
+    rows together. The caller has switched the model's attention. Padding is not stored. Prompts after cached tokens,
+    and drafts, only run with rows of equally many new tokens, since padding between would change their states.
 
-    Rows whose layout says so, and all whose request has `inputs`, stay with those that they began with, and with what
-    the model's own loop carries; when rows leave, or fork, the others are selected. Those whose `Prompts` say how
-    (`joins`) go on beside others that do."""
+    Rows whose layout demands it, and all whose request has `inputs`, stay in the batch they began with, and keep what
+    `generate`'s loop carries; when rows leave or fork, the others are selected. Rows whose `Prompts` have `joins`
+    continue with others of equal `joins`."""
 
     has_states = True
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, states: StateStorage, layout: Layout) -> None:
         self.model, self.memory, self.counters = model, cache.memory, cache.counters
-        self.states, self.layout = states, layout  # states: of the last table of each sequence
+        self.states, self.layout = states, layout  # states are stored by the last table of each sequence
         self.encoder_blocks: BlockManager | None = None if cache.cross is None else cache.cross.rows.manager
         self._stock, self._has_cache = cache, compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
         self.takes_drafts = layout.reason_against_drafts is None
-        self._holders: set[Any] = set()  # of states in use
+        self._holders: set[Any] = set()  # rectangles whose states are in use
 
     def rest(self) -> None:
         self._copy_kept_states()
@@ -203,8 +203,8 @@ class RectangleRunner(Runner):
         return logits if len(answered) == len(of_rows) else logits[answered]
 
     def _divide(self, items: Items[tuple[Sequence, int]]) -> list[tuple[list[int], bool]]:
-        """The places in `items` of each forward, and whether they are prompts."""
-        # whether it begins, new tokens, whether some are a draft, place: that may run beside others
+        """Returns the places in `items` of each forward, and whether they begin a prompt."""
+        # items that may share a forward: whether it begins, new tokens, whether some are a draft, place
         prompts: list[tuple[bool, int, bool, int]] = []
         together: dict[tuple[Any, bool], list[int]] = {}
         for place, (sequence, count) in enumerate(items):
@@ -218,7 +218,7 @@ class RectangleRunner(Runner):
                     prompts.append((begins, count, bool(sequence.draft), place))
                     continue
                 key = None
-            elif not begins and self._has_cache:  # else a copy of the model's own cache for each row
+            elif not begins and self._has_cache:  # without our cache, each row runs alone with a copy of the model's
                 joins = None if inputs is None else inputs[0].joins
                 if joins is None:
                     key = self.states.find(_slot(sequence.blocks))[0]
@@ -239,7 +239,7 @@ class RectangleRunner(Runner):
         return parts + [(places, begins) for (_, begins), places in together.items()]
 
     def _begin(self, sequences: list[Sequence]) -> Tensor:
-        """`(rows, vocab)`: after the last token of each row's prompt."""
+        """Computes prompts; returns logits `(rows, vocab)` after each row's last token."""
         calls: dict[Prompts, dict[int, Sequence]] = {}
         for sequence in sequences:
             if sequence.request.inputs is not None:
@@ -254,7 +254,7 @@ class RectangleRunner(Runner):
         return logits if begun == sequences else logits[[begun.index(sequence) for sequence in sequences]]
 
     def _begin_together(self, calls: dict[Prompts, dict[int, Sequence]]) -> Tensor | None:
-        """As `_begin`; `None` if the forward fails: then each call is to begin alone, so that errors stay with it."""
+        """As `_begin`, in one forward; `None` if it fails: then each call runs alone, so that errors stay with it."""
         try:
             parts = [(self._lay_out_prompts(prompts, own), list(own)) for prompts, own in calls.items()]
             rectangle = Rectangle.join(parts, self._new_cache())
@@ -281,14 +281,15 @@ class RectangleRunner(Runner):
         rows: list[int] | None = None,
         num_logits: int = 1,
     ) -> Tensor:
-        """`(rows * num_logits, vocab)`: after the last tokens of each row, of which `rows` go on."""
+        """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)` of each row's last
+        tokens."""
         before = dict(rectangle.inputs)
         with self.products:
             logits, rectangle.inputs = next_logits(
                 self.model, rectangle.token_ids, rectangle.inputs, begins, num_new, num_logits
             )
         if begins:
-            if rectangle.cache is not None:  # a model may put one of its own beside it
+            if rectangle.cache is not None:  # the model may add a cross-attention cache to it
                 rectangle.cache = rectangle.inputs[cache_name(self.model)]
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
@@ -303,7 +304,8 @@ class RectangleRunner(Runner):
         return logits.contiguous()  # the logits of a prompt's other tokens are not kept
 
     def _continue(self, sequences: list[Sequence], num_new: int) -> Tensor:
-        """`(rows, vocab)`: after `num_new` more tokens of each row; of drafts `(rows * num_new, vocab)`."""
+        """Computes `num_new` more tokens of each row; returns logits `(rows, vocab)`, of drafts
+        `(rows * num_new, vocab)`."""
         found = [self._find(sequence) for sequence in sequences]
         rectangle, rows = found[0][0], [row for _, row in found]
         if num_new > 1 or not isinstance(rectangle, Rectangle) or any(holder is not rectangle for holder, _ in found):
@@ -322,7 +324,7 @@ class RectangleRunner(Runner):
             return self._forward(rectangle, begins=False, num_new=num_new, num_logits=num_logits)
         others = self.states.holders()[rectangle] - {_slot(sequence.blocks) for sequence in sequences}
         is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
-        if others:  # go on from it, too
+        if others:  # other sequences still continue from this rectangle
             rectangle = rectangle.twin(self._new_cache())
         if is_moved and self._has_cache:
             rectangle.select(rows)
@@ -334,7 +336,8 @@ class RectangleRunner(Runner):
         return self._forward(rectangle, begins=False)
 
     def _find(self, sequence: Sequence) -> tuple[Any, int]:
-        """What holds its state, and in which row. `None` where there are none, if it begins behind cached tokens."""
+        """Returns the rectangle with a sequence's state, and the row in it; `(None, 0)` if the model has no states and
+        the sequence starts after cached tokens."""
         try:
             return self.states.find(_slot(sequence.blocks))
         except KeyError:
@@ -347,7 +350,7 @@ class RectangleRunner(Runner):
             self.states.copy_kept()
 
     def _lay_out(self, sequences: list[Sequence], num_new: int | None = None) -> Rectangle:
-        """As `generate` prepares a batch, padded on the left, of which the last `num_new` columns, or all, are new."""
+        """Prepares a batch as `generate` does, padded on the left; the last `num_new` columns, or all, are new."""
         model, device = self.model, compute_device(self.model)
         lengths = [sequence.num_computed_tokens + len(sequence.draft) for sequence in sequences]
         pad = pad_token_id(model)
@@ -372,7 +375,7 @@ class RectangleRunner(Runner):
         return rectangle
 
     def _lay_out_prompts(self, prompts: Prompts, own: dict[int, Sequence]) -> Rectangle:
-        """All rows of a call, of which only those of `own` are stored."""
+        """Prepares all rows of a call; only those in `own` are stored."""
         cache, width = self._new_cache(), prompts.length
         rows = range(len(prompts.paddings))
         parts = (cache_parts(cache) * 2)[:2] if cache is not None else []

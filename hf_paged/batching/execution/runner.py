@@ -1,4 +1,4 @@
-"""What computes scheduled tokens."""
+"""The interface of runners, which compute scheduled tokens."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ class Runner(Protocol):
 
     mixes_adapters: bool = False  # whether rows with different adapters may be in one forward
     can_capture: bool = False  # whether steps may be replays of graphs, for which it needs the model's state
-    takes_drafts: bool = False  # whether it computes what a sequence's `draft` holds behind its last token
+    takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
     can_run_ahead: bool = False  # whether the device computes a replay while the host does something else
-    has_states: bool = False  # whether a step that failed cannot be taken again
-    num_captured_steps: int = 0  # that were replays
-    encoder_blocks: BlockManager | None = None  # what holds the keys and values of encoders
-    counters: ReadCounters  # of how its forwards read keys and values
-    products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # around forwards that run as modules
+    has_states: bool = False  # whether a failed step cannot be repeated
+    num_captured_steps: int = 0  # steps that were replays
+    encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
+    counters: ReadCounters  # how its forwards read keys and values
+    products: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # around forwards that are no replays
 
     def begin(self, state: ModelState | None) -> None:
-        """Work begins on a model in this state; `None`: its state is unknown."""
+        """Starts work on a model in this state; `None`: its state is unknown."""
         return None
 
     def run(self, items: list[tuple[Sequence, int]], variant: Hashable = None) -> Tensor:
-        """Computes the last `query_len` of the first `num_computed_tokens` tokens of each sequence, for which its
-        tables have room; `variant` tells the adapters of this forward from others. Of one with a draft its last token,
-        and the draft behind it. Returns logits `(n, vocab_size)` in the model's dtype: after the last token of each
-        sequence that is then computed as far as it goes, in order, and after each token of its draft."""
+        """Computes `query_len` tokens of each sequence, up to its `num_computed_tokens`; its block tables have room for
+        them. With a draft, these are its last token and the draft. `variant` identifies the forward's adapters. Returns
+        logits `(n, vocab_size)` in the model's dtype, in order: for each sequence that is then fully computed, after
+        its last token and after each token of its draft."""
 
     def run_ahead(self, sequences: list[Sequence], token_ids: Tensor, variant: Hashable = None) -> Tensor | None:
-        """Logits `(n, vocab_size)` after one more token of each sequence, `(n,)` int64 on the device; `None` if that
-        cannot be done before the host has it."""
+        """Returns logits `(n, vocab_size)` after one more token of each sequence, given as `(n,)` int64 on the device;
+        `None` if the step needs the tokens on the host."""
         return None
 
     def ordered(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step: its work on the device comes after that of the step before, also on other streams."""
+        """Around a step: orders its device work after the previous step's, also across streams."""
         return contextlib.nullcontext()
 
     def rest(self) -> None:
-        """Nothing is in flight any more."""
+        """Releases what is held for steps; nothing is in flight any more."""
         return None
 
 
 def rows_of_logits(items: Items[tuple[Sequence, int]]) -> list[range]:
-    """Of each item the rows of logits that a step of all returns: one for its last token and one for each of its draft,
-    none where it is not computed as far as it goes."""
+    """Returns each item's rows in a step's logits: one for its last token and one for each draft token; empty for a
+    sequence that is not fully computed yet."""
     found, start = [], 0
     for sequence, _ in items:
         is_answered = sequence.num_computed_tokens == len(sequence.token_ids)
@@ -66,7 +66,7 @@ def rows_of_logits(items: Items[tuple[Sequence, int]]) -> list[range]:
 
 
 def in_order(parts: Items[tuple[list[Any], Tensor]]) -> Tensor:
-    """`(n, vocab)`: the rows of all parts, each of which names their places, by place."""
+    """Merges parts, each the places of its rows and their logits, into `(n, vocab)`, sorted by place."""
     places, logits = parts[0]
     if len(parts) == 1 and places == sorted(places):
         return logits

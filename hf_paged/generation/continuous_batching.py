@@ -415,7 +415,7 @@ def _fits_one_call(
 def _sample_together(
     model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
 ) -> dict[str, GenerationOutput]:
-    """Runs the prompts as rows of one `generate` call: with one stream of random numbers, a seed gives plain's tokens.
+    """Runs the prompts as rows of one `generate` call, with one stream of random numbers: a seed gives plain's tokens.
     """
     created, device = time.perf_counter(), compute_device(model)
     prompts = [prompt_ids(prompt, None) for prompt in inputs]

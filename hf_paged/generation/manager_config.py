@@ -50,16 +50,15 @@ _defaults: list[PagedConfig] = [PagedConfig()]  # the config passed to `install`
 
 
 def set_default(config: PagedConfig) -> None:
-    """Sets the default `PagedConfig` of managers; a model's `cache_config` and a `ContinuousBatchingConfig` override it.
-    """
+    """Sets managers' default `PagedConfig`; a model's `cache_config` and a `ContinuousBatchingConfig` override it."""
     _defaults[:] = [config]
 
 
 def paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """The `PagedConfig` for a `ContinuousBatchingConfig`: its fields that are not at their defaults, over `cache_config`
-    or the default config. Raises `ValueError` for values that cannot be served and for unknown fields."""
+    """The `PagedConfig` for a `ContinuousBatchingConfig`: its fields that are not at their defaults, over
+    `cache_config` or the default config. Raises `ValueError` for values that cannot be served and unknown fields."""
     given = _given(cb_config)
     unknown = sorted(set(given) - set(MAPPED) - set(LEFT))
     if unknown:

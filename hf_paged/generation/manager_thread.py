@@ -1,4 +1,4 @@
-"""The thread of a continuous-batching manager: takes requests, runs an engine's steps, delivers transformers' outputs."""
+"""The thread of a continuous-batching manager: takes requests, steps an engine, delivers transformers' outputs."""
 
 from __future__ import annotations
 
@@ -181,8 +181,7 @@ class ManagerThread:
             self.changed.notify_all()
 
     def get(self, name: str | None, timeout: float | None) -> GenerationOutput | None:
-        """Waits for the next output, of a request if `name` is given; `None` after the timeout and once none can come.
-        """
+        """Waits for the next output (of `name` if given); `None` after the timeout and once none can come."""
         with self.changed:
             here = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
 

@@ -133,7 +133,7 @@ class Attention:
     def __call__(
         self, query: Tensor, step: StepMetadata, sinks: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """Attention `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those of the constructor.
+        """Returns `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those of the constructor.
         Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; never reads outside of a tensor."""
         own = step.plan(_step_fields)
         if (own.num_tokens, own.block_size) != self._step_shape:

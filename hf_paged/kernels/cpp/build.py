@@ -85,7 +85,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Loads the wheel's library, else that of the cache folder, compiled first if missing; if the folder cannot be used,
+    """Loads the wheel's library, else that of the cache folder, compiled first if missing; if the folder is unusable,
     one compiled for this process alone."""
     if (path := prebuilt.find()) is not None:
         try:

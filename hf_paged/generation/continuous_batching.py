@@ -186,7 +186,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         Raises:
             ValueError: if an unfinished request has that id.
             RuntimeError: after `stop`, and, chained to its error, once the thread has died.
-            queue.Full: if the queue holds `max_queue_size` requests for 10 seconds.
+            queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
         name = self._make_name() if request_id is None else request_id
         if seed is None and (first := self.continuous_batching_config.seed) is not None:
@@ -415,8 +415,7 @@ def _fits_one_call(
 def _sample_together(
     model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
 ) -> dict[str, GenerationOutput]:
-    """Runs the prompts as rows of one `generate` call, with one stream of random numbers: a seed gives plain's tokens.
-    """
+    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives plain's tokens."""
     created, device = time.perf_counter(), compute_device(model)
     prompts = [prompt_ids(prompt, None) for prompt in inputs]
     pad, width = _effective(model, config, "pad_token_id") or 0, max(map(len, prompts))

@@ -1,5 +1,4 @@
-"""`transformers serve` on `PagedEngine`: replacements for its parts, set by `install`. The app itself is transformers'.
-"""
+"""`transformers serve` on `PagedEngine`: replacements for its parts, set by `install`. The app stays transformers'."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class ServedManager(PagedBatchingManager):
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """Continuous batching of the app. The manager depends on the model only, not on the options of the first request.
-    """
+    """Continuous batching of the app. The manager depends on the model only, not on the first request's options."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)

@@ -166,9 +166,8 @@ def _cpu() -> str:
 
 
 def _make_private(folder: Path) -> Path:
-    """Resolves the folder's links, creates it if missing, and checks that it is ours alone (mode 700) and that no other
-    user but root can replace it or a link on its path, as for ssh's keys. Raises `OSError` that names what to change.
-    """
+    """Returns the folder without links; creates it if missing. Checks that it is ours alone (mode 700) and that only
+    root and we can replace it or a link on its path, as for ssh's keys. Raises `OSError` that names what to change."""
     resolved, user = Path(os.path.realpath(folder)), os.geteuid()
     for place in [place for path in (folder, resolved) for place in (*reversed(path.parents), path)]:
         try:
@@ -187,7 +186,7 @@ def _make_private(folder: Path) -> Path:
 
 
 def _read_private(path: Path) -> bytes:
-    """The content of a file in a private folder. Raises `OSError` unless it is a plain file of ours alone."""
+    """Reads a file in a private folder. Raises `OSError` unless it is a regular file that only we can change."""
     # O_NONBLOCK: opening a pipe must not wait
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:

@@ -69,7 +69,8 @@ class Layout(NamedTuple):
     unsupported_reason: str | None = None
     # padding changes no result: prompts of different lengths may share a forward; else only those of equal length
     mixed_lengths: bool = True
-    # rows may join and leave the batch; else a batch keeps its rows and the state of the model's own loop (`TOGETHER`)
+    # rows of any requests may share a forward; else rows stay with the batch that they began in, and with all that the
+    # model's own loop carries (`TOGETHER`)
     side_by_side: bool = True
     continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
     # prefill and token-by-token decode give different logits: a recompute splits the tokens as the first run did
@@ -105,7 +106,7 @@ MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager,
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in the check."""
+    """A forward failed in a check."""
 
 
 def first_line(error: BaseException) -> str:
@@ -782,7 +783,7 @@ def _difference(
     computed |= {spec.storage_dtype(dtype) for spec in cache.groups for dtype in computed}
     half = max((HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE), default=None)
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
-    if not worst <= (half or TOLERANCE):  # NaN too
+    if not worst <= (half or TOLERANCE):  # also true for NaN
         return f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
     return None
 

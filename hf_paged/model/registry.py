@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Route:
     """
-    How the last `generate` call of a model went, or how a `PagedEngine` serves its requests.
+    The execution path of a model's last `generate` call, or of a `PagedEngine`'s requests.
 
     Args:
         road (`str`): `"engine"`: the engine's forwards, packed or rows side by side, and rows leave the batch when they

@@ -70,7 +70,7 @@ def _store_kernel(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     one = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    if STORED:  # strides of bytes
+    if STORED:  # block strides count bytes; scales are float32
         key_scales += block * (key_block // 4) + one * (key_block_head // 4) + offset
         value_scales += block * (value_block // 4) + one * (value_block_head // 4) + offset
     d = tl.arange(0, BLOCK_KEY).to(tl.int64)[None, :]

@@ -1,1 +1,1 @@
-"""The entry: what a `generate` call with `cache_implementation=\"paged\"` becomes, and one such call."""
+"""The entry point: patches `generate` for `cache_implementation=\"paged\"` and runs such calls."""

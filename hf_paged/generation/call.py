@@ -1,4 +1,4 @@
-"""One `generate` call: what it has built and switched, and its rows on the engine."""
+"""One `generate` call: the caches that it builds, the attention that it switches, and its rows on the engine."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ from ..step import ReadCounters
 
 logger = logging.getLogger(__name__)
 
-# Computing fewer tokens than that takes about as long as reading all weights once, to see whether they changed.
+# Computing fewer tokens takes about as long as fingerprinting all weights, which the prefix cache needs.
 MIN_CACHED_TOKENS = 128
-# Fewer steps by the modules' own code take no longer than reading the model's state, without which none is a replay.
+# Running fewer steps without replay takes no longer than reading the model's state, which replays need.
 MIN_REPLAYED_STEPS = 16
-# What the engine has no use for, or looks at; so with a Trainer's labels, where transformers' own code drops them.
+# Model inputs that the engine handles or ignores; `labels` too, where transformers' stock code drops them.
 _KNOWN_INPUTS = {*CACHE_NAMES, "use_cache", "logits_to_keep", "tokenizer", "attention_mask", "position_ids"}
 
 
 def rows_per_prompt(config: GenerationConfig) -> int:
-    """Rows that `generate` expands each prompt to."""
+    """The number of rows that `generate` expands each prompt to."""
     return max(config.num_beams or 1, config.num_return_sequences or 1)
 
 
 def first_rows(value: Any, repeats: int) -> Any:
-    """Every `repeats`-th row of a tensor, or of all in a `ModelOutput`; `None` unless the rows between are like it."""
+    """Every `repeats`-th row of a tensor, or of the tensors in a `ModelOutput`; `None` if the rows between differ."""
     if isinstance(value, ModelOutput):
         parts = {name: first_rows(part, repeats) for name, part in value.items()}
         return None if any(part is None for part in parts.values()) else type(value)(**parts)
@@ -84,27 +84,27 @@ def first_rows(value: Any, repeats: int) -> Any:
 
 
 class Call:
-    """What one `generate` call has built and switched, to be undone when it ends."""
+    """Caches and settings of one `generate` call, undone when it ends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
-        self.memory: PagedMemory | None = None  # the model's, if it uses that
+        self.memory: PagedMemory | None = None  # the model's, if the call uses it
         self.built: list[PagedCache] = []
-        self.caches: list[PagedCache] = []  # those built, or the caller's
-        self.counters: list[ReadCounters] = []  # of how their keys and values were read
+        self.caches: list[PagedCache] = []  # those in `built`, or the caller's
+        self.counters: list[ReadCounters] = []  # how keys and values of the caches were read
         self.repeats = 1
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None  # ids and inputs before rows were repeated
-        self.swaps_pictures = False  # whether the repeated rows got others' pictures
+        self.swaps_pictures = False  # whether repeated rows got images of other rows
         self.road, self.reason = "plain", "cache_implementation is not 'paged'"
         self.reads_in_place = self.is_running = False
-        self.foreign: str | None = None  # why code of the model's own reads keys and values
-        self.slowed_by: set[str] = set()  # what kernels said
+        self.foreign: str | None = None  # why the model's own code reads keys and values
+        self.slowed_by: set[str] = set()  # reasons from the kernels
         self.details: dict[str, Any] = {"is_packed": False}  # for `route_of`
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """What the call switched is put back at its end; its caches are freed if it fails. For use within `held`."""
+        """Runs the call: undoes its switches at the end, and frees its caches if it fails. For use within `held`."""
         variables: dict[ContextVar[Any], Any] = {current: self, mask_observer: None, obstacles: self.slowed_by}
         try:
             with self.stack:
@@ -115,7 +115,7 @@ class Call:
                     self._switch()
                 yield
         except BaseException:
-            # a traceback keeps the frames alive that hold these caches: do not wait for it
+            # free the caches now: the traceback keeps the frames alive that hold them
             for cache in self.built:
                 cache.discard()
             raise
@@ -129,7 +129,7 @@ class Call:
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
     def _full_reason(self) -> str:
-        """With how code of the model's own was given keys and values."""
+        """The reason, with how the model's own code got keys and values if it read them."""
         if self.foreign is None or self.road != "hf_loop":
             return self.reason
         are_views = any(x.in_place for x in self.counters) and not any(x.gathered for x in self.counters)
@@ -137,7 +137,8 @@ class Call:
         return f"{self.reason}; keys and values are {how}: {self.foreign}"
 
     def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
-        """Keys and values go to `caches`, which attention reads in place; those built for the call go with it."""
+        """Makes the call store keys and values in `caches`, which attention reads in place; caches built for the call
+        end with it."""
         self.road, self.repeats = "hf_loop", rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
         self.caches += caches
@@ -154,7 +155,7 @@ class Call:
                 self._switch()
 
     def note_inputs(self, input_ids: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
-        """What `generate` prepared, before it repeats rows. A method that calls `super()` is noted, not the other."""
+        """Notes the inputs that `generate` prepared before it repeats rows; only the first, outermost call counts."""
         if isinstance(input_ids, torch.Tensor) and self.unexpanded is None:
             self.unexpanded = input_ids, {name: unshared(value) for name, value in model_kwargs.items()}
 
@@ -164,15 +165,15 @@ class Call:
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
         if foreign := foreign_attention(modules):
             self.foreign = foreign
-            return  # what it makes of padding is not known either, so that is stored
+            return  # that code may attend to padding, so padding is stored, too
         self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
 
     def _observe(self, mask: PagedMask) -> None:
-        """The model's own causal mask says which leading positions are padding: those need not be stored."""
+        """Finds the left padding in the model's causal mask: those positions need not be stored."""
         if mask.pattern is None or not mask.pattern.causal or mask.arguments.get("q_offset", 0) != 0:
             return
         config = self.model.config.get_text_config(decoder=True)
-        if getattr(config, "cross_attention_layers", None):  # what those hold is not the text that is padded
+        if getattr(config, "cross_attention_layers", None):  # these layers do not hold the padded text
             return
         if (columns := mask.visible_columns) is None or any(end != mask.arguments["kv_length"] for end in columns[1]):
             return
@@ -182,16 +183,16 @@ class Call:
 
 
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
-# Prepared by a model whose own `generate` does not come through ours, to run with its decoding loop.
+# A call prepared by a model with an overridden `generate` that bypasses ours, to run with its decoding loop.
 prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)
 
 
 def batch_of(call: Call, method: str, arguments: dict[str, Any]) -> BatchCall | None:
-    """The call of a `GenerationMixin` method, by name, as the engine takes it; `None`, noting why, if it does not.
-    Raises `ValueError` where `batch_invariant` is asked for, which only the engine has."""
+    """A call of a `GenerationMixin` method (by name) for the engine; `None`, with the reason noted, if the engine
+    cannot serve it. Raises `ValueError` if `batch_invariant` is set then: only the engine supports it."""
     with contextlib.ExitStack() as stack:
         names = adapter_names(call.model)
-        if names is not None:  # PEFT's layers would be told of them, as if the rows of the call were those of a forward
+        if names is not None:  # else PEFT would take them as adapters of a forward's rows, which differ from the call's
             stack.enter_context(without_adapter_names(call.model))
         batch = _batch_of(call, method, arguments, names)
         if batch is not None:
@@ -229,24 +230,24 @@ def _batch_of(call: Call, method: str, arguments: dict[str, Any], adapters: list
 
 @dataclass
 class BatchCall:
-    """What `GenerationMixin._sample` or `_beam_search` was called with."""
+    """The arguments of `GenerationMixin._sample` or `_beam_search`, and how the engine serves them."""
 
     call: Call
     cache: PagedCache  # empty, built for the call
     uses_beams: bool
     inputs: LoopInputs  # each prompt `call.repeats` times
-    model_kwargs: dict[str, Any]  # what the model's forward would get
+    model_kwargs: dict[str, Any]  # for the model's forward
     streamer: Any
     layout: Layout = field(default_factory=Layout)
-    paddings: list[int] = field(default_factory=list)  # of each row, once that is known to be supported
-    has_inputs: bool = False  # whether its prompts are more than token ids that positions count
+    paddings: list[int] = field(default_factory=list)  # left padding of each row, once known to be supported
+    has_inputs: bool = False  # whether prompts are more than token ids with consecutive positions
     can_reuse: bool = True  # whether prompts may begin with cached prefixes
-    prompts: Prompts | None = None  # with what they are more than these, once that is looked for
-    assistance: Assistance | None = None  # of a call that transformers' `_assisted_decoding` was to serve
-    adapters: list[str] | None = None  # of the rows, or of the prompts, where each has its own
+    prompts: Prompts | None = None  # the prompts with their other inputs, once prepared
+    assistance: Assistance | None = None  # of a call of transformers' `_assisted_decoding`
+    adapters: list[str] | None = None  # one per row or per prompt, if the call names them
 
     def _find_prompts(self) -> Prompts | None:
-        """Each prompt once; `None` where rows were repeated by a method of the model's own."""
+        """Each prompt once; `None` if the model overrides how rows are repeated."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:
             unexpanded = self.inputs.input_ids, self.model_kwargs
@@ -254,7 +255,7 @@ class BatchCall:
         return None if unexpanded is None else prompts_of(unexpanded, self.model_kwargs, is_decoder)
 
     def reasons_against(self) -> Iterator[str]:
-        """Why the engine cannot serve the call: the first counts. Without any, `paddings` and `layout` are known."""
+        """Yields why the engine cannot serve the call: the first counts. If none, `paddings` and `layout` are set."""
         yield from self._reasons_against_batch()
         if self.adapters is not None:
             if self.layout.unsupported_reason is not None or self.has_inputs:
@@ -265,7 +266,7 @@ class BatchCall:
             yield reason
 
     def _reason_against_drafts(self) -> str | None:
-        """Why rows of a call that the engine serves cannot be assisted."""
+        """Why rows of a call that the engine serves cannot use assisted decoding."""
         config, num_rows = self.inputs.generation_config, len(self.paddings)
         if is_sharded(self.call.model):
             return "what proposes tokens would take its time by the clock of each process that holds a shard"
@@ -319,8 +320,8 @@ class BatchCall:
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
 
     def _reasons_against_joining(self) -> Iterator[str]:
-        """Why the rows cannot be packed, nor run beside those of other calls. Without any, `paddings`, `layout` and
-        `has_inputs` are known."""
+        """Yields why rows can neither be packed nor run beside those of other calls. If none, `paddings`, `layout` and
+        `has_inputs` are set."""
         yield from self._reasons_against_prompts()
         what = self._other_inputs()
         self.layout = choose_layout(self.call.model, self.cache, self._config.batch_invariant)
@@ -349,7 +350,7 @@ class BatchCall:
             yield f"padding changes what its rows give, and {reason}"
 
     def _reasons_against_prompts(self) -> Iterator[str]:
-        """Why the prompts are not rows of tokens behind nothing but padding. Without any, `paddings` are known."""
+        """Yields why the prompts are not rows of tokens with left padding alone. If none, `paddings` is set."""
         given, repeats = self.model_kwargs, self.call.repeats
         if self.call.model.config.is_encoder_decoder:
             yield "the model has an encoder"
@@ -373,7 +374,7 @@ class BatchCall:
         self.paddings = (~mask).sum(-1).tolist()
 
     def _other_inputs(self) -> str | None:
-        """What the prompts are beside token ids that positions count."""
+        """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""
         given = self.model_kwargs
         known = _KNOWN_INPUTS | ({"labels"} if is_stock(self.call.model, "prepare_inputs_for_generation") else set())
         if other := [name for name, value in given.items() if name not in known and not is_unset(value)]:
@@ -386,7 +387,7 @@ class BatchCall:
         return None
 
     def _shares_factors(self) -> bool:
-        """Whether rows of unequal lengths come to have other rotary factors than each would have alone."""
+        """Whether rows of different lengths would get other rotary factors than each gets alone."""
         rope = find_length_rope(self.call.model, self.call.model.modules()) if any(self.paddings) else None
         if rope is None:
             return False
@@ -396,27 +397,27 @@ class BatchCall:
 
     @property
     def num_unseen(self) -> int:
-        """Tokens of each prompt that the token ids do not show, being embeddings alone."""
+        """The number of tokens of each prompt that are given as embeddings only, without token ids."""
         embeds = self.model_kwargs.get("inputs_embeds")
         if embeds is None or self.call.model.config.is_encoder_decoder:
             return 0
         return int(embeds.shape[1] - self.inputs.input_ids.shape[1])
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
-        """Of a row of `ids` without padding, 0 for each embedding."""
+        """Token ids of a row of `ids` without padding, 0 for each token given as an embedding."""
         unseen, padding = self.num_unseen, self.paddings[row]
         return [0] * max(0, unseen - padding) + ids[row, max(0, padding - unseen) :].tolist()
 
     def run(self) -> Any:
-        """What `_sample` or `_beam_search` would have returned or raised. To be called within `interrupts.held`."""
+        """Returns or raises what `_sample` or `_beam_search` would have. For use within `interrupts.held`."""
         model, inputs = self.call.model, self.inputs
         decoding: Decoding = BeamDecoding(model, inputs) if self.uses_beams else SampleDecoding(inputs, self.streamer)
-        # whether the prefix cache could save more time than it takes to see that the weights are what they were
+        # the prefix cache pays off if it can save more time than fingerprinting the weights takes
         keeps_prefixes = len(self.paddings) * decoding.max_length >= MIN_CACHED_TOKENS
         replays = keeps_prefixes or decoding.max_length - decoding.length >= MIN_REPLAYED_STEPS
         generation = self._generation(decoding, keeps_prefixes)
         self._let_speculate(generation)
-        self.call.built.clear()  # they may become the loop's
+        self.call.built.clear()  # the loop may take over these caches
         make = functools.partial(self._make_loop, self.cache)
         with shared_loop(self.cache.memory, self._loop_key(), make) as shared:
             executor, finish = shared.loop.executor, functools.partial(self._result, generation)
@@ -431,10 +432,11 @@ class BatchCall:
                 self.call.slowed_by |= executor.slowed_by
 
     def _let_speculate(self, generation: Generation) -> None:
-        """Rows that propose tokens advance by themselves. By n-grams they do where that changes no draw."""
+        """Sets up speculation: rows with drafts are split to advance separately. N-grams are used only where that
+        changes no random draw."""
         decoding, is_alone = generation.decoding, len(generation.rows) == 1
         assistance = self.assistance
-        if is_sharded(self.call.model):  # whose processes measure other times
+        if is_sharded(self.call.model):  # its processes would measure different times
             return
         if assistance is None and self._config.speculation == "ngram" and self.layout.reason_against_drafts is None:
             can_speculate = isinstance(decoding, SampleDecoding) and not self.has_inputs
@@ -450,11 +452,11 @@ class BatchCall:
 
     @property
     def _config(self) -> PagedConfig:
-        """The call's own: the memory's may be that of a call of another thread."""
+        """The config of this call: the memory's config may be that of another thread's call."""
         return PagedConfig.coerce(self.inputs.generation_config.cache_config)
 
     def _loop_key(self) -> Hashable:
-        """Calls of equal keys can share a forward, whichever of their threads computes it."""
+        """A key: calls with equal keys can share a forward, whichever thread computes it."""
         device = compute_device(self.call.model)
         modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
         return (
@@ -465,7 +467,7 @@ class BatchCall:
             autocast_dtype(device),
             torch.is_inference_mode_enabled(),
             torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None,
-            threading.get_ident() if modes else None,  # a mode, of torch's overrides, is of its thread
+            threading.get_ident() if modes else None,  # modes of torch's overrides belong to a thread
         )
 
     def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
@@ -478,7 +480,7 @@ class BatchCall:
             tokens = self._tokens(inputs.input_ids, row)
             max_num_tokens = decoding.max_length + self.num_unseen - self.paddings[row]
             adapter = self._adapter(row)
-            namespace = (adapter, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as a request of an engine
+            namespace = (adapter, self._config.cache_salt) if keeps_prefixes else UNCACHED  # as for engine requests
             request = Request(f"row {row}", [Sequence(tokens)], max_num_tokens, num_rows=repeats, namespace=namespace)
             request.adapter = adapter
             if prompts is not None:
@@ -487,7 +489,8 @@ class BatchCall:
         return Generation(decoding, rows, keep_blocks=bool(inputs.generation_config.return_dict_in_generate))
 
     def _adapter(self, row: int) -> str | None:
-        """PEFT repeats the names where a call's own arguments ask for beams."""
+        """The adapter of a row. `adapters` has a name per row (PEFT repeats names if the arguments ask for beams) or
+        per prompt."""
         names = self.adapters
         if names is None:
             return None
@@ -499,8 +502,7 @@ class BatchCall:
             decoding = decoding.join([part.decoding for part in parts])
         if not generation.keep_blocks:
             return decoding.result()
-        # the cache that is returned is as plain `generate` leaves it: rows that ended early get the keys and values of
-        # the padding that follows
+        # the returned cache is as plain `generate` leaves it: rows that ended early get K/V of the padding that follows
         kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(len(self.paddings))]
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
@@ -523,7 +525,7 @@ class BatchCall:
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> list[tuple[Sequence, int]]:
-    """One step's part of what sequences compute of all tokens but the last. Raises `OutOfBlocksError`."""
+    """Schedules one step towards computing all tokens but the last of each sequence. Raises `OutOfBlocksError`."""
     items, left = [], loop.scheduler.max_num_batched_tokens
     with loop.memory.lock:
         for sequence in sequences:

@@ -1,5 +1,5 @@
-"""transformers' continuous-batching names on `PagedEngine`: what `generate_batch`, `init_continuous_batching` and
-`continuous_batching_context_manager` of a model become after `hf_paged.install(continuous_batching=True)`."""
+"""transformers' continuous-batching API on `PagedEngine`: replaces `generate_batch`, `init_continuous_batching` and
+`continuous_batching_context_manager` of models after `hf_paged.install(continuous_batching=True)`."""
 
 from __future__ import annotations
 
@@ -35,30 +35,32 @@ from .manager_thread import ManagerThread, Pending, served
 logger = logging.getLogger(__name__)
 
 
-_session_lock = forks.rlock()  # while a kept manager is taken from its model, or put there
+_session_lock = forks.rlock()  # guards taking a kept manager from its model, and putting one there
 _kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models on which a manager has been kept
 
 
 class PagedBatchingManager(ContinuousBatchingManager):
     """
-    transformers' `ContinuousBatchingManager` on a [`PagedEngine`] with a thread of its own: one is made by
-    `model.init_continuous_batching`.
+    transformers' `ContinuousBatchingManager` on a [`PagedEngine`] that runs in a separate thread;
+    `model.init_continuous_batching` returns one.
 
-    A request's tokens are those of `model.generate` on its prompt alone with its options; those that sample without a
-    `seed` draw in turn from torch's global generator. A request that cannot be served ends with its error in its
-    output. If the thread dies, `fatal_error` is what ended it, all unfinished requests end with it, and methods that
-    wait return.
+    A request gets the tokens of `model.generate` on its prompt alone with its options; requests that sample without a
+    `seed` draw in turn from torch's global generator. A request that cannot be served ends with the error in its
+    output. If the thread dies, `fatal_error` holds the cause, all unfinished requests end with that error, and methods
+    that wait return.
 
     Args:
         model ([`PreTrainedModel`]): Any that [`PagedEngine`] serves.
-        generation_config ([`GenerationConfig`]): For all requests, over the model's own; each may change options.
-        continuous_batching_config ([`ContinuousBatchingConfig`]): What is mapped is in `MAPPED`, what is not in `LEFT`.
+        generation_config ([`GenerationConfig`]): Default of all requests, over the model's; a request may change
+            options.
+        continuous_batching_config ([`ContinuousBatchingConfig`]): `MAPPED` lists the fields with a meaning here, `LEFT`
+            those that are ignored.
 
     Raises:
-        ValueError: for a config that cannot be served, and models that only `generate` serves.
+        ValueError: for a config that cannot be served, and for models that only `generate` serves.
     """
 
-    batch_processor = None  # transformers' own loop, of which there is none
+    batch_processor = None  # the loop of transformers, which is not used
 
     def __init__(
         self,
@@ -72,13 +74,13 @@ class PagedBatchingManager(ContinuousBatchingManager):
         config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
         given = continuous_batching_config.max_queue_size, continuous_batching_config.return_logprobs
         self._thread = ManagerThread(model, config, *given)
-        self._numbers, self._names = itertools.count(), itertools.count()  # of requests, and of names that are made up
+        self._numbers, self._names = itertools.count(), itertools.count()  # for seeds, and for default request ids
         self.num_return_sequences = generation_config.num_return_sequences or 1  # unless a request says otherwise
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a model that is copied or saved leaves it out, as it leaves its memory
+        return type(None), ()  # copies and checkpoints of a model leave the manager out, as they do its memory
 
     @property
     def engine(self) -> PagedEngine:
@@ -86,16 +88,16 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @property
     def fatal_error(self) -> BaseException | None:
-        """What ended the engine's thread."""
+        """The error that ended the engine's thread."""
         return self._thread.fatal_error
 
     @property
     def background_thread_status(self) -> SimpleNamespace:
-        """Under transformers' name: `fatal_error`."""
+        """`fatal_error` under transformers' name."""
         return SimpleNamespace(fatal_error=self.fatal_error)
 
     def warmup(self) -> None:
-        """Does nothing: steps are recorded when they first come."""
+        """Does nothing but set `warmed_up`: graphs are captured when their steps first occur."""
         self.warmed_up = True
 
     def is_running(self) -> bool:
@@ -105,7 +107,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         if self.is_running():
             logger.warning("the manager is running already")
         else:
-            with _session_lock:  # it has a session: none of another call
+            with _session_lock:  # a running manager is not kept for other calls
                 if getattr(self.model, compat.CACHED_MANAGER, None) is self:
                     delattr(self.model, compat.CACHED_MANAGER)
                 self._thread.start()
@@ -117,9 +119,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Takes no more requests and ends the thread: once all are finished, or with `hard_stop` after the step in
-        progress, which fails those that are not. It does not end within a pause: other threads' are waited for. Memory
-        goes back, unless it is kept for the next session. Raises `RuntimeError` in a thread that pauses the manager."""
+        """Accepts no more requests and ends the thread: once all requests are finished, or with `hard_stop` after the
+        step in progress, which fails unfinished requests. Waits for the end of pauses of other threads. Frees the
+        memory, unless it is kept for the next session. Raises `RuntimeError` in a thread that pauses the manager."""
         if threading.get_ident() in self._thread.pausing:
             raise RuntimeError("this thread has paused the manager, which then cannot stop: leave `pause` before")
         was_started = self._thread.thread is not None
@@ -128,7 +130,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session and was_started:
             with _session_lock:
-                other = getattr(self.model, compat.CACHED_MANAGER, None)  # of a session at the same time
+                other = getattr(self.model, compat.CACHED_MANAGER, None)  # kept by a concurrent session
                 setattr(self.model, compat.CACHED_MANAGER, self)
                 _kept.add(self.model)
             if other is not None and other is not self:
@@ -145,10 +147,10 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """No step is taken within this context, in which the model may be changed. Unfinished requests go on after it
-        with the keys and values that they have; cached prefixes of other weights are dropped. Steps go on in evaluation
-        mode; a model that is set to training here is so again when the manager ends. Raises `RuntimeError` if the
-        manager is not running, or ends before."""
+        """Pauses steps within this context, in which the model may be changed. Afterwards unfinished requests continue
+        with the keys and values that they have; cached prefixes of other weights are dropped. Steps continue in
+        evaluation mode; training mode set within the context is restored when the manager ends. Raises `RuntimeError`
+        if the manager is not running, or ends before the pause begins."""
         if not self.is_running():
             raise RuntimeError("the manager is not running: there is nothing to pause")
         with self._thread.paused():
@@ -167,23 +169,24 @@ class PagedBatchingManager(ContinuousBatchingManager):
         **options: Any,
     ) -> str:
         """
-        Queues a request and returns its id. Its outputs come by `get_result`, iteration or a handler; what it cannot
-        be served for is the error of the last. With `num_return_sequences` n, n - 1 more have the ids
-        `"{request_id}__child#{i}"`.
+        Queues a request and returns its id. Outputs are delivered by `get_result`, iteration or a handler; if the
+        request cannot be served, its last output has the error. With `num_return_sequences` n, n - 1 further outputs
+        have the ids `"{request_id}__child#{i}"`.
 
         Args:
             input_ids (`list[int]`): The prompt.
-            streaming (`bool`): An output for each new token, with all so far; log-probabilities come with the last.
-            record_timestamps (`bool`): `time.perf_counter()` of every token.
-            eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's; negative ones are none.
+            streaming (`bool`): Deliver an output for each new token, with all tokens so far; log-probabilities come
+                with the last output.
+            record_timestamps (`bool`): Record `time.perf_counter()` of every token.
+            eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's; negative ids are ignored.
             seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the configuration's.
-            tokenizer (*optional*): Of `stop_strings`, as in `generate`; for later requests as well, until another.
-            options: Any of [`GenerationConfig`], of this request.
+            tokenizer (*optional*): For `stop_strings`, as in `generate`; used until a later request passes another.
+            options: Options of [`GenerationConfig`] for this request.
 
         Raises:
             ValueError: if an unfinished request has that id.
-            RuntimeError: after `stop`, and once the thread has died, from its error.
-            queue.Full: if `max_queue_size` requests have waited for 10 seconds.
+            RuntimeError: after `stop`, and, chained to its error, once the thread has died.
+            queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
         name = self._make_name() if request_id is None else request_id
         if seed is None and (first := self.continuous_batching_config.seed) is not None:
@@ -214,7 +217,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Queues requests, in order, and returns their ids. Arguments and errors are those of `add_request`."""
+        """Queues requests in order and returns their ids. Arguments and errors are those of `add_request`."""
         given: tuple[Any, ...] = (None, max_new_tokens, streaming, record_timestamps)
         return [self.add_request(input_ids, *given, **options) for input_ids in inputs]
 
@@ -224,26 +227,26 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self._thread.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next output, of that request if one is named. `None` after `timeout` seconds, and if none can come any
-        more: the manager is not running, having stopped or died (`fatal_error`). Without a timeout, raises `ValueError`
-        for an id that was never added, or whose last output has been read."""
+        """Waits for the next output, of `request_id` if given. `None` after `timeout` seconds, and when no more outputs
+        can come because the manager has stopped or died (`fatal_error`). Without a timeout, raises `ValueError` for an
+        id that was never added, or whose last output has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, until the manager has stopped."""
+        """Yields outputs as they come, until the manager has stopped."""
         while (output := self.get_result()) is not None:
             yield output
 
     def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
-        """Outputs of one request as they come, until its last."""
+        """Yields the outputs of one request as they come, until its last."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Outputs of a request go to `callback`, run by the event loop that runs now, until its last. The request may
-        be added later, to this manager while it runs."""
+        """Delivers the outputs of a request to `callback`, which the running event loop calls, until the last. The
+        request may be added later, to this manager while it runs."""
         with self._thread.changed:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             waiting = self._thread.outputs.pop(request_id, ())
@@ -255,23 +258,23 @@ def _output_names(request_id: str, num_sequences: int) -> list[str]:
 
 
 def _effective(model: PreTrainedModel, config: GenerationConfig, name: str) -> Any:
-    """What `generate` makes of an option that may be left to the model's own configuration."""
+    """The value of an option, from the model's generation config if `config` leaves it unset."""
     value = getattr(config, name)
     return getattr(model.generation_config, name) if value is None else value
 
 
 def _request_config(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> GenerationConfig:
     """The configuration of one request. Raises `ValueError` for options that `GenerationConfig` does not have."""
-    # of one option alone: how many sequences there may be depends on others
+    # `num_return_sequences` is left out here: its validity depends on other options
     as_config({name: value for name, value in options.items() if name != "num_return_sequences"})
     made = copy.deepcopy(config)
     for name in ("cache_implementation", "cache_config", "compile_config", "continuous_batching_config"):
-        if hasattr(made, name):  # how transformers would run it
+        if hasattr(made, name):  # options for how transformers would run it
             setattr(made, name, None)
     for name, value in options.items():
         setattr(made, name, value)
     if not _effective(model, made, "do_sample") and (_effective(model, made, "num_beams") or 1) == 1:
-        made.num_return_sequences = 1  # all of greedy search are equal
+        made.num_return_sequences = 1  # greedy sequences are all equal
     else:
         made.num_return_sequences = made.num_return_sequences or 1
     if _effective(model, made, "max_new_tokens") is None and _effective(model, made, "max_length") is None:
@@ -282,7 +285,7 @@ def _request_config(model: PreTrainedModel, config: GenerationConfig, options: d
     return made
 
 
-# -- what methods of transformers' `ContinuousMixin` become --------------------------------
+# -- replacements of methods of transformers' `ContinuousMixin` ----------------------------
 
 
 def _cb_config(config: GenerationConfig, given: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
@@ -308,7 +311,7 @@ def _init(
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config, cached.num_return_sequences = config, config.num_return_sequences or 1
             return cached
-        model.destroy_cached_continuous_batching_manager()  # what it was sized by is not what is asked for
+        model.destroy_cached_continuous_batching_manager()  # it was made for another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
@@ -331,14 +334,14 @@ def _context(
     warmup: bool = True,
     workload_hints: Any = None,
 ) -> Iterator[PagedBatchingManager]:
-    with _session_lock:  # calls in several threads do not begin with one manager
+    with _session_lock:  # concurrent calls must not take the same kept manager
         manager = model.init_continuous_batching(generation_config, continuous_batching_config)
         manager.start()
     is_hard = True
     try:
         yield manager
         is_hard = False
-    finally:  # where the caller's code raised, nothing waits for what is left
+    finally:  # if the caller's code raised, unfinished requests are not waited for
         manager.stop(block, timeout, persistent_manager, hard_stop=is_hard)
 
 
@@ -359,7 +362,7 @@ def _generate_batch(
     base = model.generation_config if generation_config is None else generation_config
     given = {name: value for name, value in options.items() if value is not None}
     config = _request_config(model, base, {name: value for name, value in given.items() if name != "tokenizer"})
-    # where a stop string ends a row of one call is not told
+    # one `generate` call does not tell where a stop string ended a row
     is_plain = not (record_timestamps or persistent_manager or _effective(model, config, "stop_strings"))
     if is_plain and _effective(model, config, "do_sample") and (_effective(model, config, "num_beams") or 1) == 1:
         cb_config = _cb_config(base, continuous_batching_config)
@@ -376,7 +379,7 @@ def _generate_batch(
         added = manager.add_requests(inputs, record_timestamps=record_timestamps, **given)
         num_sequences = given.get("num_return_sequences", manager.num_return_sequences)
         names = [name for each in added for name in _output_names(each, num_sequences)]
-        # no bar where none is shown: one takes a lock, which a child process may find held
+        # no tqdm without a progress bar: it takes a lock, which a forked child may find held
         for name in tqdm(names, unit="request") if progress_bar else names:
             output = manager.get_result(name)
             if output is None:
@@ -396,13 +399,13 @@ def _fits_one_call(
     cb_config: ContinuousBatchingConfig,
     paged: PagedConfig,
 ) -> bool:
-    """Whether these prompts can be the rows of one `generate` call, that gives all that is asked for."""
+    """Whether these prompts can be the rows of one `generate` call that returns everything requested."""
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
         return False
     num_rows = len(inputs) * (config.num_return_sequences or 1)
     if num_rows > paged.max_num_seqs or _effective(model, config, "max_new_tokens") is None:
         return False
-    try:  # else those that can be served are, and the others have their errors
+    try:  # if a prompt is invalid, the engine serves the others and reports its error
         prompts, size = [prompt_ids(prompt, None) for prompt in inputs], num_embeddings(model)
     except ValueError:
         return False
@@ -412,7 +415,7 @@ def _fits_one_call(
 def _sample_together(
     model: PreTrainedModel, inputs: Sequence[Any], config: GenerationConfig, paged: PagedConfig
 ) -> dict[str, GenerationOutput]:
-    """As rows of one `generate` call, which draw from one stream of random numbers: a seed gives plain's tokens."""
+    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives plain's tokens."""
     created, device = time.perf_counter(), compute_device(model)
     prompts = [prompt_ids(prompt, None) for prompt in inputs]
     pad, width = _effective(model, config, "pad_token_id") or 0, max(map(len, prompts))
@@ -441,7 +444,7 @@ def _sample_together(
 
 
 def destroy_kept() -> None:
-    """Managers that models keep for a next session, which transformers' own names would take for theirs."""
+    """Destroys managers kept on models for a next session; transformers' own methods would otherwise use them."""
     for model in list(_kept):
         cached = getattr(model, compat.CACHED_MANAGER, None)
         if isinstance(cached, PagedBatchingManager):
@@ -456,4 +459,4 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "continuous_batching_context_manager": _context,
     "generate_batch": _generate_batch,
 }
-"""By the name of the method of `ContinuousMixin`."""
+"""Replacements by name of the `ContinuousMixin` method."""

@@ -1,4 +1,4 @@
-"""The entry: what a `generate` call with `cache_implementation="paged"` becomes."""
+"""The entry point: `install` patches transformers so that `cache_implementation="paged"` works in `generate`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from . import manager_config
 from .call import Call, batch_of, current, first_rows, prepared, rows_per_prompt
 
 REQUESTED = ("paged", NAME)
-VARIABLE = "HF_PAGED_INSTALL"  # of the environment: names of options of `install`, for the import
+VARIABLE = "HF_PAGED_INSTALL"  # environment variable: options of `install` that the import uses
 
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
 
 
-# -- what methods of GenerationMixin become: functions of the original and its arguments ---------------------------
+# -- replacements of GenerationMixin methods: functions of the original method and its arguments -------------------
 
 
 def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
         if kwargs.get("cache_config") is not None:
             kwargs["cache_config"] = cache_config.to_dict()
         if kwargs.get("cache_implementation") == "paged":
-            # under its own name, transformers would hand the call to its continuous batching before any preparation
+            # for "paged", transformers would hand the call to its continuous batching before any preparation
             kwargs["cache_implementation"] = NAME
         if isinstance(kwargs.get("streamer"), (list, tuple)):
             kwargs["streamer"] = RowStreamers(kwargs["streamer"], kwargs.get("attention_mask"))
@@ -68,7 +68,7 @@ def _generate(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs:
 def _check_arguments(
     model: Any, config: GenerationConfig | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises `ValueError` on what would fail once memory is taken, or with an error that names no argument."""
+    """Raises `ValueError` early for arguments that would fail after allocation, or with an error that names none."""
     ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     if getattr(model, "main_input_name", None) == "input_ids" and not model.config.is_encoder_decoder:
         check_ids(ids)
@@ -87,7 +87,7 @@ def _check_arguments(
 
 
 def _option(name: str, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
-    """What the keyword, the config passed or the model's own config says, in this order; `None` if none does."""
+    """An option's value from the keyword, the config passed or the model's config, in this order; `None` if unset."""
     configs = (config, getattr(model, "generation_config", None))
     values = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
     return next((value for value in values if value is not None), None)
@@ -132,7 +132,7 @@ def _prepare_cache(original: Callable[..., Any], model: Any, /, *args: Any, **kw
 
 
 def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[str, Any], is_assistant: bool) -> None:
-    """Puts a `PagedCache` for each `DynamicCache` that the model just built, for rows of up to `length` tokens."""
+    """Replaces each `DynamicCache` that the model just built by a `PagedCache`, for rows of up to `length` tokens."""
 
     def paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
@@ -154,19 +154,19 @@ def _swap(memory: PagedMemory, length: int, num_rows: int, model_kwargs: dict[st
 
 
 def _prefill(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Rows that were expanded from one prompt are computed once, where that gives what all rows give."""
+    """Computes rows that were expanded from one prompt once, where that gives the same results."""
     call, bound, first = current.get(), inspect.signature(original).bind(model, *args, **kwargs), None
     given = bound.arguments
-    is_whole = given["generation_config"].prefill_chunk_size is None  # chunks are refused where plain refuses them
+    is_whole = given["generation_config"].prefill_chunk_size is None  # chunked prefill is left to the original
     if call is not None and call.model is model and call.caches and call.repeats > 1 and is_whole:
         first = _of_first_rows(given["input_ids"], given["model_kwargs"], call.repeats)
     if call is None or first is None or not _rows_are_independent(model):
         return original(model, *args, **kwargs)
     given["input_ids"], given["model_kwargs"] = ids, inputs = first
     outputs = original(*bound.args, **bound.kwargs)
-    caches = [value for value in outputs.values() if isinstance(value, Cache)]  # a model may have begun one of its own
+    caches = [value for value in outputs.values() if isinstance(value, Cache)]  # the model may have created one
     for cache in caches or [value for value in inputs.values() if isinstance(value, Cache)]:
-        # every layer must know how to reorder its rows; to repeat one is a case of that
+        # every cache layer can reorder its rows, which includes repeating one
         cache.reorder_cache(torch.arange(len(ids), device=ids.device).repeat_interleave(call.repeats))
     for name, value in outputs.items():
         if not isinstance(value, Cache):
@@ -183,13 +183,13 @@ _ROW_INPUTS |= {"decoder_attention_mask", "decoder_input_ids", "decoder_position
 def _of_first_rows(
     input_ids: torch.Tensor, model_kwargs: dict[str, Any], repeats: int
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """The inputs of every `repeats`-th row, if the rows between have the same and nothing is cached."""
+    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is cached."""
     ids, inputs = first_rows(input_ids, repeats), dict(model_kwargs)
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
             if not all(isinstance(part, PagedCache) and part.is_empty for part in cache_parts(value)):
                 return None
-        elif value is not None and not isinstance(value, (bool, int, float, str)):  # which have no rows
+        elif value is not None and not isinstance(value, (bool, int, float, str)):  # scalars have no rows
             if name not in _ROW_INPUTS or (name.endswith("position_ids") and value.dim() != 2):
                 return None
             inputs[name] = first_rows(value, repeats)
@@ -199,7 +199,7 @@ def _of_first_rows(
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether a row's result is its own, with no dropout, code of the user's, or state in a module for some rows."""
+    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row module state."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
         return False
@@ -230,8 +230,8 @@ def _expand_inputs(original: Callable[..., Any], model: Any, /, *args: Any, **kw
 
 
 def _swaps_pictures(given: dict[str, Any], input_ids: Any, inputs: dict[str, Any]) -> bool:
-    """Whether what was expanded repeats one picture after the other where a row has several, as transformers 5.17 does:
-    `[A, A, B, B]` for two rows that began with `[A, B]`."""
+    """Whether the expansion repeated each image by itself although rows have several images, as transformers 5.17 does:
+    `[A, A, B, B]` for two rows of which each has the images `[A, B]`."""
     size, rows = given.get("expand_size", 1), given.get("input_ids")
     if size == 1 or not isinstance(rows, torch.Tensor):
         return False
@@ -273,7 +273,7 @@ def _encode_media(original: Callable[..., Any], model: Any, /, *args: Any, **kwa
 
 
 def _warn_of_padding(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Not in a step of ours, which has a mask or no padding: it waits for the device."""
+    """Skips the warning in our steps, which have a mask or no padding: the check waits for the device."""
     return None if compat.attention_of(model.config) == NAME else original(model, *args, **kwargs)
 
 
@@ -289,11 +289,11 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
 _installed: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""Of each method replaced, by the class that has it: the original, and what stands there now."""
+"""By class and name of each replaced method: the original, and the wrapper that replaced it."""
 
 
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(getattr(original, "__wrapped__", original))  # as before: `generate` without its `no_grad`
+    @functools.wraps(getattr(original, "__wrapped__", original))  # looks like `generate` below its `no_grad` wrapper
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 
@@ -301,7 +301,7 @@ def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> C
 
 
 def _method(owner: type, name: str) -> Callable[..., Any]:
-    """What a class has under a name, as a function that takes the model first: transformers 5.17 has a static one."""
+    """A method of a class as a function that takes the model first; transformers 5.17 has a static method."""
     found: Callable[..., Any] = getattr(owner, name)
     if not isinstance(inspect.getattr_static(owner, name), staticmethod):
         return found
@@ -323,7 +323,7 @@ def _replace(owner: type, name: str, replacement: Callable[..., Any] | None = No
 
 
 def _wrap_overrides(model_class: type) -> None:
-    """Classes that repeat their inputs by a method of their own (Qwen2-VL on transformers 5.17) tell the call, too."""
+    """Wraps the input expansion of classes that override it (Qwen2-VL on transformers 5.17), to note their inputs."""
     name = compat.EXPAND_INPUTS
     owner = next(each for each in model_class.__mro__ if name in vars(each))
     if (owner, name) not in _installed:
@@ -339,10 +339,10 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
 
     Args:
         continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`, `init_continuous_batching`
-            and `continuous_batching_context_manager` of all models on a [`PagedEngine`]; a config is the default of
-            theirs. Without it a later call leaves them as they are.
+            and `continuous_batching_context_manager` of all models on a [`PagedEngine`]; a config passed here is their
+            default. A later call without this option changes nothing of it.
         by_default (`bool`): Also make `generate` paged where neither the call nor a configuration names a
-            `cache_implementation`, and no cache is passed. Without it a later call leaves that as it is.
+            `cache_implementation`, and no cache is passed. A later call without this option changes nothing of it.
     """
     global _is_default
     with _lock:
@@ -360,7 +360,7 @@ def install(continuous_batching: bool | PagedConfig | Mapping[str, Any] = False,
 
 
 def install_of_environment() -> None:
-    """`install` with the options that HF_PAGED_INSTALL names."""
+    """Runs `install` with the options that HF_PAGED_INSTALL names. Raises `ValueError` for unknown names."""
     allowed = inspect.signature(install).parameters.keys()
     names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
     if unknown := [name for name in names if name not in allowed]:
@@ -369,7 +369,7 @@ def install_of_environment() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`. Raises `RuntimeError`, having changed nothing, if another library wrapped a method since."""
+    """Undoes `install`. Raises `RuntimeError`, before any change, if another library has wrapped a method since."""
     global _is_default
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():

@@ -1,4 +1,4 @@
-"""What `ContinuousBatchingConfig` means here, field by field."""
+"""Maps the fields of `ContinuousBatchingConfig` to `PagedConfig`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAPPED: dict[str, str] = {
     "cpu_offload_space": '`preemption="swap"` unless it is 0; memory is taken when requests are preempted',
     "max_queue_size": "requests that may wait for the engine's thread",
 }
-"""Fields of `ContinuousBatchingConfig` that have a meaning here, and which."""
+"""Fields of `ContinuousBatchingConfig` that have a meaning here, and that meaning."""
 
 LEFT: dict[str, str] = {
     "max_blocks_per_request": "sizes a block table of a flash kernel; here tables grow",
@@ -44,21 +44,21 @@ LEFT: dict[str, str] = {
     "cpu_group_timeout": "of tensor parallelism, which is not served here",
     "max_cached_graphs": "deprecated, without a use in transformers",
 }
-"""Fields that tune transformers' own implementation and change no token, and why they may be left."""
+"""Fields that tune transformers' own implementation and change no token, and why they may be ignored."""
 
-_defaults: list[PagedConfig] = [PagedConfig()]  # what `install` was given
+_defaults: list[PagedConfig] = [PagedConfig()]  # the config passed to `install`
 
 
 def set_default(config: PagedConfig) -> None:
-    """The `PagedConfig` of managers, under what a model's `cache_config` and a `ContinuousBatchingConfig` say."""
+    """Sets managers' default `PagedConfig`; a model's `cache_config` and a `ContinuousBatchingConfig` override it."""
     _defaults[:] = [config]
 
 
 def paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """What the fields of a `ContinuousBatchingConfig` that are not at their defaults mean here, over `cache_config`.
-    Raises `ValueError` for what has no meaning here and would change results, and for fields that are not known."""
+    """The `PagedConfig` for a `ContinuousBatchingConfig`: its fields that are not at their defaults, over
+    `cache_config` or the default config. Raises `ValueError` for values that cannot be served and unknown fields."""
     given = _given(cb_config)
     unknown = sorted(set(given) - set(MAPPED) - set(LEFT))
     if unknown:
@@ -76,7 +76,7 @@ def paged_config(
     }
     base |= {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
-    if {"page_size", "block_size", "num_blocks"} & set(given):  # a number of blocks counts those of their size
+    if {"page_size", "block_size", "num_blocks"} & set(given):  # `num_blocks` counts blocks of their block size
         base["block_size"] = size
     if "use_cuda_graph" in given:
         base["capture"] = any(cb_config.cuda_graph_booleans)
@@ -91,7 +91,7 @@ def paged_config(
 
 
 def _given(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
-    """Fields that are not at their defaults."""
+    """Values of the fields that are not at their defaults."""
     defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(cb_config)}
     values = {name: getattr(cb_config, name) for name in defaults}
     return {name: value for name, value in values.items() if value != defaults[name]}

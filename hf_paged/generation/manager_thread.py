@@ -1,4 +1,4 @@
-"""The thread of a continuous-batching manager: requests in, an engine's steps, transformers' outputs to who waits."""
+"""The thread of a continuous-batching manager: takes requests, steps an engine, delivers transformers' outputs."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from ..model.forwards import compute_device
 
 logger = logging.getLogger(__name__)
 
-QUEUE_SECONDS = 10.0  # that a request waits for room in a full queue, as in transformers
-POLL_SECONDS = 0.25  # after which the engine's thread looks whether its manager is gone
-EXIT_SECONDS = 10.0  # that the interpreter's end waits for the step in progress
-OWN_ATTENTION = "paged|"  # begins the names of attention functions that only transformers' own loop can call
+QUEUE_SECONDS = 10.0  # how long `add` waits for room in a full queue, as in transformers
+POLL_SECONDS = 0.25  # how often the engine's thread checks whether its manager was collected
+EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for the step in progress
+OWN_ATTENTION = "paged|"  # prefix of attention functions that only transformers' own loop can call
 
 
 @dataclass(eq=False)
 class Pending:
-    """An unfinished request of a manager; `names` are those of its outputs, the engine's one is `names[-1]`."""
+    """An unfinished request of a manager; `names` are the ids of its outputs, `names[-1]` is the engine's id."""
 
     names: list[str]
     prompt: Any
-    make_config: Callable[[], GenerationConfig]  # run in the engine's thread: what it raises is this request's error
+    make_config: Callable[[], GenerationConfig]  # run in the engine's thread: its errors end this request
     seed: int | None
     is_streaming: bool
     records_times: bool
-    tokenizer: Any = None  # of stop strings; without one, that of the engine
+    tokenizer: Any = None  # for stop strings; the engine's if None
     created: float = field(default_factory=time.perf_counter)
     started: float = -1.0
-    tokens: dict[int, list[int]] = field(default_factory=dict)  # so far, by row of the engine's request
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # generated so far, by row of the engine's request
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
             self.prompt_ids = prompt_ids(self.prompt, None)
-        except Exception:  # it is none, as the engine will say
+        except Exception:  # the engine reports the error
             self.prompt_ids = []
 
     def add(self, output: RequestOutput) -> list[GenerationOutput]:
-        """What a step brought."""
+        """Records a step's output and returns the outputs to deliver."""
         now = time.perf_counter()
         self.started = now if self.started < 0 else self.started
         for row, token in output.new_tokens.items():
@@ -82,13 +82,13 @@ class Pending:
             output.error, output.lifespan = None if error is None else str(error), (self.started, now)
             if result.sequences:
                 sequence = result.sequences[min(row, len(result.sequences) - 1)]
-                output.generated_tokens = list(sequence.token_ids)  # of beams, these are settled only now
+                output.generated_tokens = list(sequence.token_ids)  # tokens of beams are final only now
                 output.logprobs = [processed for _, processed in sequence.logprobs or ()]
             outputs.append(output)
         return outputs
 
     def _row(self, row: int) -> int:
-        """Of the engine's request, which has one where all would be equal (greedy search)."""
+        """The row of the engine's request, which has only row 0 where all rows would be equal (greedy search)."""
         return row if row in self.tokens else 0
 
     def _output(self, row: int, status: RequestStatus) -> GenerationOutput:
@@ -104,24 +104,25 @@ class Pending:
 
 
 class ManagerThread:
-    """The engine's thread, and what it shares with callers. It does not hold the manager, which can be collected."""
+    """The engine's thread and the state that it shares with callers. Holds no reference to the manager, which can be
+    garbage-collected."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, max_queue_size: int, return_logprobs: bool) -> None:
         self.engine = PagedEngine(model, config)
         self.max_queue_size, self.return_logprobs = max_queue_size, return_logprobs
         self.lock = forks.rlock()
-        self.changed = threading.Condition(self.lock)  # of all below
+        self.changed = threading.Condition(self.lock)  # guards and signals everything below
         self.thread: threading.Thread | None = None
-        self.fatal_error: BaseException | None = None  # what ended the thread
-        self.pending: dict[str, Pending] = {}  # unfinished requests, by the names of their outputs
-        self.inbox: deque[Pending] = deque()  # those that the engine has not got yet
+        self.fatal_error: BaseException | None = None  # the error that ended the thread
+        self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
+        self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
         self.cancelled: deque[str] = deque()
-        self.outputs: OrderedDict[str, deque[GenerationOutput]] = OrderedDict()  # that nothing has read yet
+        self.outputs: OrderedDict[str, deque[GenerationOutput]] = OrderedDict()  # not read yet
         self.handlers: dict[str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]] = {}
         self.is_flushing = self.is_stopping = self.keeps_memory = False
-        self.pausing: list[int] = []  # threads
+        self.pausing: list[int] = []  # ids of threads that pause the engine
         self.is_paused = False
-        self.is_abandoned = threading.Event()  # the manager is gone; alone, for what tells of that to hold no model
+        self.is_abandoned = threading.Event()  # set by the manager's finalizer, which thus holds no model
         forks.in_child(self)
 
     # -- in callers' threads --------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class ManagerThread:
             self.changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether the thread has ended."""
+        """Waits for the thread's end, at most `timeout` seconds; whether it has ended."""
         thread = self.thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -160,7 +161,7 @@ class ManagerThread:
             if used := [name for name in request.names if name in self.pending]:
                 raise ValueError(f"request id {used[-1]!r} is in use by an unfinished request: choose another")
             if self.is_flushing or not is_in_time:
-                for name in request.names:  # made before the request, which is none now
+                for name in request.names:  # registered before the request, which is refused
                     self.handlers.pop(name, None)
             if not is_in_time:
                 raise queue.Full(f"{len(self.inbox)} requests wait, as many as `max_queue_size` allows: raise it")
@@ -180,11 +181,11 @@ class ManagerThread:
             self.changed.notify_all()
 
     def get(self, name: str | None, timeout: float | None) -> GenerationOutput | None:
-        """The next output, of a request if `name` is given; `None` after the timeout and once none can come."""
+        """Waits for the next output (of `name` if given); `None` after the timeout and once none can come."""
         with self.changed:
             here = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
 
-            def is_over() -> bool:  # a caller with a timeout may wait for what is not added yet
+            def is_over() -> bool:  # a caller with a timeout may wait for a request that is not added yet
                 return not self.is_alive or (name is not None and timeout is None and name not in self.pending)
 
             if self.is_alive and is_over() and not here():
@@ -209,7 +210,7 @@ class ManagerThread:
                     del self.handlers[output.request_id]
                 try:
                     loop.call_soon_threadsafe(callback, output)
-                except RuntimeError:  # the loop is closed, nothing waits for the request
+                except RuntimeError:  # the event loop is closed: the request has no reader
                     self.handlers.pop(output.request_id, None)
                     self.cancelled.append(output.request_id)
             self.changed.notify_all()
@@ -232,7 +233,7 @@ class ManagerThread:
                 self.changed.notify_all()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process, which has neither the thread nor its requests."""
+        """Resets the state in a child process, which has neither the thread nor its requests."""
         self.changed = threading.Condition(self.lock)
         for each in (self.pending, self.inbox, self.cancelled, self.outputs, self.handlers, self.pausing):
             each.clear()
@@ -254,10 +255,10 @@ class ManagerThread:
             self._end(error)
 
     def _take_requests(self) -> bool:
-        """Waits until there is something to do, and gives new requests to the engine. False: the end has come."""
+        """Waits for work and gives new requests to the engine. Returns False when the thread must end."""
         with self.changed:
             was_paused = False
-            # a pause is held to its end: until then the model is not put back either
+            # wait for the end of a pause even when stopping: the model must not be restored before
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pausing)
                 if self.is_paused:
@@ -276,7 +277,7 @@ class ManagerThread:
             requests, cancelled = list(self.inbox), list(self.cancelled)
             self.inbox.clear()
             self.cancelled.clear()
-            self.changed.notify_all()  # there is room
+            self.changed.notify_all()  # the queue has room
         for request in requests:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer
@@ -291,7 +292,7 @@ class ManagerThread:
             except Exception as error:
                 self._fail(request, error)
         for name in cancelled:
-            with contextlib.suppress(ValueError):  # it has ended
+            with contextlib.suppress(ValueError):  # the request has ended
                 self.engine.cancel(name)
         return True
 
@@ -317,10 +318,10 @@ class ManagerThread:
                 with contextlib.suppress(ValueError):
                     self.engine.cancel(request.names[-1])
                 self._fail(request, why)
-            self.handlers.clear()  # those left are of ids that no request had
+            self.handlers.clear()  # the rest are for ids without a request
         try:
             if error is None and self.keeps_memory:
-                while self.engine.has_unfinished:  # what is cancelled, which is told to nothing
+                while self.engine.has_unfinished:  # cancelled requests; their outputs are dropped
                     self.engine.step()
             else:
                 self.engine.free()
@@ -335,7 +336,7 @@ _running: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Before the interpreter ends: a thread in the middle of a forward may not outlive it."""
+    """Stops all threads before the interpreter exits: a thread in a forward must not outlive it."""
     for thread in list(_running):
         if thread.is_alive:
             thread.stop(is_hard=True)
@@ -343,7 +344,7 @@ def _stop_all() -> None:
 
 
 class _Served:
-    """What is put back when nothing serves a model any more."""
+    """Training modes and attention names of a model, restored when its last manager ends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.count = 0
@@ -354,7 +355,7 @@ class _Served:
         self.attention = [(c, name) for c, name in names if isinstance(name, str) and name.startswith(OWN_ATTENTION)]
 
     def evaluate(self, model: PreTrainedModel) -> None:
-        """Evaluation mode, until the end or until a caller sets another, in a pause."""
+        """Sets evaluation mode; remembers the modules that were in training mode."""
         self.training = _training(model) or self.training
         model.eval()
 
@@ -369,8 +370,8 @@ _served_lock = forks.lock()
 
 @contextlib.contextmanager
 def served(model: PreTrainedModel) -> Iterator[None]:
-    """As transformers' continuous batching runs it: in evaluation mode. Its own attention implementations, which only
-    it can call, are replaced by what they are made of. Both are put back by the last of those that serve it."""
+    """Prepares a model as transformers' continuous batching does: evaluation mode, and attention implementations named
+    `paged|...`, which only its own loop can call, replaced by their base. The last context to exit restores both."""
     device, mine = compute_device(model), list[_Served]()
     try:
         with held(), _served_lock:
@@ -380,7 +381,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
             before.evaluate(model)
             for config, name in before.attention:
                 compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # a thread's own
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # set per thread
             yield
     finally:
         with held(), _served_lock:
@@ -388,7 +389,7 @@ def served(model: PreTrainedModel) -> Iterator[None]:
                 before.count -= 1
                 if not before.count:
                     del _served[model]
-                    for module in () if _training(model) else before.training:  # a caller's mode stays
+                    for module in () if _training(model) else before.training:  # a mode set by a caller stays
                         module.training = True
                     for config, name in before.attention:
                         compat.set_attention(config, name)

@@ -1,4 +1,4 @@
-"""Kernels over plain tensors, C++ for the CPU and Triton for GPUs.
+"""Kernels on plain tensors: C++ for the CPU, Triton for GPUs.
 
 `HF_PAGED_ATTENTION=reference|gather|cpp|triton` forces one backend of attention.
 """
@@ -16,7 +16,8 @@ NAMES = ("reference", "gather", "cpp", "triton")
 
 
 def forced() -> str | None:
-    """The backend that the environment names. Raises `ValueError` for others, `RuntimeError` without a compiler."""
+    """The attention backend that `HF_PAGED_ATTENTION` names, or `None`. Raises `ValueError` for unknown names, and
+    `RuntimeError` for `cpp` if the kernels could not be built."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None
@@ -31,7 +32,8 @@ def forced() -> str | None:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether calls with tensors like this one go to the Triton kernels where these take them. Raises as `forced`."""
+    """Whether calls with tensors like this one go to the Triton kernels if those support them. Raises as `forced`, and
+    `RuntimeError` if `triton` is forced on a device without it."""
     name = forced()
     if name is None:
         return not tensor.is_cpu and triton.is_available(tensor.device)

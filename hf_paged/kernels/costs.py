@@ -1,4 +1,4 @@
-"""What attention takes for a token by the size of blocks: tables by machine that `benchmarks.tune` writes."""
+"""Attention time per context token by block size: tables per machine, written by `benchmarks.tune`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FOLDER = Path(__file__).with_name("tables")
 
 
 def preferred_kernel(device: torch.device) -> str:
-    """The backend of attention that is asked first there. Raises as `kernels.forced`."""
+    """The attention backend that is tried first on this device. Raises as `kernels.forced`."""
     if uses_triton(torch.empty(0, device=device)):
         return "triton"
     return forced() or ("cpp" if device.type == "cpu" and cpp.is_available() else "gather")
 
 
 def machine(device: torch.device) -> str:
-    """Names the table of a device: the level of instructions of a processor (`"x86-64-v3"`), or a GPU's chip."""
+    """Names the table of a device: a processor's instruction level (`"x86-64-v3"`), or a GPU's chip."""
     if device.type != "cpu":
         from .triton import configs
 
@@ -35,14 +35,14 @@ def machine(device: torch.device) -> str:
 
 
 def key(kernel: str, stored: str) -> str:
-    """Names an entry of a table; `stored`: the dtype in which keys and values lie in blocks, such as `"int8"`."""
+    """Names an entry of a table; `stored`: the dtype of keys and values in blocks, such as `"int8"`."""
     return f"{kernel}/{stored}"
 
 
 def find_costs(device: torch.device, dtype: torch.dtype, kv_dtype: str | None = None) -> tuple[dict[int, float], str]:
-    """Nanoseconds for a token of the context by the tokens in a block, of the kernel that serves a model in `dtype`
-    there: measured on such a machine, else, for a processor, on the best one that has a table; and what was measured
-    where, or why nothing was."""
+    """Nanoseconds per context token by block size, for the kernel that serves a model in `dtype` on this device; and
+    the source of the times, or why there are none. Without times of a processor's level, those of the best level that
+    has any."""
     kernel, stored = preferred_kernel(device), kv_dtype or str(dtype).removeprefix("torch.")
     own = machine(device) if device.type == "cpu" or kernel == "triton" else device.type
     for name in (own, *LEVELS) if device.type == "cpu" else (own,):

@@ -1,4 +1,4 @@
-"""Hashes of the bytes of tensors: fused optimizers and numpy write without a change of `_version` and `data_ptr`."""
+"""Hashes of tensor bytes, to detect writes that change neither `_version` nor `data_ptr` (fused optimizers, numpy)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from . import cpp, uses_triton
 
-CHUNK_BYTES = 8 << 20  # that the portable hash reads at once; it takes some four times as much for what is between
+CHUNK_BYTES = 8 << 20  # bytes that the portable hash reads at once; its temporaries take about four times as much
 # The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as torch's int64 holds them.
 _STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """Hashes of the elements of strided tensors: one of all tensors that the C++ kernel can read, one of each other."""
+    """Hashes of the elements of strided tensors: one for all tensors that the C++ kernel reads, one for each other."""
     tensors = [_dense(tensor) for tensor in tensors]
     here = [tensor for tensor in tensors if tensor.is_cpu] if cpp.is_available() else []
     found: list[Any] = [cpp.hash_memory([x.data_ptr() for x in here], [x.nbytes for x in here]) if here else None]
@@ -26,11 +26,11 @@ def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
         if not (here and tensor.is_cpu):
             others.setdefault(tensor.device, []).append(tensor)
     hashes = [_hash_each(held) for held in others.values()]
-    return found + [sums.tolist() for sums in hashes]  # waits once per device, after all devices have begun
+    return found + [sums.tolist() for sums in hashes]  # waits once per device, after work is queued on all
 
 
 def _hash_each(tensors: Sequence[Tensor]) -> Tensor:
-    """`(len(tensors), 2)` int64: `hash_portable` of each, of contiguous tensors on one device, where they are."""
+    """`hash_portable` of contiguous tensors on one device, as `(len(tensors), 2)` int64 on that device."""
     if uses_triton(tensors[0]):
         from .triton.hash import hash_all  # needs Triton
 
@@ -50,9 +50,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def hash_portable(tensor: Tensor) -> Tensor:
-    """`(2,)` int64, on the tensor's device: the hash of a contiguous tensor's bytes, exact in any order of summation.
-    Each 8 bytes are scrambled with their position by a bijection, and the results are summed modulo 2^64: a changed
-    word always changes the first sum, and any two different contents agree in both with a chance of about 2^-128."""
+    """The hash of a contiguous tensor's bytes, `(2,)` int64 on its device, independent of the order of summation. A
+    bijection mixes each 8-byte word with its position, and the results are summed modulo 2^64: one changed word always
+    changes the first sum, and two different contents agree in both sums with a chance of about 2^-128."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a layer's product of packed rows: to each range of rows what its own adapter does."""
+"""Adds LoRA adapters' deltas to a layer's output for packed rows, one adapter per range of rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from . import uses_triton
 
 
 class LoraWeights(NamedTuple):
-    """What an adapter adds to one layer: `scaling * (x A^T B^T + bias)` (LoRA, arXiv 2106.09685, section 4.1)."""
+    """An adapter's weights for one layer, which add `scaling * (x A^T B^T + bias)` (LoRA, arXiv 2106.09685, section
+    4.1)."""
 
     a: Tensor  # (rank, depth)
     b: Tensor  # (width, rank)
     bias: Tensor | None  # (width,)
     scaling: float
-    group: Any = None  # processes that have a part of the depth each, and sum what `a` makes of it
+    group: Any = None  # process group that shards the depth and sums the products with `a`
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -29,29 +30,29 @@ class LoraWeights(NamedTuple):
 
 
 Part = tuple[int, int, LoraWeights]
-"""Rows `[start, end)`, and what is added to them."""
+"""Rows `[start, end)`, and the adapter weights applied to them."""
 
 
 class Deltas:
-    """What is added to one layer's product. Each part is a product of its own (segmented products, as in Punica, arXiv
-    2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in rank and dtype, and what a row gets
-    depends on the rows of its own part alone."""
+    """The deltas for one layer's output. Each part is a separate product (segmented products, as in Punica, arXiv
+    2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in rank and dtype, and a row's delta
+    depends only on the rows of its part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
         self.table: Any = None  # the Triton kernels': addresses, ranges and factors on the device
 
     def prepare(self, like: Tensor) -> None:
-        """Copies what the kernels read to the device of `like`, so that later calls copy nothing and can be recorded.
-        Where there are no kernels for that, nothing."""
+        """Copies the kernels' table to the device of `like`, so that later calls copy nothing and can be captured. Does
+        nothing where the Triton kernels do not run."""
         if self.table is None and self.parts and uses_triton(like):
             from .triton import lora  # needs Triton
 
             self.table = lora.make_table(self.parts, like.device)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Adds to rows of `out` `(rows, width)` what their parts make of `x` `(rows, depth)`, in place; a row that no
-        part names stays as it is."""
+        """Adds the parts' deltas of `x` `(rows, depth)` to `out` `(rows, width)` in place; rows without a part are
+        unchanged."""
         self.prepare(out)
         if self.table is not None:
             from .triton import lora
@@ -63,8 +64,8 @@ class Deltas:
 
 
 class RecordedDeltas:
-    """As [`Deltas`], by the Triton kernels, of ranges of rows that they read on the device: in a recorded step these
-    are others each time. `ranges` `(n, 2)` int64, of `most` rows each, to which weights go by number."""
+    """As [`Deltas`], for captured steps: the Triton kernels read the ranges of rows on the device, where they change
+    between replays. `ranges`: `(n, 2)` int64, of at most `most` rows each; `weights` name their range by index."""
 
     def __init__(self, ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> None:
         from .triton import lora  # needs Triton
@@ -72,7 +73,7 @@ class RecordedDeltas:
         self.table = lora.table_over(ranges, most, weights)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Raises [`NotCapturable`] for tensors that the kernels do not take."""
+        """As `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not support."""
         from .triton import lora
 
         if not lora.takes(out, x):
@@ -81,7 +82,7 @@ class RecordedDeltas:
 
 
 def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether [`RecordedDeltas`] take them, on this device."""
+    """Whether [`RecordedDeltas`] support these weights on this device."""
     if not uses_triton(torch.empty(0, device=device)):
         return False
     from .triton import lora
@@ -102,7 +103,7 @@ def add_each(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
 
 
 def _summed(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Where processes have parts of the depth, the sums of theirs, of all adapters at once."""
+    """Sums the products over processes that shard the depth, for all adapters in one all-reduce."""
     places = [place for place, (*_, lora) in enumerate(parts) if lora.group is not None]
     if places:
         own = [shrunk[place] for place in places]

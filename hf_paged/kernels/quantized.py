@@ -1,9 +1,9 @@
-"""Keys and values in one byte a number: how they lie in blocks, and the maths in plain PyTorch.
+"""Keys and values quantized to one byte per element: their layout in blocks, and the maths in plain PyTorch.
 
 A block of a K/V head is one tile of bytes: `block_size * dim` codes, token after token, then `block_size` float32
-scales, one a token. A state is code * scale, and a token's scale is its largest magnitude over the largest code, so
-that nothing that is stored later changes what is there. (vLLM's `int8_per_token_head` has the same scales.) Codes as a
-tensor `(num_blocks, heads, block_size, dim)` are a view of the tiles, and their scales are found from it.
+scales, one per token. A state is code * scale; a token's scale is its largest magnitude over the largest code, so that
+tokens stored later do not change earlier ones. (vLLM's `int8_per_token_head` has the same scales.) The codes are a view
+`(num_blocks, heads, block_size, dim)` of the tiles, from which the scales are found.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 SCALE_BYTES = 4
 TINY = 2.0**-100
-"""Magnitudes below this are stored as if the largest were this: a scale and its reciprocal are finite."""
+"""Lower bound of a token's largest magnitude, so that a scale and its reciprocal are finite."""
 
 DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""By the names of `config.KV_DTYPES`."""
+"""Dtypes by their names in `config.KV_DTYPES`."""
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 NUMBERS = {dtype: number for number, dtype in enumerate(LARGEST, 1)}
-"""What kernels know the dtypes by; 0 is for states that are stored as they are."""
+"""Numbers of the dtypes in kernels; 0 means unquantized."""
 
 
 def is_quantized(blocks: Tensor) -> bool:
@@ -30,19 +30,19 @@ def is_quantized(blocks: Tensor) -> bool:
 
 
 def tile_bytes(block_size: int, dim: int) -> int:
-    """Bytes of a block of one head with this many numbers a token."""
+    """Bytes of one head's block with `dim` elements per token."""
     return block_size * (dim + SCALE_BYTES)
 
 
 def codes(tiles: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """`(num_blocks, heads, block_size, dim)`, a view of tiles `(num_blocks, heads, tile_bytes)` uint8."""
+    """Codes `(num_blocks, heads, block_size, dim)`, a view of tiles `(num_blocks, heads, tile_bytes)` uint8."""
     dim = tiles.shape[2] // block_size - SCALE_BYTES
     return tiles.view(dtype)[..., : block_size * dim].unflatten(2, (block_size, dim))
 
 
 def scales(blocks: Tensor) -> Tensor:
-    """`(num_blocks, heads, block_size)` float32, a view of the tiles of these codes, all or the first or last of each
-    token (as latents and rotary keys are)."""
+    """Scales `(num_blocks, heads, block_size)` float32, a view of the tiles of the codes `blocks`, which may be all
+    codes of each token or the first or last ones (as latents and rotary keys are)."""
     num_blocks, heads, block_size, _ = blocks.shape
     block, head, width, _ = blocks.stride()
     offset = blocks.storage_offset()
@@ -52,29 +52,29 @@ def scales(blocks: Tensor) -> Tensor:
 
 
 def as_bytes(blocks: Tensor) -> Tensor:
-    """Codes in a dtype that every operation of PyTorch takes."""
+    """Codes viewed as int8, which every PyTorch operation supports."""
     return blocks.view(torch.int8)
 
 
 def planes(blocks: Tensor) -> tuple[Tensor, ...]:
-    """What is stored of keys or values, each `(num_blocks, heads, block_size, n)`: the states, or codes and scales."""
+    """The stored tensors of keys or values, each `(num_blocks, heads, block_size, n)`: states, or codes and scales."""
     return (as_bytes(blocks), scales(blocks).unsqueeze(3)) if is_quantized(blocks) else (blocks,)
 
 
 def join(found: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states, in `dtype`, of what was read of the `planes` of these blocks."""
+    """States in `dtype` from elements read of each of the `planes` of these blocks."""
     if len(found) == 1:
         return found[0].to(dtype)
     return (found[0].view(blocks.dtype).float() * found[1]).to(dtype)
 
 
 def read(blocks: Tensor, index: Any, dtype: torch.dtype) -> Tensor:
-    """`blocks[index]` as states in `dtype`; the index leaves the last axis alone."""
+    """`blocks[index]` as states in `dtype`; the index does not touch the last axis."""
     return join([plane[index] for plane in planes(blocks)], blocks, dtype)
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes `(..., dim)` and scales `(...)` of states `(..., dim)`. What is not finite makes its token so."""
+    """Codes `(..., dim)` and scales `(...)` of states `(..., dim)`. A non-finite element makes its whole token so."""
     numbers = states.float()
     found = numbers.abs().amax(-1).clamp_min(TINY) * (1 / LARGEST[dtype])
     numbers = numbers * (1 / found).unsqueeze(-1)
@@ -82,7 +82,7 @@ def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def write(blocks: Tensor, index: Any, states: Tensor) -> None:
-    """`blocks[index] = states`, in the dtype that the blocks store."""
+    """Sets `blocks[index] = states`, converted to the dtype that the blocks store."""
     if not is_quantized(blocks):
         blocks[index] = states.to(blocks.dtype)
         return

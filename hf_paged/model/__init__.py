@@ -1,1 +1,1 @@
-"""What a model is: whether it may run packed, and whether it is what it was."""
+"""Facts about a model: how it may be run, and whether it has changed."""

@@ -1,4 +1,4 @@
-"""How a model may be run: found out from what it is made of, then from what it computes; no list of names."""
+"""Decides how a model may be run: from its modules and config, then by comparing forwards; no list of model names."""
 
 from __future__ import annotations
 
@@ -56,32 +56,34 @@ from .state import NOTES
 Modules = list[tuple[str, nn.Module]]  # of a model, by name
 
 _lock = forks.lock()
-_REFUSED, _OPEN, _KNOWN = range(3)  # what a process knows of a model
-# Attributes of modules that are part of what a forward computes; a forward that stands for the class's is one.
+_REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
+# Types of module attributes that determine what a forward computes, such as a `forward` that replaces the class's.
 _TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
-_MAX_VERDICTS = 16  # of a model, which may go to and fro between training and evaluation
+_MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
-    """How rows go through a model's forward: packed, unless `unsupported_reason` says why not; then as rectangles."""
+    """How rows go through a model's forward: packed, or as rectangles if `unsupported_reason` is set."""
 
     unsupported_reason: str | None = None
-    # padding changes nothing: prompts of different lengths run side by side; else only those of one length
+    # padding changes no result: prompts of different lengths may share a forward; else only those of equal length
     mixed_lengths: bool = True
-    # else rows stay with those that they began with, and with all that the model's own loop carries: `TOGETHER`
+    # rows of any requests may share a forward; else rows stay with the batch that they began in, and with all that the
+    # model's own loop carries (`TOGETHER`)
     side_by_side: bool = True
-    continues: bool = False  # a prompt may be computed in parts, and begin behind cached tokens
-    replays: bool = False  # its logits after a prompt are others than token by token: a replay computes both as before
+    continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
+    # prefill and token-by-token decode give different logits: a recompute splits the tokens as the first run did
+    replays: bool = False
 
     @property
     def reason_against_drafts(self) -> str | None:
-        """Why a row cannot compute several tokens at a time, and go back."""
+        """Why a row cannot verify several draft tokens in one forward and roll back rejected ones."""
         return None if self.side_by_side and self.continues else self.unsupported_reason
 
     @property
     def reason(self) -> str:
-        """What a [`Route`] says of it."""
+        """The `reason` of a [`Route`] with this layout."""
         if self.unsupported_reason is None:
             return "packed forwards under the engine's scheduler"
         if not self.side_by_side:
@@ -90,31 +92,32 @@ class Layout(NamedTuple):
 
 
 class PromptsVerdict(NamedTuple):
-    """Whether prompts that the model's own forward computes, being more than token ids, then go on packed."""
+    """Whether decoding may run packed after the model's own forward computed prompts that are more than token ids."""
 
     unsupported_reason: str | None = None
-    can_reuse: bool = False  # whether other prompts may begin with what is cached of one
+    can_reuse: bool = False  # whether other prompts may use a prompt's cached prefix
 
 
 TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
 Known = dict[Hashable, Any]
-"""Verdicts on calls by their kind, of a caller for whom weights and configs stay as they are: `_look` takes 1 ms with
-100 modules, `_glance` 0.15."""
+"""Verdicts by kind of call, kept by a caller whose weights and configs do not change: with 100 modules `_look` takes
+1 ms, `_glance` 0.15 ms."""
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]  # `execution.executor.Runner`
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in the check."""
+    """A forward failed in a check."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message, or its type's name."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
-    """The best layout in which `model` gives each sequence what it gets alone; `cache`, built for it, stays empty."""
+    """The best layout in which each sequence gets the results that it gets alone; `cache`, built for the model, stays
+    empty."""
     packed = _find(self_check, "packed", model, cache, make)
     if isinstance(packed, Layout):
         return packed
@@ -123,7 +126,7 @@ def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -
 
 
 def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
-    """Of a model whose layout is packed, with runners that compute rows as if each were alone."""
+    """Why a packed model cannot serve `batch_invariant`; `make` gives runners that compute each row as if alone."""
     if compute_device(model).type != "cpu":
         return f"it is on {compute_device(model)}"
     if not cpp.is_available() or forced() not in (None, "cpp"):
@@ -135,8 +138,8 @@ def reason_against_invariance(model: PreTrainedModel, cache: PagedCache, make: M
 def reason_against_mixing(
     model: PreTrainedModel, cache: PagedCache, make: MakeRunner, modules: tuple[str, ...]
 ) -> str | None:
-    """Why rows with different adapters of these modules cannot be in one forward of a model whose layout is packed;
-    `make` gives runners of three rows with different ones."""
+    """Why rows with different adapters of these modules cannot share a forward of a packed model; `make` gives runners
+    of three rows with different adapters."""
     found = _find(mixing_check, "packed", model, cache, make, kind=modules)
     return found if isinstance(found, str) else None
 
@@ -144,8 +147,8 @@ def reason_against_mixing(
 def check_prompts(
     model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> PromptsVerdict:
-    """Of prompts (`execution.prompts.Prompts`) of a model whose layout is packed, by these prompts, which stand for all
-    with inputs of the same names."""
+    """Checks `prompts` (`execution.prompts.Prompts`) of a packed model; the verdict holds for all prompts with inputs
+    of the same names."""
     kind = prompts.names, prompts.axis_counts, prompts.hides_tokens
     found = _find(prompts_check, "packed", model, cache, make, prompts, kind=kind, known=known)
     return found if isinstance(found, PromptsVerdict) else PromptsVerdict(found)
@@ -154,7 +157,7 @@ def check_prompts(
 def how_prompts_merge(
     model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> Hashable | None:
-    """Such prompts of several requests, for which this is equal, may begin in one forward; `None`: these alone."""
+    """A key: prompts of several requests with equal keys may be prefilled in one forward; `None`: only alone."""
     likeness = prompts.likeness(model.config)
     if likeness is None:
         return None
@@ -166,7 +169,7 @@ def how_prompts_merge(
 def reason_against_rows(
     model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> str | None:
-    """Why rows that begin as these `Prompts` cannot leave one another, or fork, as in `TOGETHER`."""
+    """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout `TOGETHER`."""
     kinds = tuple(sorted((name, str(type(value))) for name, value in prompts.model_kwargs.items() if value is not None))
     kind = kinds, len(prompts.paddings) > 1, any(prompts.paddings), prompts.length > 1, prompts.hides_tokens
     return _find(rows_check, "together", model, cache, make, prompts, kind=kind, known=known)
@@ -175,7 +178,7 @@ def reason_against_rows(
 def how_rows_join(
     model: PreTrainedModel, cache: PagedCache, prompts: Any, make: MakeRunner, known: Known | None = None
 ) -> tuple[bool, bool] | None:
-    """What `join_check` finds of these `Prompts`; `None` also for what was not built to join."""
+    """The result of `join_check` for these `Prompts`; `None` also for caches or inputs that cannot be joined."""
     layers = [layer for part in (cache, cache.cross) if part is not None for layer in part.layers]
     is_known = not {type(layer) for layer in layers} - {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
     given = {name for name, value in prompts.model_kwargs.items() if value is not None}
@@ -195,24 +198,24 @@ def _find(
     kind: Any = None,
     known: Known | None = None,
 ) -> Any:
-    """What is `known`; the first of `_reasons`; else what `check` finds by several short forwards, once for a model as
-    it is now, and for calls of a `kind`."""
+    """The `known` verdict, the first of `_reasons`, or the result of `check`, which runs several short forwards once
+    per state of the model and `kind` of call."""
     if known is None:
         return _look(check, layout, model, cache, *others, kind=kind)
     glance = _glance(model)
     before, found = known.get((check, kind), (None, None))
     if before != glance:
         found = _look(check, layout, model, cache, *others, kind=kind)
-        if not isinstance(found, str):  # which may be a reason that passes
+        if not isinstance(found, str):  # a reason may be temporary
             known[check, kind] = glance, found
     return found
 
 
 def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What changes where modules, their modes, hooks or forwards do: less than `_code` sees, and faster."""
+    """A key that changes with modules, their modes, hooks or forwards: covers less than `_code`, and is faster."""
     are_global = bool(torch_module._global_forward_hooks), bool(torch_module._global_forward_pre_hooks)
     held = ((type(module), module.training, vars(module)) for module in model.modules())
-    names = "_forward_hooks", "_forward_pre_hooks"  # whose keys are never used again
+    names = "_forward_hooks", "_forward_pre_hooks"  # torch never reuses their keys
     return are_global, [
         (kind.forward, is_training, own.get("forward"), own.get("_hf_hook"), *(tuple(own[name]) for name in names))
         for kind, is_training, own in held
@@ -231,7 +234,7 @@ def _look(
     with _lock:
         known = _verdicts.setdefault(model, {})
         state = _OPEN if key not in known else _KNOWN
-    if ranks is not None:  # whose modules may have other attributes: all run the check, or none does
+    if ranks is not None:  # modules may differ between processes: all processes run the check, or none
         state = ranks.least(_REFUSED if reason is not None else state)
         if state == _REFUSED:
             return reason or "another of the processes that hold its shards cannot"
@@ -240,7 +243,7 @@ def _look(
     try:
         with step_lock(model), let_in():
             verdict = check(model, cache, *others)
-    except ForwardFailedError as error:  # it may be something passing: the next call checks again
+    except ForwardFailedError as error:  # the cause may be temporary: the next call checks again
         return str(error)
     with _lock:
         while len(known) >= _MAX_VERDICTS:
@@ -250,7 +253,7 @@ def _look(
 
 
 def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """What a forward computes but for the numbers in it, as far as it can be told in a millisecond. Holds no model."""
+    """A key for the code of a model's forward, without its weights, computed in about a millisecond. Holds no model."""
     kinds = tuple((type(module), module.training) for _, module in modules)
     held = [x for _, module in modules for name, x in vars(module).items() if type(x) in _TOLD or name == "forward"]
     held += [hook for _, module in modules for hook in hooks_of(module)]
@@ -268,7 +271,7 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 
 def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str) -> Iterator[str]:
-    """Why rows cannot be packed, or run side by side, where they join and leave, or together, where they leave."""
+    """Yields why a `layout` is ruled out: "packed", "side by side" (rows join and leave) or "together" (rows leave)."""
     packs, joins = layout == "packed", layout != "together"
     if compat.is_pipeline(model):
         yield "its layers are in several processes"
@@ -289,32 +292,32 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
     if joins and (foreign := {type(layer) for layer in cache.layers} - known):
         names = ", ".join(sorted(layer.__name__ for layer in foreign))
         yield f"its cache has layers that hold more than keys and values: {names}"
-    # a forward may get inputs that the engine does not know of, or the loop end at another time
+    # overrides may pass inputs that the engine does not know, or end the loop at another time
     for name in (compat.UPDATE_INPUTS, compat.PREFILL, compat.LOOP_CONDITION):
         if not is_stock(model, name) and (joins or name != compat.UPDATE_INPUTS):
             yield f"it has a `{name}` of its own"
-    if any(hasattr(module, "_setup_cache") for _, module in modules):  # which forwards of a check would change, too
+    if any(hasattr(module, "_setup_cache") for _, module in modules):  # forwards of a check would change that state
         yield "it keeps states in its modules, outside of any cache"
     if "prepare_inputs_for_generation" in vars(model):
         yield "its `prepare_inputs_for_generation` was replaced"
     is_loaded_with_ours = compat.attention_of(model.config.get_text_config(decoder=True)) == NAME
     if packs and not (attends_itself or is_loaded_with_ours or switchable_configs(module for _, module in modules)):
         yield "its code asks which attention it is configured with"
-    # functions of the user's own are called as often as plain calls them, with the rows that it would give them
+    # user functions must see the calls and rows of plain `generate`
     if reason := foreign_attention(module for _, module in modules):
         yield reason
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield "there are global forward hooks"
     devices = set()
     for name, module in modules:
-        if has_foreign_hook(module):  # it would see packed tokens
+        if has_foreign_hook(module):  # the hook would see packed tokens
             yield f"there are forward hooks on {name or 'the model'}"
         devices |= {x.device for x in (*module._parameters.values(), *module._buffers.values()) if x is not None}
-    # accelerate loads those on meta when they are used, and moves what goes from one device to the next
+    # accelerate loads meta weights when they are used, and moves activations between devices
     is_dispatched = any("_hf_hook" in vars(module) for _, module in modules)
     if len(devices) > 1 and not is_dispatched:
         yield f"its weights are on several devices: {', '.join(sorted(map(str, devices)))}"
-    # what one token gets must not depend on which others are in the batch, nor on chance
+    # a token's result must depend neither on other rows of the batch nor on random numbers
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):
         yield "its experts have a capacity for the whole batch"
@@ -330,7 +333,7 @@ def _reasons(model: PreTrainedModel, cache: PagedCache, modules: Modules, layout
 
 
 def _chance(module: nn.Module) -> str | None:
-    """What of a module in training mode draws random numbers."""
+    """Names the source of random numbers of a module in training mode; `None` if it has none."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():
@@ -340,31 +343,32 @@ def _chance(module: nn.Module) -> str | None:
     return None
 
 
-# -- what it computes: a few short forwards on random tokens, packed and side by side, against plain --------------
+# -- checks: a few short forwards on random tokens, packed and side by side, compared with plain -------------------
 
-# Of the logits' standard deviation. Half precision rounds differently with every shape, by about a fifth of these, and
-# a router may then choose another expert for a token or two: so there it is enough that half of the tokens are close.
+# In standard deviations of the logits. Half precision rounds differently with every shape, by about a fifth of these
+# values, and a router may then choose another expert for a token or two: there half of the tokens must be close.
 TOLERANCE, HALF_TOLERANCE = 1e-3, {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
-# of a memory of its own: the model's may be bounded and full
+# checks use a separate memory: the model's may be bounded and full
 _CONFIG = PagedConfig(block_size=8, kv_dtype=None, storage="blocks")
 _LENGTH = 22  # tokens of each of the three sequences; above the windows and block size of a test's model
-_FIRST, _SECOND = 8, 9  # tokens of the first two's prompts
-_CHUNK, _THIRD = 18, 13  # of the third's first chunk, more than a decode has; and of its prompt where there are none
-# which `hf_paged.budget` does not count: a check that fails for want of memory would say the model cannot be packed
+_FIRST, _SECOND = 8, 9  # prompt tokens of the first two sequences
+_CHUNK, _THIRD = 18, 13  # tokens of the third's first chunk, more than a decode has; of its prompt without chunks
+# `hf_paged.budget` does not count it: a check that runs out of memory would say that the model cannot be packed
 _scratch_memory = functools.partial(PagedMemory, _CONFIG, is_bounded=False)
-StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompts' lengths; rows with `query_len`
-# Prompts side by side; decodes beside a chunk; a chunk after what is cached.
+StepPlan = tuple[tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]  # prompt lengths; steps of (row, query_len)
+# Prompts side by side; decodes beside a chunk; a chunk after cached tokens.
 _PACKED_STEPS = ((0, _FIRST), (1, _SECOND)), ((0, 1), (1, 1), (2, _CHUNK)), ((0, 1), (2, _LENGTH - _CHUNK))
-# Prompts in two parts, side by side where as many tokens are left: fewer than a convolution's kernel has, and more.
+# Prompts in two chunks; the second ones of equal length run side by side: shorter than a convolution's kernel, and
+# longer.
 _CONTINUING_STEPS = ((0, _FIRST), (2, 12), (1, 4)), ((0, 3), (2, 3), (1, 6))
 # A short and a long row; a row that joins them; one that has left.
 _SIDE_STEPS = ((0, _FIRST), (2, _THIRD)), ((0, 1), (2, 1)), ((1, _SECOND), (0, 1), (2, 1)), ((1, 1), (0, 1))
 
 
 def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout | str:
-    """Why packed steps differ from plain forwards, of whole sequences and of decode steps, if they do. Raises
-    `ForwardFailedError` if a plain forward fails, and what is raised if memory runs out."""
+    """Compares packed steps with plain forwards, of whole sequences and of decode steps: the packed `Layout`, or why
+    they differ. Raises `ForwardFailedError` if a plain forward fails; out-of-memory errors pass through."""
     dtypes = {model.dtype}
     with _forwards(model):
         rows = _test_tokens(model)
@@ -381,15 +385,15 @@ def self_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
     difference = functools.partial(_difference, dtypes, cache)
     in_any_step = difference(alone, found, "logits")
     in_decodes = difference(in_steps, found[2:5], "logits of decode steps")
-    # a model's own `prepare_inputs_for_generation` may give a first forward other inputs
+    # the model's `prepare_inputs_for_generation` may give a first forward other inputs
     reason = in_any_step or in_decodes or difference(decoded[:, 0], whole[:, _FIRST - 1], "first logits")
-    # or count padding among positions
+    # the model may count padding among positions
     return reason or Layout(mixed_lengths=difference(decoded.flatten(0, 1), padded.flatten(0, 1), "logits") is None)
 
 
 def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
-    """Why rows in a step have other bits than alone, or prompts than decodes, if they do. Raises what `self_check`
-    does."""
+    """Why the logits of a step are not bitwise equal to those of each row alone, or prefill to decode; `None` if they
+    are. Raises as `self_check`."""
     found = self_check(model, cache, make)
     if isinstance(found, str):
         return found
@@ -411,7 +415,7 @@ def invariance_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner
 
 
 def mixing_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> str | None:
-    """Why rows in a step have other logits than alone, if they do. Raises what `self_check` does."""
+    """Why rows in a step have other logits than alone; `None` if they agree. Raises as `self_check`."""
     with _forwards(model):
         rows = _test_tokens(model)
     prompts = (_FIRST, _SECOND, _LENGTH)
@@ -423,11 +427,11 @@ def mixing_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) ->
 
 
 def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
-    """Compares rows side by side, joining and leaving, with plain forwards. Raises what `self_check` does."""
+    """Compares rows side by side, joining and leaving, with plain forwards. Raises as `self_check`."""
     dtypes = {model.dtype}
     with _forwards(model):
         rows = _test_tokens(model)
-        ends = ((_FIRST, 11), (_SECOND, 10), (_THIRD, 15))  # of each row's prompt, and of what follows it
+        ends = ((_FIRST, 11), (_SECOND, 10), (_THIRD, 15))  # end of each row's prompt, and of its continuation
         plain = functools.partial(_plain_logits, model, dtypes=dtypes)
         short, middle, long = (plain(rows[i : i + 1, :end], n)[0] for i, (n, end) in enumerate(ends))
         at_once = [plain(rows[i : i + 1, :end], end)[0, 0] for i, (_, end) in enumerate(ends)]
@@ -453,8 +457,8 @@ def side_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> L
 
 
 def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> str | None:
-    """Compares rows of `Prompts`, some of which leave or fork, with all of them in the model's own loop: why they
-    differ, or `None`. Raises what `self_check` does."""
+    """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's own loop: why they
+    differ, or `None`. Raises as `self_check`."""
     memory, order = (
         _scratch_memory(),
         sorted(range(len(prompts.paddings)), key=prompts.paddings.__getitem__),
@@ -493,13 +497,13 @@ def rows_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
 
 
 class _OwnRows:
-    """Rows of `Prompts` on a runner of rectangles, with a memory of its own."""
+    """Rows of `Prompts` on a runner of rectangles with a separate memory."""
 
     def __init__(self, model: PreTrainedModel, made: tuple[BlockManager, Any]) -> None:
         self.model, (self.manager, self.runner) = model, made
 
     def add(self, prompts: Any, row: int, new: list[int]) -> SimpleNamespace:
-        """A sequence that goes on with the tokens `new`."""
+        """A sequence that starts with the prompt of `row` and continues with the tokens `new`."""
         encoders, encoded = self.runner.encoder_blocks, NO_BLOCKS
         if encoders is not None:
             encoded = encoders.new()
@@ -509,8 +513,8 @@ class _OwnRows:
         return SimpleNamespace(draft=[], num_computed_tokens=0, blocks=self.manager.new(), request=request)
 
     def run(self, *sequences: Any) -> Tensor:
-        """The prompts, or one more token each. Each time as if another call had been in between, with what that leaves
-        on modules."""
+        """Logits of one step: the prompt of each sequence, or one more token. `_forwards` restores modules after each
+        step, as if another call had run in between."""
         counts = [1 if each.num_computed_tokens else each.request.length for each in sequences]
         with _forwards(self.model), use_paged_attention(switchable_configs(self.model.modules())):
             for sequence, query_len in zip(sequences, counts):
@@ -524,13 +528,13 @@ class _OwnRows:
 
 def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> tuple[bool, bool] | None:
     """Compares rows of two prompts side by side with each alone. Returns whether their lengths, and those of their
-    encoders, must be equal, if the rows may join at all. Raises what `self_check` does."""
+    encoders, must be equal; `None` if the rows may not join. Raises as `self_check`."""
     width, row = prompts.num_encoder_tokens, torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
     first, like, shorter = (copy.deepcopy(prompts) for _ in range(3))
     for each, end in ((first, width), (like, width), (shorter, max(1, width - 3))):
 
         def shorten(x: Tensor, end: int = end, sign: int = 1 if each is first else -1) -> Tensor:
-            x = sign * x if x.is_floating_point() else x  # rows that took one another's place must not go unseen
+            x = sign * x if x.is_floating_point() else x  # makes the two prompts differ: swapped rows are noticed
             return x[:, :end] if x.dim() > 1 and x.shape[1] == width else x
 
         given = {name: select_rows(name, x, row, len(each.paddings)) for name, x in each.model_kwargs.items()}
@@ -539,7 +543,7 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
     new = _test_tokens(model)[0, :3].tolist()
 
     def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
-        """Logits of both, which begin together; then one is a token longer unless lengths must be equal."""
+        """Logits of both rows, which begin together; then one gets a token more unless lengths must be equal."""
         for each in (first, second):
             each.joins = None
             each.set_joins(verdict if joins else None)
@@ -560,10 +564,10 @@ def join_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prom
 
 
 def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> PromptsVerdict:
-    """Compares prompts that the model's own forward computes, and packed decode steps behind them, with plain forwards;
-    then the end of each prompt, computed packed behind what stands for other content. Raises what `self_check` does."""
+    """Compares prompts that the model's own forward computes, and packed decode steps after them, with plain forwards;
+    then recomputes each prompt's end packed, after its tokens for other content. Raises as `self_check`."""
     dtypes = set[torch.dtype | None]()
-    new = _test_tokens(model)[0, :2]  # which `generate` would go on with
+    new = _test_tokens(model)[0, :2]  # stand for generated tokens
     plain = _prompt_logits(model, prompts, new, dtypes)
     with _forwards(model):
         wrap_expansions(model.modules())
@@ -593,7 +597,7 @@ def prompts_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, p
 
 
 def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, prompts: Any) -> bool:
-    """Compares one forward of prompts and of longer ones, about other images, and a packed decode step behind it, with
+    """Compares one forward of prompts and of longer ones with other images, and a packed decode step after it, with
     plain forwards of each."""
     new, dtypes = _test_tokens(model)[0, :2], set[torch.dtype | None]()
     parts = prompts, prompts.longer(int(new[0]))
@@ -612,14 +616,14 @@ def merge_check(model: PreTrainedModel, cache: PagedCache, make: MakeRunner, pro
                 packed = torch.stack([rows.compute([end + count for end in ends]) for count in range(2)])
             rows.free()
         return _difference(dtypes, cache, plain.flatten(0, 1), packed.flatten(0, 1), "logits") is None
-    except Exception as error:  # each alone may have memory enough
+    except Exception as error:  # memory may suffice for each alone
         if not (isinstance(error, ForwardFailedError) or is_out_of_memory(error)):
             raise
         return False
 
 
 def _prompt_logits(model: PreTrainedModel, prompts: Any, new: Tensor, dtypes: set[torch.dtype | None]) -> Tensor:
-    """`(1 + n, rows, vocab_size)`: after all prompts, and after each of the tokens `new` `(n,)`, as by `generate`."""
+    """Plain logits `(1 + n, rows, vocab_size)`: after the prompts and after each of the tokens `new` `(n,)`."""
     logits = []
     with _forwards(model):
         inputs = {**prompts.model_kwargs, "past_key_values": _observed_cache(model, dtypes)}
@@ -631,7 +635,7 @@ def _prompt_logits(model: PreTrainedModel, prompts: Any, new: Tensor, dtypes: se
 
 
 class _PromptRows:
-    """Rows of `Prompts`, which go on with the tokens `new`, on a runner of packed steps."""
+    """Rows of `Prompts` followed by the tokens `new`, on a runner of packed steps."""
 
     def __init__(self, manager: BlockManager, runner: Any, prompts: Any, new: Tensor) -> None:
         self._manager, self._runner, self.sequences = manager, runner, list[Any]()
@@ -642,7 +646,7 @@ class _PromptRows:
             self.sequences.append(sequence)
 
     def compute(self, ends: list[int]) -> Tensor:
-        """Logits `(rows, vocab_size)` of a step that computes each row up to there."""
+        """Logits `(rows, vocab_size)` of a step that computes each row up to its entry in `ends`."""
         counts = [end - sequence.num_computed_tokens for end, sequence in zip(ends, self.sequences)]
         for sequence, count in zip(self.sequences, counts):
             self._manager.append(sequence.blocks, count, skips=not sequence.num_computed_tokens)
@@ -658,19 +662,20 @@ class _PromptRows:
 
 @contextlib.contextmanager
 def _forwards(model: PreTrainedModel) -> Iterator[None]:
-    """Puts back what forwards set on modules, and the random state; `ForwardFailedError` unless memory ran out."""
+    """Restores attributes that forwards set on modules, and the random state. Raises `ForwardFailedError` for any error
+    but out of memory, and for a forward that draws random numbers."""
     device = compute_device(model)
     devices = [] if device.type in ("cpu", "meta") else [device]
     rng = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     with held(), rng, torch.no_grad():
         held_by = (x for module in model.modules() for x in (vars(module), module._buffers))
-        # those of a traced or scripted module are no dicts, and its code sets none
+        # attributes of a traced or scripted module are no dicts, and its code sets none
         before = [(attributes, dict(attributes)) for attributes in held_by if isinstance(attributes, dict)]
         drawn = _random_states(devices)
         try:
             with let_in():
                 yield
-            if not all(map(torch.equal, drawn, _random_states(devices))):  # rows that share a prompt would share these
+            if not all(map(torch.equal, drawn, _random_states(devices))):  # rows of one prompt would share the draws
                 raise RuntimeError("it draws random numbers")
         except Exception as error:
             if is_out_of_memory(error):
@@ -689,7 +694,7 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
 
 
 class _ObservedCache(DynamicCache):
-    """Adds to `dtypes` what a forward computes in where it caches: it may turn on autocast by itself."""
+    """Collects in `dtypes` the dtypes that a forward computes in when it caches: it may turn on autocast by itself."""
 
     dtypes: set[torch.dtype | None]
 
@@ -714,8 +719,8 @@ def _observed_cache(model: PreTrainedModel, dtypes: set[torch.dtype | None]) -> 
 
 
 def _plain_logits(model: Any, rows: Tensor, prompt: int, dtypes: set[torch.dtype | None], padding: int = 0) -> Tensor:
-    """`(rows, n, vocab_size)`: after the first `prompt` tokens of rows, of which the first `padding` are hidden, and
-    after each later one, as by `generate`. Adds to `dtypes` what is computed in."""
+    """Plain logits `(rows, n, vocab_size)`: after the first `prompt` tokens of rows, of which the first `padding` are
+    masked, and after each later token. Adds the dtypes of the computation to `dtypes`."""
     ids, cache = rows[:, :prompt], _observed_cache(model, dtypes)
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
@@ -743,7 +748,7 @@ def stock_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows: Tensor, plan: StepPlan) -> Tensor:
-    """`(n, vocab_size)`: what `Runner.run` gives for the steps of a plan."""
+    """Logits `(n, vocab_size)` that `Runner.run` returns for all steps of a plan."""
     prompts, steps = plan
     tokens, is_packed, logits = rows.tolist(), layout.unsupported_reason is None, []
     with _forwards(model):
@@ -768,8 +773,8 @@ def _step_logits(model: PreTrainedModel, make: MakeRunner, layout: Layout, rows:
 def _difference(
     dtypes: set[torch.dtype | None], cache: PagedCache, plain: Tensor, packed: Tensor, what: str, how: str = "packed"
 ) -> str | None:
-    """How far logits `(n, vocab_size)`, computed in `dtypes`, are apart, if that is too far; NaN and infinities must
-    agree."""
+    """Says how far logits `(n, vocab_size)`, computed in `dtypes`, differ if that exceeds the tolerance, else `None`;
+    NaN and infinities must be at the same places."""
     plain, packed, finite = plain.float(), packed.float(), plain.isfinite()
     gap = torch.full((len(plain),), float("inf"), device=plain.device)
     if torch.equal(finite, packed.isfinite()):  # root mean square of each row, in standard deviations
@@ -778,13 +783,13 @@ def _difference(
     computed |= {spec.storage_dtype(dtype) for spec in cache.groups for dtype in computed}
     half = max((HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE), default=None)
     worst = float(gap.max() if half is None else gap.sort().values[len(gap) // 2])
-    if not worst <= (half or TOLERANCE):  # NaN too
+    if not worst <= (half or TOLERANCE):  # also true for NaN
         return f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
     return None
 
 
 def _test_tokens(model: PreTrainedModel) -> Tensor:
-    """`(3, _LENGTH)` int64, none of them a token with a meaning of its own."""
+    """Token ids `(3, _LENGTH)` int64, no special tokens among them."""
     config = model.config.get_text_config(decoder=True)
     values = (value for name, value in {**vars(model.config), **vars(config)}.items() if name.endswith("token_id"))
     special = {value for value in values if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""What is put around and in the place of modules' forwards by libraries and users: hooks, wrappers, compiled code."""
+"""Detects what libraries and users put around or in place of modules' forwards: hooks, wrappers, compiled code."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from torch import nn
 
 _NONE: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-# Where hooks come from that move, cast or require a gradient for what they get, and look at no token's place.
+# Libraries whose hooks move, cast or require gradients for their inputs, and do not depend on token positions.
 _LIBRARIES = ("accelerate.", "peft.", "torch.distributed.", "torch.nn.utils.", "transformers.", "trl.")
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is what transformers leaves after a call with `output_hidden_states`; idle in calls without."""
+    """Whether transformers left the hook after a call with `output_hidden_states`; it does nothing in other calls."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Of torch's and accelerate's kind: those before the module's own forward, those after it, those around it."""
+    """A module's hooks of torch and accelerate: pre-forward, forward, then accelerate's wrappers."""
     attributes = vars(module)
     hook = attributes.get("_hf_hook")
     around = () if hook is None else getattr(hook, "hooks", (hook,))
-    if not (around or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):  # as nearly always
+    if not (around or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):  # the usual case
         return _NONE
     return [*attributes["_forward_pre_hooks"].values(), *attributes["_forward_hooks"].values(), *around]
 
 
 def has_foreign_hook(module: nn.Module) -> bool:
-    """Whether code of the user's own is told what goes into the module or comes out of it."""
+    """Whether hooks of user code see the module's inputs or outputs."""
     hooks = hooks_of(module)
     return bool(hooks) and not all(str(getattr(x, "__module__", "")).startswith(_LIBRARIES) for x in hooks)
 
 
 def code_of(function: Any, seen: set[int] | None = None) -> Any:
-    """What tells a function, method, callable object, wrapper or hook from those that compute something else: its code,
-    the scalars that it closes over or has as attributes, and the functions that it calls by these. Equal for two that
-    were made alike, hashable, and keeps code and classes alive."""
+    """A hashable key of what a function, method, callable object, wrapper or hook computes: its code, the scalars in
+    its closure or attributes, and likewise of callables there. Equal for callables made alike; keeps code and classes
+    alive."""
     kind, seen = type(function), set() if seen is None else seen
     if kind in _SCALARS:
         return function
-    if id(function) in seen:  # some close over themselves
+    if id(function) in seen:  # some functions close over themselves
         return kind
     seen.add(id(function))
     if kind is types.MethodType:
@@ -67,7 +67,7 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
 
 
 def _told(attributes: dict[Any, Any], seen: set[int]) -> Any:
-    """Of names and what they stand for: scalars and what can be called."""
+    """Keys of the attributes that are scalars or callables, with their names."""
     told = ((name, x) for name, x in attributes.items() if type(x) in _SCALARS or callable(x))
     return tuple((str(name), code_of(x, seen)) for name, x in told)
 
@@ -80,8 +80,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def compute_device(model: Any) -> torch.device:
-    """Where the model's forward computes: where its weights are, or, of those that accelerate keeps elsewhere, where
-    they are loaded to."""
+    """The device on which the model's forward computes: that of its weights, or, if accelerate offloads them, the one
+    that it loads them to."""
     device: torch.device = model.device
     if device.type != "meta":
         return device

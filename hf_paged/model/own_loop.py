@@ -1,4 +1,4 @@
-"""One step of a model as its own decoding loop takes it, and what that loop carries from step to step."""
+"""One step of transformers' decoding loop for a model, and the inputs that the loop carries from step to step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..cache.paged_cache import PagedCache
 
 
 def cache_name(model: Any) -> str:
-    """What the model's forward calls its cache."""
+    """The name of the cache argument of the model's forward."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
-    """What the model's forward takes as its cache."""
+    """The cache to pass to the model's forward: with the cross-attention cache if it has one."""
     return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
 
 
 def pad_token_id(model: Any) -> int:
-    """Of the columns in front of shorter rows; any id without a meaning of its own: the mask hides it."""
+    """The token id for left padding: the config's, or 0; the mask hides it."""
     pad = getattr(model.generation_config, "pad_token_id", None)
     return pad if isinstance(pad, int) and pad >= 0 else 0
 
 
 def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
-    """What `generate` prepares the first forward from, over `ids` with an attention mask, both `(rows, length)`."""
+    """The model inputs from which `generate` prepares the first forward; `ids` and `mask` are `(rows, length)`."""
     inputs: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = compat.prepare_position_ids(model, ids, inputs)
@@ -44,13 +44,13 @@ def first_inputs(model: Any, ids: Tensor, mask: Tensor, cache: Cache | None) -> 
 def next_logits(
     model: Any, ids: Tensor, inputs: dict[str, Any], begins: bool, num_new: int = 1, num_logits: int = 1
 ) -> tuple[Tensor, dict[str, Any]]:
-    """`(rows * num_logits, vocab_size)` after each of the last tokens of `ids`, of which only the last `num_new` are
-    new unless the rows begin; the next inputs."""
+    """Runs one step: logits `(rows * num_logits, vocab_size)` after each of the last `num_logits` tokens of `ids`, and
+    the next inputs. Only the last `num_new` tokens are new unless the rows begin."""
     has_encoder, embeds = bool(model.config.is_encoder_decoder), inputs.get("inputs_embeds")
     new = embeds if begins and embeds is not None and not has_encoder else ids
     count = new.shape[1] if begins else num_new
     prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=count, is_first_iteration=begins, **inputs)
-    if num_logits > 1 and "logits_to_keep" in prepared:  # which a model may have set by itself
+    if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
         prepared["logits_to_keep"] = num_logits
     outputs = model(**prepared, return_dict=True)
     logits = outputs.logits[:, -num_logits:].flatten(0, 1)
@@ -58,7 +58,7 @@ def next_logits(
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """An input of a model with `function` of all its tensors."""
+    """Applies `function` to all tensors in an input of a model."""
     if isinstance(value, ModelOutput):
         return type(value)(**{name: map_tensors(function, held) for name, held in value.items()})
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
-    """Rows `(n,)` of the input `name` of a batch of `count` rows; what has no such rows is all theirs."""
+    """Selects rows `(n,)` from the input `name` of a batch of `count` rows; values without such rows stay whole."""
 
     def select(x: Tensor) -> Tensor:
         axis = 1 if name.endswith("position_ids") and x.dim() == 3 else 0  # where transformers repeats rows
@@ -79,8 +79,8 @@ def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
 
 
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
-    """An input of several batches as one batch: the rows of all. What has as many columns as its batch's `widths` says
-    gets `width` of them, aligned on the right behind zeros."""
+    """Concatenates an input of several batches along rows. Tensors whose number of columns equals their batch's entry
+    in `widths` are padded with zeros on the left, or cut there, to `width` columns."""
     first = values[0]
     if isinstance(first, ModelOutput):
         names = [name for name in first if all(name in value for value in values)]
@@ -98,7 +98,7 @@ def _aligned(x: Tensor, width: int) -> Tensor:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in the inputs of a model."""
+    """Yields all tensors in the inputs of a model."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):

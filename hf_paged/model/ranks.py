@@ -1,5 +1,5 @@
-"""Processes that compute every forward of one model together, each with its shard of the weights: which they are, and
-what they tell one another."""
+"""Processes that compute every forward of one model together, each with a shard of the weights: their group, and the
+messages between them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from .. import compat, forks
 from .state import fingerprint
 
-_ENGINE = -1  # in the place of a thread's number
-_MESSAGE = 1 << 14  # bytes of the first part of a message, which most fit into
-_IDLE = datetime.timedelta(days=365)  # for which a process may wait for the next message; one that ended is noticed
-_FAILED = datetime.timedelta(seconds=20)  # within which all processes must have come to the end of a failed forward
+_ENGINE = -1  # user id of an engine, in place of a thread's id
+_MESSAGE = 1 << 14  # bytes of a message's first part, which holds most messages whole
+_IDLE = datetime.timedelta(days=365)  # how long a process may wait for a message; a process that ended is noticed
+_FAILED = datetime.timedelta(seconds=20)  # time for all processes to reach the end of a failed forward
 
 
 _lock = forks.lock()
 
 
 class RankLostError(RuntimeError):
-    """A process that holds a shard of the model has ended, or does something else than the others: no forward can be
-    computed any more."""
+    """A process that holds a shard of the model has ended or is out of step with the others: no forward can be computed
+    any more."""
 
 
 class Ranks:
-    """The members of a process group (gloo, on the CPU) of their own. All methods but those that say who uses the model
-    are collectives: all members call them, in the same order."""
+    """The processes of one sharded model, in a separate process group (gloo, on the CPU). All methods except `alone`,
+    `take` and `give_back` are collectives: all members call them in the same order."""
 
     def __init__(self, members: list[int]) -> None:
         self.size, self.world = len(members), dist.group.WORLD
@@ -43,8 +43,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """For a call. Raises `RuntimeError` while one of another thread, or an engine, uses the model: forwards of
-        several would meet those of the other processes in any order."""
+        """Reserves the model for a call. Raises `RuntimeError` while a call of another thread, or an engine, uses it:
+        concurrent forwards could run in a different order in each process."""
         outer = self.take(threading.get_ident())
         try:
             yield
@@ -52,7 +52,7 @@ class Ranks:
             self._user = outer
 
     def take(self, user: int = _ENGINE) -> int | None:
-        """As `alone`, until `give_back`; returns who had it."""
+        """As `alone`, until `give_back`; returns the previous user."""
         with _lock:
             outer = self._user
             if outer is not None and (outer != user or user == _ENGINE):
@@ -67,7 +67,7 @@ class Ranks:
         self._user = None
 
     def send(self, message: bytes) -> None:
-        """From the first member to the others, which call `receive`."""
+        """Sends a message from the first member to the others, which call `receive`."""
         head = len(message).to_bytes(8, "little") + message[: _MESSAGE - 8]
         self._broadcast(torch.frombuffer(bytearray(head.ljust(_MESSAGE, b"\0")), dtype=torch.uint8))
         if len(message) > _MESSAGE - 8:
@@ -87,7 +87,7 @@ class Ranks:
         return tensor
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """These int64 numbers of every member."""
+        """Returns the int64 numbers that each member passes, by rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(own) for _ in range(self.size)]
         with self._reaching():
@@ -98,7 +98,7 @@ class Ranks:
         return min(each for (each,) in self.gather(number))
 
     def of_first(self, number: int) -> int:
-        """The first member's."""
+        """Returns the number that the first member passes."""
         return self.gather(number)[0][0]
 
     def check_same(self, number: int, what: str) -> None:
@@ -112,20 +112,20 @@ class Ranks:
             )
 
     def fingerprint(self, model: nn.Module) -> bytes | None:
-        """`state.fingerprint` of the shards of all members together; `None` if one cannot be read."""
+        """`state.fingerprint` over the shards of all members; `None` if one cannot be read."""
         own = fingerprint(model)
         words = [own[start : start + 8] for start in range(0, len(own), 8)] if own is not None else [b"\0" * 8] * 4
         found = self.gather(own is not None, *(int.from_bytes(word, "little", signed=True) for word in words))
         return hashlib.blake2b(repr(found).encode(), digest_size=32).digest() if all(x[0] for x in found) else None
 
     def check_failed(self) -> None:
-        """After a forward that failed here: raises [`RankLostError`] unless every member has come to its end, too."""
+        """After a forward failed here: raises [`RankLostError`] unless it failed in every member."""
         with self._reaching():
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(_FAILED)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward that every member computes: an error is raised as it is if it is everyone's."""
+        """A context around a forward of all members: an error passes through if every member has one."""
         try:
             yield
         except Exception:
@@ -147,12 +147,12 @@ _known: dict[tuple[int, ...], Ranks] = {}
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether every forward of the model is computed by several processes together."""
+    """Whether several processes compute every forward of the model together."""
     return compat.shard_ranks(model) is not None
 
 
 def check_heads(model: nn.Module) -> None:
-    """Raises `ValueError` if the processes that the model's attention is split over do not have whole heads each."""
+    """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the attention."""
     found = compat.split_heads(model)
     if found is None or found[0] % found[1] == 0:
         return
@@ -165,12 +165,12 @@ def check_heads(model: nn.Module) -> None:
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The processes that compute the model's forwards together, which must all ask the first time; `None` if this one
-    does alone."""
+    """The processes that compute the model's forwards together; `None` if this process computes them alone. The first
+    call must happen in all of them."""
     members = compat.shard_ranks(model)
     if members is None:
         return None
     found = _known.get(tuple(members))
-    if found is None or found.world is not dist.group.WORLD:  # else of an earlier `init_process_group`
+    if found is None or found.world is not dist.group.WORLD:  # or it belongs to an earlier `init_process_group`
         found = _known[tuple(members)] = Ranks(members)
     return found

@@ -1,4 +1,4 @@
-"""What is kept beside a model, not in it: its pool, and how its last call went."""
+"""State kept per model, outside of it: its memory pool, and the route of its last call."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Route:
     """
-    How the last `generate` call of a model went, or how a `PagedEngine` serves its requests.
+    The execution path of a model's last `generate` call, or of a `PagedEngine`'s requests.
 
     Args:
         road (`str`): `"engine"`: the engine's forwards, packed or rows side by side, and rows leave the batch when they
             end; `"rows"`: an engine's forwards, one request each; `"hf_loop"`: transformers' decoding loop on a paged
             cache; `"plain"`: without one.
         reason (`str`): Why this route.
-        in_place (`bool`): Every decode step read its keys and values through block tables, gathering none.
-        latent (`bool`): ... and did so on the latents of multi-head latent attention.
+        in_place (`bool`): Every decode step read its keys and values through block tables, without gathering.
+        latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
         num_captured_steps (`int`): Decode steps that were replays of a graph.
-        num_draft_tokens, num_accepted_tokens (`int`): Of a `generate` call the candidates for its rows' tokens that
-            were computed, and those of them that became tokens.
-        slowed_by (`tuple[str, ...]`): What kept it from being as fast as it could be; logged as a WARNING, once for a
+        num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified, and those of them
+            that were accepted.
+        slowed_by (`tuple[str, ...]`): Reasons why it was slower than possible; each is logged as a WARNING, once for a
             model.
     """
 
@@ -61,7 +61,7 @@ class Route:
 def route_of(
     name: str, reason: str, counters: Sequence[ReadCounters], slowed_by: set[str], *, is_packed: bool, **others: Any
 ) -> Route:
-    """A route that was taken with these reads of keys and values; `others` are fields of it."""
+    """The [`Route`] of work with these counters of K/V reads; `others` are further fields of it."""
     gathers = f"keys and values are gathered in decode steps ({reason})"
     return Route(
         name,
@@ -78,15 +78,15 @@ _lock = forks.rlock()  # signal handlers and finalizers, which run at any moment
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
 _told: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
-if hasattr(os, "register_at_fork"):  # a child process has its own: calls of the parent may have been changing these
+if hasattr(os, "register_at_fork"):  # a child starts without memories: calls of the parent may have been changing these
     os.register_at_fork(after_in_child=lambda: _memories.clear())
 
 
 def block_sizes(
     model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = (), seen: Iterable[int] = ()
 ) -> BlockSizes:
-    """What `block_size="auto"` chooses by: the lengths that were `seen`, or are `expected`, and the kernel's times.
-    Where others than this memory must have the same blocks, they are of the default size."""
+    """The inputs of `block_size="auto"`: the lengths `seen` or `expected`, and the kernel's times. Blocks have the
+    default size where other processes or calls need the same one."""
     if config.prefix_tiers is not None:
         return BlockSizes(Costs({}, "blocks of `prefix_tiers` are found by processes that saw other lengths"))
     if config.batch_invariant:
@@ -98,10 +98,10 @@ def block_sizes(
 
 
 def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()) -> PagedMemory:
-    """The memory of `model`, made again when block size, budget, storage, dtypes, device or the order of sums are
-    others than before; with sizes that are left to us also when others are better (`PagedMemory.better_sizes`).
-    `expected`: lengths of this call's rows. It is in use from here on (`idle.end_use`). Raises `ValueError` for a
-    storage that the device has not."""
+    """The memory of `model`, rebuilt when block size, budget, storage, dtypes, device or `batch_invariant` change, or,
+    with `block_size="auto"`, when other sizes are better (`PagedMemory.better_sizes`). `expected`: lengths of this
+    call's rows. The memory counts as in use until `idle.end_use`. Raises `ValueError` for a storage that the device
+    does not have."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
     budget = (config.block_size, config.num_blocks, config.memory_fraction, config.kv_dtype, config.batch_invariant)
@@ -126,7 +126,7 @@ def memory_for(model: PreTrainedModel, config: PagedConfig, expected: Iterable[i
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:
-    """Remembers how a call went, and says what slowed it if nothing was said of that yet."""
+    """Remembers the route of a call, and logs each reason that slowed it once per model."""
     with _lock:
         _routes[model] = route
         told = _told.setdefault(model, set())
@@ -137,32 +137,32 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
 
 
 def _owners(model: Any) -> list[Any]:
-    """A model and, of wrappers such as PEFT's, the models inside it, where they have a memory."""
+    """The model, or the models inside a wrapper such as PEFT's, that have a memory."""
     return [module for module in model.modules() if module in _memories]
 
 
 def free(model: Any) -> None:
-    """Gives every byte of the model's pool back. Caches that a caller holds keep theirs until they are collected."""
+    """Frees the model's pool. Caches that a caller holds keep their blocks until they are garbage-collected."""
     with _lock:
         memories = [_memories.pop(module)[1] for module in _owners(model)]
     for memory in memories:
         memory.give_up_cached()
-        memory.graphs = {}  # graphs are of use to no cache
+        memory.graphs = {}  # caches do not use graphs
     trim()
 
 
 def last_route(model: Any) -> Route | None:
-    """How the model's last `generate` call, or work of an engine on it, went and why; `None` before the first."""
+    """The route of the model's last `generate` call or engine work, with the reason; `None` before the first."""
     with _lock:
         return next((_routes[module] for module in model.modules() if module in _routes), None)
 
 
 def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     """
-    What the model's pool holds.
+    Statistics of the model's pool.
 
     Args:
-        reset (`bool`, defaults to `False`): Start counting the peaks again; the figures returned are those before.
+        reset (`bool`, defaults to `False`): Reset the peaks after reading them.
     """
     with _lock:
         memory = next((_memories[module][1] for module in _owners(model)), None)
@@ -175,7 +175,7 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
 
 
 def check_integrity(model: Any) -> None:
-    """Raises `AssertionError` unless the model's pool agrees with the block tables that are alive."""
+    """Raises `AssertionError` unless the model's pool agrees with all live block tables."""
     with _lock:
         memories = [_memories[module][1] for module in _owners(model)]
     for memory in memories:

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose factors depend on the longest position that a forward is given (dynamic NTK, LongRoPE)."""
+"""Rotary embeddings whose factors depend on the longest position of a forward (dynamic NTK, LongRoPE)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from transformers.cache_utils import DynamicCache
 
 class LengthRope:
     """
-    Gives each token of a packed forward the factors of its own sequence. A token has those of the forward that first
-    computes it in plain `generate`: a prompt's tokens those of the prompt's length, a later one those of the length
-    that it brings. What stands for factors is the shortest length that has them, 0 for those of short sequences.
+    Gives each token of a packed forward the rotary factors of its sequence. A token has the factors of the forward that
+    first computes it in plain `generate`: prompt tokens those of the prompt's length, a later token those of the length
+    including it. Factors are identified by the shortest length that has them, 0 for short sequences.
     """
 
     def __init__(self, model: PreTrainedModel, kinds: dict[nn.Module, list[tuple[str, int]]]) -> None:
-        """`kinds`: of each rotary embedding the types, with the length up to which each has the factors of 0."""
+        """`kinds`: for each rotary embedding its types, each with the length up to which the factors are those of 0."""
         self._modules = list(kinds)
         found = {kind for each in kinds.values() for kind in each}
         self._dynamic = sorted(
             limit for kind, limit in found if kind != "longrope"
-        )  # every length has factors of its own
+        )  # every length beyond has different factors
         self._limits = sorted((limit for _, limit in found), reverse=True)
         self.restarts = any(_drops_cache(model, limit) for limit in self._limits)
-        """Whether plain `generate` computes all tokens again where a sequence comes to have other factors."""
+        """Whether plain `generate` recomputes all tokens when a sequence's factors change."""
 
     def factors(self, length: int) -> int:
-        """What stands for the factors of a forward of this length."""
+        """Identifies the factors of a forward of this length."""
         if self._dynamic and length > self._dynamic[0]:
             return length
         return next((limit + 1 for limit in self._limits if length > limit), 0)
 
     def token_factors(self, first: int, end: int, num_prompt_tokens: int, num_tokens: int) -> list[int]:
-        """Of the tokens `[first, end)` of a sequence that has `num_tokens`, those of its prompt among them."""
+        """Identifies the factors of tokens `[first, end)` of a sequence of `num_tokens`, prompt included."""
         if self.restarts:
             return [self.factors(num_tokens)] * (end - first)
         return [self.factors(max(num_prompt_tokens, position + 1)) for position in range(first, end)]
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no forward has left other factors than those of short sequences in the modules."""
+        """Whether the modules hold the factors of short sequences."""
         held = ((module, vars(module).items()) for module in self._modules)
         return not any(
             name.endswith("max_seq_len_cached") and int(value) > module.original_max_seq_len
@@ -55,8 +55,8 @@ class LengthRope:
 
     @contextlib.contextmanager
     def rotating(self, factors: list[int]) -> Iterator[None]:
-        """Within it, a packed forward of tokens with these factors; none are those that the modules have. It leaves the
-        modules as they are: what it writes are copies."""
+        """A context for a packed forward of tokens with these factors; without any, those that the modules have. It
+        leaves the modules unchanged: the forward writes to copies."""
         places: dict[int, list[int]] = {}
         for place, each in enumerate(factors):
             places.setdefault(each, []).append(place)
@@ -75,7 +75,7 @@ class LengthRope:
             yield
 
     def _rotate(self, module: Any, places: dict[int, list[int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module for the tokens of each kind of factors, in front of the position that brings these."""
+        """Calls the module once for the tokens of each kind of factors, followed by a position that selects them."""
         kwargs = dict(kwargs)
         x, positions, *others = (*args, *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs))
         order = [place for each in sorted(places) for place in places[each]]
@@ -100,8 +100,8 @@ def _put_back(before: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
-    """Those of a model; `None` if all its factors are the same for sequences of any length. Raises what a model's own
-    `prepare_inputs_for_generation` does."""
+    """The [`LengthRope`] of a model; `None` if its factors are the same for all lengths. Raises the errors of the
+    model's `prepare_inputs_for_generation`."""
     kinds: dict[nn.Module, list[tuple[str, int]]] = {}
     for module in modules:
         own: Any = getattr(module, "rope_type", None)
@@ -119,7 +119,7 @@ def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> Le
 
 
 class _Held(DynamicCache):
-    """Says that it holds a number of tokens."""
+    """Reports `length` tokens, without holding them."""
 
     length = 0
 
@@ -128,7 +128,7 @@ class _Held(DynamicCache):
 
 
 def _drops_cache(model: Any, limit: int) -> bool:
-    """Whether the model's preparation of the first forward past `limit` tokens leaves out what is cached."""
+    """Whether the model drops its cache when it prepares the first forward past `limit` tokens."""
     cache = _Held(config=model.config.get_text_config(decoder=True))
     cache.length = limit
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)

@@ -1,4 +1,4 @@
-"""Whether a model is what it was: as long as it is, keys and values that are cached and recorded graphs may be used."""
+"""Detects changes of a model: cached keys and values and recorded graphs are valid while it has not changed."""
 
 from __future__ import annotations
 
@@ -32,31 +32,30 @@ _SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
-_MARSHAL_VERSION = 2  # bytes that depend on the values alone; later versions look at reference counts
-# Notes that transformers leaves on a model the first time it does something.
+_MARSHAL_VERSION = 2  # its bytes depend on values alone; later versions look at reference counts
+# Attributes that transformers sets on a model as notes to itself.
 NOTES = frozenset({"_is_hf_initialized", "_output_capturing_hooks_installed", "warnings_issued"})
-# Not part of what the forward computes: these, and what torch keeps in every module (parameters, buffers, modules and
-# forward hooks are visited by themselves).
-# Nor is where the model was loaded from.
+# Attributes that do not affect the forward: notes, where the model was loaded from, and what torch keeps in every
+# module (parameters, buffers, modules and forward hooks are visited separately).
 _IGNORED = {*vars(nn.Module()), "_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER, *NOTES}
-# Classes of these modules hold what no forward computes: loading, saving, generation.
+# Classes of these modules do loading, saving or generation; no forward depends on them.
 _PLUMBING = (
     *("abc", "builtins", "torch.nn.modules.module", "transformers.generation", "transformers.integrations"),
     *("transformers.modeling_utils", "transformers.utils"),
 )
-# Objects of these packages that are no modules, tensors or configs say nothing of a forward, and hold half the process.
+# Objects of these packages, except modules, tensors and configs, do not affect a forward, and reach half the process.
 _LIBRARIES = sys.stdlib_module_names - {"__main__", "types"}
 _LIBRARIES |= {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
-_MAX_PLAIN_OBJECTS = 1000  # of which the attributes are read
+_MAX_PLAIN_OBJECTS = 1000  # most objects whose attributes are read
 
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that cannot be read, once that is said
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose failure to be read has been logged
 
 
 def read_state(model: nn.Module) -> ModelState | None:
-    """Everything about `model` but the content of its tensors; `None` if some of it cannot be read."""
+    """The [`ModelState`] of `model`, without the content of its tensors; `None` if it cannot be read."""
     try:
         return ModelState(model)
-    except Exception as error:  # reading a model's state fails no call
+    except Exception as error:  # must not fail a call
         logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
         return None
 
@@ -65,7 +64,7 @@ def fingerprint(model: nn.Module) -> bytes | None:
     """[`ModelState.fingerprint`] of the model as it is now; `None`, which is logged once, if it cannot be read."""
     try:
         return ModelState(model).fingerprint()
-    except Exception as error:  # no such operation for a dtype or a device, no memory, code of the user's
+    except Exception as error:  # operation missing for a dtype or device, out of memory, user code
         if model not in _told:
             _told.add(model)
             message = "Prefix caching is off for this %s, since whether it changes cannot be read: %s"
@@ -74,7 +73,7 @@ def fingerprint(model: nn.Module) -> bytes | None:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Those that a tensor consists of: itself, unless it is of a subclass that tells others."""
+    """The plain tensors that a tensor consists of: itself, or the parts named by its `__tensor_flatten__`."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -83,56 +82,58 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class ModelState:
-    """What of a model decides what its forward computes, read now; it is asked within the same window, in which no code
-    of the user's runs. Covered are all parameters, buffers, tensors and arrays; attributes of modules and configs that
-    are scalars, nested containers of them or objects of the user's own classes; functions and scalars of modules'
-    classes; functions that replace `forward` or hook into it, with what they close over; train or eval mode where code
-    of the user's own looks at it. Not covered: globals of Python modules, files, attributes of libraries' objects.
-    The fingerprint of the same model is the same in every process with these versions of the libraries, on the same
-    kind of device. Subclasses of `Tensor` are read by `__tensor_flatten__`; those without it, sparse
-    tensors and those without content (meta) raise `ValueError`, and code of the user's may raise others."""
+    """The state of a model that determines what its forward computes, read at construction. Use it within the same
+    window, in which no user code runs.
+
+    Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are scalars, nested
+    containers of scalars or objects of user classes; functions and scalars of modules' classes; functions that replace
+    or hook `forward`, with their closures; train or eval mode where user code reads it. Not covered: globals of Python
+    modules, files, attributes of library objects.
+    Equal models have equal fingerprints in every process with the same library versions and kind of device. Tensor
+    subclasses are read by `__tensor_flatten__`; those without it, sparse tensors and meta tensors raise `ValueError`;
+    user code may raise other errors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = []  # the distinct ones, which `structure` names by number
         self.objects: list[Any] = []  # modules, configs and plain objects, in the order met
-        self._all_tensors: list[Tensor] = []  # those that are views of the same memory among them
+        self._all_tensors: list[Tensor] = []  # including several views of the same memory
         self._tensor_numbers: dict[Any, int] = {}
         self._object_numbers: dict[int, int] = {}
         self._num_plain = 0
         self._looks_at_mode: dict[type, bool] = {}  # of the classes met: whether their code reads `training`
         self._number(model)
-        found = list(map(self._object, self.objects))  # which grow on the way
+        found = list(map(self._object, self.objects))  # `objects` grows meanwhile
         self.structure = marshal.dumps(found, _MARSHAL_VERSION)
         self._modules = [item for item in self.objects if isinstance(item, nn.Module)]
 
     def fingerprint(self) -> bytes:
-        """32 bytes that are the same as long as all that is covered and the content of all tensors is."""
+        """32 bytes that change with the covered state or the content of any tensor."""
         with torch.no_grad():
             return self._digest(hash_tensors(self.tensors))
 
     def addresses(self) -> bytes:
-        """As `fingerprint`, of the addresses of tensors in place of their content, and every module's mode."""
+        """As `fingerprint`, but with tensor addresses in place of content, and every module's mode."""
         return self._digest([[x.data_ptr() for x in self.tensors], [module.training for module in self._modules]])
 
     def _digest(self, content: list[Any]) -> bytes:
         return hashlib.blake2b(self.structure + marshal.dumps(content, _MARSHAL_VERSION), digest_size=32).digest()
 
     def hold(self) -> None:
-        """`is_in_place` compares with the model as it is now. Holds the memory of the tensors."""
+        """Sets the reference for `is_in_place` to the model as it is now. Keeps the memory of the tensors alive."""
         tables = (x for module in self._modules for x in (module._modules, module._parameters, module._buffers))
         self._held = [held for held in tables if held]
-        self._parts = [part for held in self._held for part in held.values()]  # so that no others get their addresses
+        self._parts = [part for held in self._held for part in held.values()]  # kept, so that addresses are not reused
         self._places = [part.data_ptr() for part in self._parts if isinstance(part, Tensor)]
 
     def is_in_place(self) -> bool:
-        """Whether the model has the modules and tensors that it had at `hold`, and these are where they were."""
+        """Whether the model has the same modules and tensors as at `hold`, at the same addresses."""
         parts = [part for held in self._held for part in held.values()]
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return False
         return [part.data_ptr() for part in parts if isinstance(part, Tensor)] == self._places
 
     def watch(self) -> None:
-        """`is_same` compares with the model as it is now. Holds the memory of the tensors."""
+        """Sets the reference for `is_same` to the model as it is now. Keeps the memory of the tensors alive."""
         modules, chance = self._modules, random.Random(0)
         self.hold()
         adapters = ("_active_adapter", "_disable_adapters", "merged_adapters")  # of PEFT's layers
@@ -142,9 +143,9 @@ class ModelState:
         self._content = self._read_content()
 
     def is_same(self) -> bool:
-        """Whether a look of microseconds finds the model as it was at `watch`: its modules, the versions and addresses
-        of its tensors, on the CPU one cache line of each at a random place, and the active adapters. Of writes that
-        move neither version nor address it sees those to whole tensors, and may miss those to a few elements."""
+        """Whether a check of microseconds finds the model as it was at `watch`: its modules, tensor versions and
+        addresses, on the CPU one cache line of each tensor at a random place, and the active adapters. Of writes that
+        change neither version nor address it sees those to whole tensors, and may miss those to a few elements."""
         return self._read_content() == self._content
 
     def _read_content(self) -> tuple[Any, ...]:
@@ -160,7 +161,7 @@ class ModelState:
         kind = self._class(type(item))
         if isinstance(item, nn.Module):
             return kind, self._module(item)
-        is_config = hasattr(item, "to_dict")  # whose private attributes are transformers' own notes
+        is_config = hasattr(item, "to_dict")  # a config's private attributes are notes of transformers
         return kind, [(n, self._value(value)) for n, value in _attributes(item) if not (is_config and n[:1] == "_")]
 
     def _number(self, item: Any) -> int:
@@ -252,13 +253,13 @@ class ModelState:
             value = cell.cell_contents
         except ValueError:  # not bound yet
             return "empty"
-        # other objects may be what a hook collects, which says nothing of the forward
+        # other objects may be what a hook collects; they do not affect the forward
         if type(value) in _SCALARS or isinstance(value, (Tensor, nn.Module, *_FUNCTIONS)):
             return self._value(value, depth)
         return self._called(value, depth)
 
     def _called(self, value: Any, depth: int) -> Any:
-        """An object of a library's, which may be a wrapper around a function, as accelerate's are, or autocast."""
+        """Describes a library object: autocast, a wrapper around a function (as accelerate's), or its type alone."""
         kind = type(value)
         if kind is torch.autocast:
             return kind.__qualname__, value.device, str(value.fast_dtype), value._enabled
@@ -267,7 +268,7 @@ class ModelState:
 
     def _tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
-        if kind not in (nn.Parameter, Tensor):  # a subclass, by the tensors that it says it consists of
+        if kind not in (nn.Parameter, Tensor):  # a subclass, described by its parts
             if not hasattr(tensor, "__tensor_flatten__"):
                 raise ValueError(f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`")
             names, context = tensor.__tensor_flatten__()
@@ -275,7 +276,7 @@ class ModelState:
             return kind.__qualname__, str(tensor.dtype), tuple(tensor.shape), parts, self._value(context)
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
-        if tensor.is_conj() or tensor.is_neg():  # views that are computed when they are read
+        if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed on reading
             raise ValueError("a lazily conjugated or negated tensor")
         self._all_tensors.append(tensor)
         form = (str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.get_device())
@@ -286,7 +287,7 @@ class ModelState:
 
 
 def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
-    """Of a plain object: those in its `__dict__` and its slots."""
+    """Names and values of an object's `__dict__` and slots."""
     yield from getattr(item, "__dict__", {}).items()
     for base in type(item).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -301,7 +302,7 @@ def _code_hash(code: types.CodeType) -> str:
 
 
 def _code_parts(value: Any) -> Any:
-    """What a function's code does, as values that any process finds: not where its file is, in no order of hashes."""
+    """A function's code as values that are equal in every process: without file names or hash order."""
     if isinstance(value, types.CodeType):
         names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
         counts = value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags
@@ -314,7 +315,7 @@ def _code_parts(value: Any) -> Any:
 
 
 def _line(tensor: Tensor, chance: random.Random) -> memoryview:
-    """Up to `LINE` bytes of the tensor's memory, which stays where it is as long as they are held."""
+    """Up to `LINE` bytes of the tensor's memory, at a random place; the view keeps the storage alive."""
     storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     size = min(tensor.nbytes, storage.nbytes() - start)  # expanded tensors hold less than they have
     first = start + chance.randrange(max(1, size - LINE + 1))

@@ -1,4 +1,4 @@
-"""Whether cached blocks were computed with the current weights: when that is checked, and what a change drops."""
+"""Checks when cached blocks were computed with the current weights, and drops them after a change."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from .state import ModelState, fingerprint, read_state
 
 
 class WeightsGuard:
-    """Lets the prefix cache serve only what the model as it is now has computed. Code of the user's may change it
-    between *windows* (a call, or one step of an engine). Blocks of earlier windows are served once the window's
-    fingerprint (`vouch`) is that of `memory`, whose lock guards `blocks`. Before a window ends (`settle`), what it
-    computed gets a fingerprint, or is vouched for by a [`ModelState`] that is the same; else it is forgotten."""
+    """Lets the prefix cache serve only blocks that the model computed in its current state. User code may change the
+    model between *windows* (a call, or one step of an engine). Blocks of earlier windows are served once the window's
+    fingerprint (`vouch`) equals that of `memory`, whose lock guards `blocks`. Before a window ends (`settle`), its
+    blocks get a fingerprint, or an unchanged [`ModelState`] vouches for them; else they are forgotten."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model, self._memory, self._blocks = model, memory, blocks
-        self._is_on, self._can_cache = False, blocks.prefix_caching  # which is off for good if the blocks begin so
+        self._is_on, self._can_cache = False, blocks.prefix_caching  # stays off if `blocks` starts with it off
         self._autocast: torch.dtype | None = None
         self._watched: ModelState | None = None
-        self.num_changes = 0  # how often the model was found to be another than before
+        self.num_changes = 0  # how often the model was found to have changed
         self.fingerprint: Callable[[nn.Module], bytes | None] = fingerprint
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is served or kept at all."""
+        """Whether blocks are cached and served."""
         return self._is_on and self._blocks.prefix_caching
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
-        """Work begins, with nothing in flight; its forwards compute in `autocast`, if that is not the model's own."""
+        """Begins work, with no request in flight; `autocast` is the dtype of forwards under autocast, if any."""
         self._is_on, self._autocast, self._watched = is_on, autocast, None
         if is_on:
             self._blocks.prefix_caching = self._can_cache
 
     def rest(self) -> None:
-        """Nothing is in flight any more. What goes to a tier from now on is of these weights, in any process."""
+        """Ends work: no request is in flight. With a tier, fingerprints the weights, so that blocks that move to it
+        later are known to be of these weights in any process."""
         is_known = self._blocks.is_vouched_for or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_known:
             with self._memory.lock:
@@ -47,7 +48,7 @@ class WeightsGuard:
         self._watched = None
 
     def open(self) -> None:
-        """A window begins: other code may have run since the last."""
+        """Begins a window: user code may have run since the last."""
         if not self.is_on:
             return
         with self._memory.lock:
@@ -56,11 +57,12 @@ class WeightsGuard:
             self._forget()
 
     def vouch(self) -> bool:
-        """Whether blocks of earlier windows may be served in this, by one fingerprint a window; else none are left."""
+        """Whether blocks of earlier windows may be served in this one, by one fingerprint per window; if not, they are
+        dropped."""
         return self._blocks.is_vouched_for or self._compare()
 
     def settle(self, is_call: bool) -> None:
-        """Where it is on, what this window, a step or a call before its end, has computed gets its fingerprint."""
+        """Before the end of a window (a step or call): fingerprints the blocks that it computed, if caching is on."""
         try:
             tier = self._blocks.tier
             is_needed = is_call or self._watched is None or (tier is not None and tier.wants_confirmation)
@@ -75,12 +77,12 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """The window ended before `settle`: if nothing else vouches for what it computed, that is forgotten."""
+        """Ends a window without `settle`: forgets its blocks unless something else vouches for them."""
         if self.is_on and self._watched is None and not self._blocks.is_vouched_for:
             self._memory.fingerprint = None
 
     def change(self) -> None:
-        """The model is another from here on."""
+        """Notes that the model has changed: forgets all earlier blocks."""
         with self._memory.lock:
             self._blocks.begin_window()
         self._forget()
@@ -92,7 +94,7 @@ class WeightsGuard:
             before = self._memory.fingerprint
             if now is None or now != before:
                 self._forget()
-                for blocks in self._memory.managers.values():  # of other layouts, whose fingerprint this was, too
+                for blocks in self._memory.managers.values():  # managers of other layouts share the fingerprint
                     if blocks is not self._blocks:
                         blocks.drop_cached()
             elif self._blocks.tier is not None:

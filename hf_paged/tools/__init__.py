@@ -1,1 +1,1 @@
-"""Tools beside generation: pictures of the memory, and what it would be for a model."""
+"""Tools beside generation: pictures of the memory, the memory that a model would need, metrics, serving."""

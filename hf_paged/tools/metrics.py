@@ -1,4 +1,4 @@
-"""Metrics of engines for Prometheus, read from `PagedEngine.stats()` when they are asked for. Extra: `serve`."""
+"""Prometheus metrics of engines, read from `PagedEngine.stats()` on each scrape. Extra: `serve`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ except ImportError as error:
 
 Values = Callable[[EngineStats], float]
 
-# Names as vLLM's (`vllm:num_requests_running`) where it has the metric, spelt by Prometheus' rules: our prefix, base
-# units, and no colon, which is for the rules of a server. A counter's name gets `_total` when it is read.
+# Names follow vLLM (`vllm:num_requests_running`) where it has the metric, with our prefix and Prometheus' conventions:
+# base units, and no colon, which is reserved for recording rules. prometheus_client appends `_total` to counters.
 GAUGES: dict[str, tuple[str, Values]] = {
     "num_requests_running": ("Requests in the batch.", lambda stats: stats.num_running),
     "num_requests_waiting": ("Requests that wait for room.", lambda stats: stats.num_waiting),
@@ -67,12 +67,12 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
 
 class EngineCollector(Collector):
     """
-    Tells a Prometheus registry what engines hold and have done. Nothing is kept or counted here: each scrape reads
-    `PagedEngine.stats()`, which waits for the step in progress.
+    Collects metrics of engines for a Prometheus registry. It keeps no state: each scrape reads `PagedEngine.stats()`,
+    which waits for the step in progress.
 
     Args:
-        engines ([`PagedEngine`], `dict[str, PagedEngine]`, or a function that returns such a dict): Whose metrics, by
-            the value of the label `model_name`; of a single engine that is `model.name_or_path`, or the model's class.
+        engines ([`PagedEngine`], `dict[str, PagedEngine]`, or a function that returns such a dict): The engines, by the
+            value of the label `model_name`; for a single engine `model.name_or_path`, or the name of the model's class.
 
     Raises:
         ImportError: without prometheus_client, when this module is imported.
@@ -93,7 +93,7 @@ class EngineCollector(Collector):
         self._engines = engines
 
     def describe(self) -> Iterable[prometheus.Metric]:
-        """The same without values: a registry looks for names that are taken."""
+        """All metrics without values, by which a registry detects duplicate names."""
         return self._metrics({})
 
     def collect(self) -> Iterator[prometheus.Metric]:
@@ -133,6 +133,6 @@ class EngineCollector(Collector):
 
 
 def buckets(histogram: Histogram) -> list[tuple[str, int]]:
-    """For each limit, and for none, how many values are at most as large."""
+    """Cumulative counts: for each upper bound, and `+Inf`, the number of values up to it."""
     names = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(names, accumulate(histogram.counts or [0] * len(names))))

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: its class, its layer groups, the route of a call, the kernels."""
+"""Inspects a model without its weights: its class, its layer groups, the route of a call, the kernels."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ..model.capability import first_line
 from ..model.registry import Route, last_route
 from ..step import StepMetadata
 
-MAX_RUN_BYTES = 4 << 30  # of a model that is run on the CPU for its shapes
-MAX_CHECK_BYTES = 2 << 30  # of the weights of the model whose forwards are compared
-_LENGTH, _CHUNK = 4, 64  # tokens of the forward that shows shapes, and of a prefill chunk
+MAX_RUN_BYTES = 4 << 30  # largest model that is run on the CPU to find shapes
+MAX_CHECK_BYTES = 2 << 30  # largest weights of the model that `find_route` runs
+_LENGTH, _CHUNK = 4, 64  # tokens of the forward that finds shapes, and of a prefill chunk
 _DECODERS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """The configuration and the generative class that `name` stands for: a folder with a `config.json` or such a file,
-    a model on the Hub that is here already, a model type or a class of transformers. Raises `ValueError` for others."""
+    """The configuration and generative class for `name`: a folder with a `config.json` or such a file, a Hub model that
+    is already cached, a model type, or a class of transformers. Raises `ValueError` for other names."""
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
@@ -61,7 +61,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         if not found.can_generate():
             raise ValueError(f"{name} does not generate: use {_with_class(config)[1].__name__}")
         return config, found
-    with contextlib.suppress(OSError, ValueError):  # not on this machine
+    with contextlib.suppress(OSError, ValueError):  # not cached on this machine
         return _with_class(AutoConfig.from_pretrained(name, local_files_only=True))
     close = ", ".join(difflib.get_close_matches(name, [*CONFIG_MAPPING.keys(), *dir(transformers)], n=5))
     raise ValueError(
@@ -87,12 +87,12 @@ def _is_a(found: Any, base: type) -> bool:
 
 
 def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """In eval mode, with the same random weights each time; `ValueError` if the configuration does not do."""
+    """Builds the model in eval mode with fixed random weights. Raises `ValueError` if its configuration is unusable."""
     try:
         with torch.random.fork_rng([]), torch.device(device):
             torch.manual_seed(0)
             model: PreTrainedModel = compat.from_config(cls, copy.deepcopy(config), dtype=dtype)
-    except Exception as error:  # whatever a configuration's contradictions lead to
+    except Exception as error:  # inconsistent configurations raise errors of any type
         raise ValueError(f"{cls.__name__} cannot be built from its configuration: {first_line(error)}") from error
     return model.eval()
 
@@ -100,9 +100,9 @@ def build(config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dty
 def measure(
     model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """For each layer group of a model on the meta device a block of every layer, of `block_size(spec)` tokens, with the
-    shapes that a forward hands to its cache; and how many layers hold something else, by class. Raises `ValueError` if
-    the forward fails."""
+    """For each layer group of a model on the meta device, one block of every layer with `block_size(spec)` tokens and
+    the shapes that a forward caches; and the number of layers without K/V blocks, by class. Raises `ValueError` if the
+    forward fails."""
     cache = _forward_cache(model)
     parts: dict[str, DynamicCache] = {"self": cache}
     if isinstance(cache, EncoderDecoderCache):
@@ -121,19 +121,19 @@ def measure(
 
 
 def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
-    """Whether these layers store the latents of multi-head latent attention as keys, the rotary keys as values."""
+    """Whether these layers store the latents of multi-head latent attention as keys and the rotary keys as values."""
     return any("expand_kv" in vars(type(module)) and can_absorb(module) for module in model.modules()) and all(
         layer.keys.shape[1] == 1 and layer.keys.shape[3] != layer.values.shape[3] for layer in blocks
     )
 
 
 def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
-    """The cache after a forward without memory; where that asks for numbers, with random weights on the CPU."""
+    """The cache after a forward on the meta device; if that needs values, with random weights on the CPU."""
     devices = ("meta", "cpu") if model.get_memory_footprint() <= MAX_RUN_BYTES else ("meta",)
     for device in devices:
         try:
             return _run(build(model.config, type(model), model.dtype, device))
-        except Exception as error:  # something asks for numbers, or the configuration contradicts itself
+        except Exception as error:  # the forward needs values, or the configuration is inconsistent
             failure = error
     raise ValueError(
         f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward fails with this "
@@ -143,27 +143,27 @@ def _forward_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache
 
 def _run(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache:
     text = model.config.get_text_config(decoder=True)
-    model.config.pad_token_id = text.pad_token_id = None  # some models look for it, to warn, and ids may be on "meta"
+    model.config.pad_token_id = text.pad_token_id = None  # some models search ids for it, which fails on "meta"
     cache: DynamicCache | EncoderDecoderCache = DynamicCache(config=text)
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=model.device)
     inputs: dict[str, object] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache(config=text))
         inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
-    model.set_experts_implementation("batched_mm")  # which needs no count of the tokens of an expert
+    model.set_experts_implementation("batched_mm")  # does not count the tokens of an expert
     with torch.no_grad():
         model(**inputs, past_key_values=cache, use_cache=True)
     return cache
 
 
 def _encoded(model: PreTrainedModel) -> BaseModelOutput:
-    """What an encoder of the model gives for a short input, but for the numbers."""
+    """An encoder output for a short input, filled with zeros."""
     width = getattr(model.config, "d_model", None) or model.config.hidden_size
     return BaseModelOutput(torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device))
 
 
 def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.device) -> dict[str, str]:
-    """The backends that `backends.select` chooses on `device` for blocks such as `first`, by what a step computes."""
+    """The backends that `backends.select` chooses on `device` for blocks such as `first`, by kind of step."""
     blocks, block_size = first.like([torch.empty_like(data, device=device) for data in first.data]), first.keys.shape[2]
     if is_latent:  # as `LatentTensor.absorb` gives them
         blocks = blocks.latents
@@ -179,8 +179,8 @@ def kernels(first: KVBlocks, window: int | None, is_latent: bool, device: torch.
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """How a short `generate` call goes with random weights on the CPU, and fewer layers if need be, for a model on the
-    meta device; the road is `"undecided"` where that is still large."""
+    """The route of a short `generate` call for a model on the meta device, run on the CPU with random weights and, if
+    necessary, fewer layers. The road is `"undecided"` if the model is still too large or the call fails."""
     in_place = bool(switchable_configs(model.modules())) and foreign_attention(model.modules()) is None
     reason = "the first call compares a few forwards and decides, which was not done here: the model is large"
     for cut in ("", " and fewer layers"):
@@ -197,13 +197,13 @@ def find_route(model: PreTrainedModel) -> Route:
             GenerationMixin.generate(small, **inputs, cache_implementation="paged", **options)
             if (route := last_route(small)) is not None:
                 return replace(route, reason=f"{route.reason} (of a call on random weights{cut})")
-        except Exception as error:  # not every configuration can be cut, or leaves a model that can be called so
+        except Exception as error:  # not every configuration can be cut or called this way
             reason = f"a short call fails: {first_line(error)}"
     return Route("undecided", reason, in_place)
 
 
 def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
-    """With as many layers as have one of each kind, and narrow where that changes nothing of keys and values."""
+    """A copy with the fewest layers that include each kind, and smaller where that does not change keys and values."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():

@@ -1,4 +1,4 @@
-"""Pictures and HTML of blocks and of requests over steps, from plain lists: no models, tensors or schedulers."""
+"""Plots and HTML of blocks and of requests over steps, from plain lists: no models, tensors or schedulers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from ..cache.memory import MemoryStats
 
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
-MAX_CELLS = 128 * 64  # of all groups of a picture together; of larger pools a cell shows several blocks
+MAX_CELLS = 128 * 64  # of all groups of a picture together; in larger pools a cell stands for several blocks
 _NUM_COLUMNS = ((512, 32), (2048, 64), (MAX_CELLS, 128))  # up to this number of cells, this number of columns
 _NUMBERED_COLUMNS = 32  # with more columns the number of holders does not fit into a cell
-_HEADING = 1 / 20  # of the width: room above a group among several
+_HEADING = 1 / 20  # of the width: height of a group's heading if there are several groups
 
-COLUMNS, MAX_ROWS = 64, 12  # cells of a strip in HTML; of larger pools a cell shows several blocks
+COLUMNS, MAX_ROWS = 64, 12  # cells of a strip in HTML; in larger pools a cell stands for several blocks
 _CELL = 10  # pixels
 MAX_REQUESTS = 40
 _MAX_NAME = 16  # characters of a request's id
-_STYLES: dict[str, dict[str, Any]] = {  # by the name of what a request does
+_STYLES: dict[str, dict[str, Any]] = {  # by the name of a request's activity
     "prefill": {"facecolor": "#E69F00"},
     "recompute": {"facecolor": "#E69F00", "hatch": "//////", "edgecolor": "#5A3D00", "linewidth": 0},
     "decode": {"facecolor": "#0072B2"},
@@ -35,18 +35,18 @@ _STYLES: dict[str, dict[str, Any]] = {  # by the name of what a request does
 }
 _BAR, _NARROW_BAR = 0.76, 0.26  # of a row's height
 _DRAFTS = {"num_draft_tokens": ("drafted", "#F0E442"), "num_accepted_tokens": ("accepted", "#009E73")}
-_IN_BATCH = ("prefill", "recompute", "decode")  # wide bars; requests that wait have narrow ones
+_IN_BATCH = ("prefill", "recompute", "decode")  # activities with wide bars; the others have narrow ones
 
 
 class Kind(NamedTuple):
-    """Blocks with at least this number of holders, and fewer than the next kind has; -1 holders: cached."""
+    """A class of blocks: at least `low` holders, and fewer than the next kind; -1 holders: cached."""
 
     low: int
     label: str
     colour: str
 
 
-# Colours of Okabe and Ito (Color Universal Design, 2008), which colour-blind readers tell apart.
+# Colours of Okabe and Ito (Color Universal Design, 2008), distinguishable by colour-blind readers.
 KINDS = (
     Kind(-1, "cached", "#56B4E9"),
     Kind(0, "free", "#D9D9D9"),
@@ -59,7 +59,7 @@ _LOWS = [kind.low for kind in KINDS]
 
 
 def kind_index(num_holders: int) -> int:
-    """The place in `KINDS` of a block with this number of holders (0: free, -1: cached)."""
+    """The index in `KINDS` of a block with this number of holders (0: free, -1: cached)."""
     return bisect_right(_LOWS, num_holders) - 1
 
 
@@ -69,13 +69,13 @@ def count_kinds(states: Iterable[int]) -> list[int]:
 
 
 def to_cells(states: list[int], size: int) -> list[int]:
-    """The kind of each cell of a picture whose cells stand for `size` blocks: the most frequent one among them."""
+    """The kind of each cell of `size` blocks: the most frequent kind among them."""
     counts = (Counter(map(kind_index, states[first : first + size])) for first in range(0, len(states), size))
     return [each.most_common(1)[0][0] for each in counts]
 
 
 def group_label(key: Hashable) -> str:
-    """A layer group in words, from its window, or from the kind of its cache and its window."""
+    """A layer group's label, from its window, or from the kind of its cache and its window."""
     kind, window = key if isinstance(key, tuple) else ("self", key)
     if kind == "cross":
         return "cross attention"
@@ -83,7 +83,7 @@ def group_label(key: Hashable) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In binary units, with about three digits."""
+    """Formats bytes in binary units, with about three digits."""
     value, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value >= 1024:
@@ -92,11 +92,11 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def require(module: str) -> Any:
-    """A module of matplotlib. Raises `ImportError`, naming the extra that brings it, where that is not installed."""
+    """Imports a module of matplotlib. Raises `ImportError`, naming the extra, if matplotlib is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":  # which is there and lacks something itself
+        if error.name != "matplotlib":  # matplotlib is installed, but lacks a dependency
             raise
         raise ImportError('this needs matplotlib: pip install "hf_paged[viz]"', name="matplotlib") from error
 
@@ -109,7 +109,7 @@ def _new_axes(height: float) -> Any:
         figure.savefig(buffer, format="png")
         return buffer.getvalue()
 
-    figure._repr_png_ = png  # notebooks by themselves show the figures of pyplot only
+    figure._repr_png_ = png  # without it notebooks show only figures of pyplot
     return figure.add_subplot()
 
 
@@ -119,9 +119,9 @@ def _add_legend(ax: Any, handles: list[Any], columns: int) -> None:
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """A figure that does not belong to pyplot: a square for each block, by block id, group under group, with the number
-    of holders where there is room. `block_map` has these of every block (0: free, -1: cached), by the group's window or
-    by kind and window. Raises `ImportError` without matplotlib."""
+    """Plots a square for each block, by block id, group under group, with the number of holders where there is room.
+    Returns a figure outside of pyplot. `block_map`: the number of holders of every block (0: free, -1: cached), by the
+    group's window or by kind and window. Raises `ImportError` without matplotlib."""
     groups = {key: states for key, states in block_map.items() if states}
     size = max(1, -(-sum(map(len, groups.values())) // MAX_CELLS))  # blocks in a cell
     panels = [(key, states, to_cells(states, size)) for key, states in groups.items()]
@@ -177,10 +177,10 @@ def plot_intervals(
     max_requests: int = MAX_REQUESTS,
     verifications: Sequence[Verification] = (),
 ) -> Any:
-    """A figure, as `plot_block_map`'s, with a row for each of the last `max_requests` requests, in the order in which
-    they came, and a mark where it ended, over steps or seconds. Where a step verified a draft, its tokens and those of
-    them that were accepted are columns within the row's bar, which the longest draft fills. Raises `ValueError` for
-    what is not allowed."""
+    """Plots a row for each of the last `max_requests` requests, in order of arrival, over steps or seconds, with a mark
+    where each ended. Where a step verified a draft, columns within the row's bar show the numbers of drafted and
+    accepted tokens; the longest draft fills the bar. Returns a figure as `plot_block_map`. Raises `ValueError` for an
+    unknown `unit` or `max_requests` below 1."""
     if unit not in ("steps", "seconds"):
         raise ValueError(f"`unit` is {unit!r}: it must be one of steps, seconds")
     if max_requests < 1:
@@ -284,7 +284,7 @@ def engine_html(title: str, stats: EngineStats, block_map: Mapping[Any, list[int
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:
-    """A table of `figures` above a strip of each group's blocks, in colours that are readable on light and on dark."""
+    """HTML: a table of `figures` above a strip of each group's blocks, readable on light and dark backgrounds."""
     cells = "".join(
         f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(name)}</td>'
         f'<td style="text-align:right;padding:1px 0">{escape(value)}</td></tr>'
@@ -322,6 +322,6 @@ def _squares(kind: Kind, places: Iterable[int]) -> str:
     side = _CELL - 1
     corners = ((_CELL * (place % COLUMNS), _CELL * (place // COLUMNS)) for place in places)
     squares = "".join(f"M{x} {y}h{side}v{side}h-{side}z" for x, y in corners)
-    # a grey that is pale on white would glare on black: a clear one is pale on both
+    # a translucent grey is pale on white and on black backgrounds
     fill = 'fill="#808080" fill-opacity="0.35"' if kind.label == "free" else f'fill="{kind.colour}"'
     return f'<path d="{squares}" {fill}/>'

@@ -1,4 +1,4 @@
-"""`transformers serve` on `PagedEngine`: what its parts become after `install`. The app stays transformers' own."""
+"""`transformers serve` on `PagedEngine`: replacements for its parts, set by `install`. The app stays transformers'."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from ..generation.continuous_batching import PagedBatchingManager
 
 logger = logging.getLogger(__name__)
 
-HANDLERS = ("chat_handler", "completion_handler", "response_handler")  # of text, arguments of `build_server`
-HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache")  # which the app passes by itself, or for its own loop
+HANDLERS = ("chat_handler", "completion_handler", "response_handler")  # arguments of `build_server` that serve text
+HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache")  # options that the app passes itself, or for its loop
 
-_options: ContextVar[Mapping[str, Any]] = ContextVar("options")  # of the request that this task serves
+# Of the request that the current asyncio task serves:
+_options: ContextVar[Mapping[str, Any]] = ContextVar("options")
 _seed: ContextVar[int | None] = ContextVar("seed", default=None)
-_refusals: ContextVar[list[str]] = ContextVar("refusals")  # its error, if it never ran
-_is_read: ContextVar[bool] = ContextVar("is_read")  # whether errors are the app's by now, and not the body's
+_refusals: ContextVar[list[str]] = ContextVar("refusals")  # the request's error, if it never ran
+_is_read: ContextVar[bool] = ContextVar("is_read")  # whether the body was read: later errors are not the client's
 
 
 class Refused(Exception):
-    """A body that cannot be read, or a request that cannot be served as it says."""
+    """The request's body is invalid, or the request cannot be served; answered with status 400."""
 
 
 class ServedManager(PagedBatchingManager):
-    """Requests take the options of the task that adds them: the app passes on but a few."""
+    """A manager whose requests take the options of the task that adds them; the app passes only a few."""
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
         name = super().add_request(*args, **{**_options.get(), "seed": _seed.get(), **kwargs})
@@ -44,7 +45,7 @@ class ServedManager(PagedBatchingManager):
         refusals = _refusals.get()
 
         def told(output: GenerationOutput) -> None:
-            if output.error is not None and output.lifespan[0] < 0:  # it never ran: what it asks for cannot be served
+            if output.error is not None and output.lifespan[0] < 0:  # never started: the request cannot be served
                 refusals.append(output.error)
             callback(output)
 
@@ -52,7 +53,7 @@ class ServedManager(PagedBatchingManager):
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """Continuous batching of the app. The manager is made of the model alone, whichever request comes first."""
+    """Continuous batching of the app. The manager depends on the model only, not on the first request's options."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)
@@ -60,7 +61,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self._config = cb_config or ContinuousBatchingConfig()
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        if self.manager is not None and self.manager.model is not model:  # it was unloaded, and loaded again
+        if self.manager is not None and self.manager.model is not model:  # the model was unloaded and loaded again
             self.manager.stop(hard_stop=True)
             self.manager = None
         if self.manager is None:
@@ -92,9 +93,9 @@ class EngineGenerateManager(utils.CBGenerateManager):
             raise Refused(_refusals.get()[0]) if _refusals.get() else error from None
 
     def _begin(self, processor: Any, gen_config: GenerationConfig) -> str:
-        """Takes the options of this task's request, and names it: two clients may send the same id."""
+        """Stores the options of this task's request and returns a unique id: two clients may send the same id."""
         assert self.manager is not None  # the app calls `init_cb` before
-        self.manager.engine.tokenizer = getattr(processor, "tokenizer", processor)  # of stop strings
+        self.manager.engine.tokenizer = getattr(processor, "tokenizer", processor)  # for stop strings
         shared = self.manager.generation_config
         _options.set(
             {
@@ -108,7 +109,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
 
 
 class PlainGenerateManager(utils.GenerateManager):
-    """`generate`, for models that are more than text. What it raises stays."""
+    """Serves models with more than text by `generate`. Its errors are not taken for bad requests."""
 
     def generate_streaming(self, *args: Any, **kwargs: Any) -> Any:
         _is_read.set(True)
@@ -120,7 +121,7 @@ class PlainGenerateManager(utils.GenerateManager):
 
 
 class EngineGenerationState(utils.GenerationState):
-    """Text goes to an engine, whether continuous batching was asked for or not; `engines` are those of now."""
+    """Sends text to an engine, whether continuous batching was requested or not; `engines` returns the current ones."""
 
     def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:
         super().__init__(continuous_batching=True, **kwargs)
@@ -137,7 +138,8 @@ class EngineGenerationState(utils.GenerationState):
 
 
 def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: Any) -> Any:
-    """The app, which refuses (400) what cannot be read or served, with /metrics, if prometheus_client is here."""
+    """Builds the app; it refuses (400) requests that cannot be read or served, and has /metrics if prometheus_client is
+    installed."""
     from fastapi import Response
     from fastapi.responses import JSONResponse
 
@@ -149,7 +151,7 @@ def build_server(*args: Any, generation_state: EngineGenerationState, **kwargs: 
 
     async def refuse(request: Any, error: Exception) -> JSONResponse:
         logger.warning("refused %s: %s", request.url.path, error)
-        logger.debug("it was raised here", exc_info=error)  # clients may send many
+        logger.debug("it was raised here", exc_info=error)  # debug level: clients may send many bad requests
         return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
 
     app.add_exception_handler(Refused, refuse)
@@ -175,7 +177,7 @@ def _reading(handle: Callable[..., Any]) -> Callable[..., Any]:
         _is_read.set(False)
         try:
             return await handle(*args)
-        except (KeyError, TypeError, ValueError) as error:  # which the app raises for what is wrong in the body
+        except (KeyError, TypeError, ValueError) as error:  # raised by the app for an invalid body
             if _is_read.get():
                 raise
             raise Refused(f"{type(error).__name__}: {error}") from error
@@ -187,18 +189,19 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_model_and_processor(*args: Any, **kwargs: Any) -> Any:
         _is_read.set(True)
         loaded = load(*args, **kwargs)
-        _is_read.set(False)  # but for the model's name
+        _is_read.set(False)  # only the model's name has been read
         return loaded
 
     return load_model_and_processor
 
 
 def set_seed(seed: int) -> None:
-    """Of a request, which draws by itself then; where `generate` serves it, all requests do from one generator."""
+    """Sets the seed of a request, which then draws independently; under `generate` all requests share one generator.
+    Raises `ValueError` for seeds of more than 64 bits."""
     _seed.set(seed)
     try:
         _set_torch_seed(seed)
-    except RuntimeError as error:  # it has more than 64 bits
+    except RuntimeError as error:  # more than 64 bits
         raise ValueError(f"`seed` is {seed}: {error}") from None
 
 
@@ -206,7 +209,7 @@ _build_server, _set_torch_seed = server.build_server, utils.set_torch_seed
 
 
 def install() -> None:
-    """Makes `transformers serve` run on [`PagedEngine`], in this process, if it has not begun. Idempotent."""
+    """Makes `transformers serve` run on [`PagedEngine`] in this process, if called before it starts. Idempotent."""
     server.build_server = build_server
     utils.CBGenerateManager = EngineGenerateManager
     utils.GenerateManager = PlainGenerateManager

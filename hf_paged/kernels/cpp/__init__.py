@@ -1,5 +1,6 @@
-"""The C++ kernels of `kernels.cpp`: built on first use with the compiler of the user, loaded with ctypes. Without a
-compiler, or with `HF_PAGED_CPP=0`, `is_available()` is False and `attention/backends/gather.py` serves."""
+"""The C++ kernels of `kernels.cpp`: built on first use with the user's compiler unless the wheel has them, loaded with
+ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`, `is_available()` is False and
+`attention/backends/gather.py` serves."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
-_STATE_BYTES = 5056  # of torch's serialised generator; another size is another generator
+_STATE_BYTES = 5056  # size of torch's serialised CPU generator; another size means another algorithm
 _lock = forks.lock()
 
 
 def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """16 bytes that tell the spans of `sizes[i]` bytes from address `starts[i]`, their order and their content. Raises
+    """A 16-byte hash of the content, order and sizes of memory spans: `sizes[i]` bytes from address `starts[i]`. Raises
     `ValueError` for a negative size, or a size without an address."""
     count = len(starts)
     if len(sizes) != count:
@@ -35,10 +36,9 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """`torch.multinomial(probs, 1, generator=generator).squeeze(1)`, on the CPU ten times as fast: the same draws, and
-    the generator left in the same state, for any float dtype and device. Raises torch's `RuntimeError` for
-    probabilities that it refuses. Calls may overlap in threads; a draw of torch's own from the same generator meanwhile
-    may give the same numbers."""
+    """`torch.multinomial(probs, 1, generator=generator).squeeze(1)`, on the CPU ten times as fast, with the same draws
+    and generator state, for any float dtype and device. Raises torch's `RuntimeError` for probabilities that torch
+    refuses. Calls may overlap in threads; a concurrent draw by torch from the same generator may repeat numbers."""
     fits = probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     if fits and (generator is None or generator.device.type == "cpu") and _agrees():
         drawn = _draw(probs, torch.default_generator if generator is None else generator)
@@ -48,9 +48,9 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
 
 
 def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
-    """`None`, and nothing drawn, for probabilities that torch refuses."""
+    """Draws by the kernel; `None`, without drawing, for probabilities that torch refuses."""
     drawn = torch.empty(len(probs), dtype=torch.int64, device="cpu")
-    with _lock:  # reading, drawing and writing back are one act
+    with _lock:  # the state is read, advanced and written back atomically
         state = generator.get_state()
         if kernel("draw")(_DRAW_CALL.pack(probs.data_ptr(), *probs.shape, state.data_ptr(), drawn.data_ptr())):
             return None
@@ -60,7 +60,7 @@ def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
 
 @functools.cache
 def _agrees() -> bool:
-    """Whether the kernel is there and draws what this build of torch draws, whose algorithm torch does not promise."""
+    """Whether the kernel is available and draws as this build of torch does; torch does not promise its algorithm."""
     generator = torch.Generator()
     generator.manual_seed(0)
     if not is_available() or generator.get_state().nbytes != _STATE_BYTES:

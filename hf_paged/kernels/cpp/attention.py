@@ -1,4 +1,4 @@
-"""Attention, stores and gathers of K/V by `kernels.cpp`: calls that are packed once for many steps."""
+"""Attention, stores and gathers of K/V by `kernels.cpp`, with arguments packed once for many steps."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def _kind(x: Tensor) -> str:
 
 
 class _Step(NamedTuple):
-    """What the kernel is told of a step, the same for all layers."""
+    """The kernel's arguments for a step, equal for all layers."""
 
     packed: bytes
-    tensors: dict[int, Tensor]  # by their place in `packed`
+    tensors: dict[int, Tensor]  # by byte offset in `packed`
     num_tokens: int
     block_size: int
 
 
 def _step_fields(step: StepMetadata) -> _Step:
     tables, lengths = step.block_tables, step.on_device
-    uniform = step.query_len is not None  # then the kernel counts for itself
+    uniform = step.query_len is not None  # then the kernel needs no `query_start`
     tensors = {"block_tables": tables, "seq_lens": lengths.seq_lens, "starts": lengths.starts}
     tensors |= {"query_start": None if uniform else lengths.query_start, "origins": lengths.origins}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         dims, size = 1 + (name == "block_tables"), step.num_rows + (name == "query_start")
-        # one row, or none, may have any stride from one to the next
+        # the stride of a dimension with at most one element is arbitrary
         fits = tensor.dim() == dims and (tensor.stride(-1) == 1 or tensor.size(-1) <= 1)
         if not fits or tensor.size(0) != size or not tensor.is_cpu or tensor.dtype is not torch.int32:
             raise ValueError(
@@ -68,15 +68,15 @@ def _step_fields(step: StepMetadata) -> _Step:
 
 
 def _scales_behind(blocks: Tensor) -> int:
-    """Bytes from a block of a head to its scales; 0 if it has none."""
+    """Byte offset from a head's block to its scales; 0 if unquantized."""
     return quantized.scales(blocks).data_ptr() - blocks.data_ptr() if quantized.is_quantized(blocks) else 0
 
 
 class Attention:
-    """Attention over the blocks of a layer, for queries of one shape and strides in every step: what one call found out
-    is kept for the next. It keeps addresses of blocks, which must live as long, not tensors."""
+    """Attention over the blocks of a layer, for queries of one shape and strides in every step, with arguments checked
+    and packed once. Holds addresses of the blocks, not tensors: the blocks must outlive it."""
 
-    signature: tuple[object, ...]  # for the caller's use: what tells calls that this serves
+    signature: tuple[object, ...]  # set by the caller: identifies the calls that this object serves
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
+        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for shapes."""
         tensors = (query, key_blocks, value_blocks)
         stored = quantized.NUMBERS.get(key_blocks.dtype, 0)
         dtypes = (key_blocks.dtype,) * 2 if stored else (query.dtype,) * 2
         is_taken = query.dtype in DTYPES and (key_blocks.dtype, value_blocks.dtype) == dtypes
         if not is_taken or not all(x.is_cpu for x in tensors):
-            raise TypeError(  # without sizes: the reason is told once
+            raise TypeError(  # without sizes: each distinct reason is logged once
                 "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU: queries are {}, keys "
                 "{}, values {}".format(*(str(x.dtype).removeprefix("torch.") for x in tensors))
             )
@@ -133,8 +133,8 @@ class Attention:
     def __call__(
         self, query: Tensor, step: StepMetadata, sinks: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """`(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those that this was made for.
-        Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; nothing outside of a tensor is read."""
+        """Returns `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those of the constructor.
+        Raises `TypeError`, `ValueError` or `IndexError` for what does not fit; never reads outside of a tensor."""
         own = step.plan(_step_fields)
         if (own.num_tokens, own.block_size) != self._step_shape:
             raise ValueError(
@@ -147,7 +147,7 @@ class Attention:
                 raise TypeError(f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU")
             keys = bias.shape[-1] if bias.shape[-1] > 1 else max(step.seq_lens, default=0)
             bias = bias.expand(step.num_rows, query.shape[1], step.query_len or 1, keys)
-            # rows of other numbers of queries have one bias in common
+            # if rows differ in their number of queries, each row has one bias for all its queries
             strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride()))
             bias_at, bias_packed = bias.data_ptr(), _BIAS.pack(DTYPES[bias.dtype], *strides, keys)
         out = query.new_empty(self._out_shape)
@@ -175,10 +175,10 @@ class Attention:
 
 
 class Store:
-    """Stores states of the same shapes and strides in every step. It keeps addresses of blocks, not tensors."""
+    """Stores states of the same shapes and strides in every step. Holds addresses of the blocks, not tensors."""
 
     def __init__(self, keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
-        """Raises `TypeError` for dtypes, devices and strides that the kernel does not take, `ValueError` for shapes."""
+        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for shapes."""
         for states, blocks in ((keys, key_blocks), (values, value_blocks)):
             fits = states.dim() == blocks.dim() == 4 and states.shape[1::2] == blocks.shape[1::2] and blocks.size(2)
             if not fits or states.shape[:3] != keys.shape[:3] or blocks.shape[:3] != key_blocks.shape[:3]:
@@ -211,7 +211,7 @@ class Store:
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores states `(batch, kv_heads, n, dim)` at `slots` `(batch, n)`, int64. Raises `IndexError` for a slot
-        outside the pool, `TypeError` or `ValueError` for other slots than were given, before anything is written."""
+        outside the pool, `TypeError` or `ValueError` for slots of another kind or shape, before anything is written."""
         self._check_slots(slots)
         call = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr()) + self._packed
         error = self._kernel(call)
@@ -232,7 +232,7 @@ class Store:
 
 
 def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
-    """A layer's keys or values at all `step.columns` of every row, `(rows, heads, len(columns), dim)`, contiguous,
+    """Gathers a layer's keys or values at `step.columns` of every row: `(rows, heads, len(columns), dim)`, contiguous,
     padding as zeros, from `blocks` `(num_blocks, heads, block_size, dim)` on the CPU, of any dtype. Raises `IndexError`
     for a table that does not fit, `ValueError` for sizes that do not."""
     packed, _ = step.plan(_gather_fields)
@@ -253,7 +253,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
 
 
 def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
-    """What the kernel is told of a step, the same for all layers, and the tensors that this names."""
+    """The kernel's arguments for a step, equal for all layers, and the tensors whose addresses they hold."""
     tables, columns = step.block_tables.to("cpu", torch.int32).contiguous(), step.columns
     origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
     assert columns is not None and len(origins) == len(tables) == step.num_rows

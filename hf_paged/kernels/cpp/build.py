@@ -1,5 +1,5 @@
 """Builds the C++ kernels once per machine and loads them with ctypes. The library is kept in a folder that no other
-user can swap. What is cut short, altered or not the user's is compiled again, never loaded."""
+user can replace. A truncated, altered or foreign library is compiled again, never loaded."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ from .compiler import COMMON_FLAGS, SOURCE, SOURCES, cpu_flags, find_compiler
 
 logger = logging.getLogger(__package__)
 
-# From the best to what any compiler takes; the first that builds is kept.
+# From the best flags to those that any compiler accepts; the first that build are used.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
 VARIABLE = "HF_PAGED_ISA"
-PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}  # of products of bfloat16, the best one last
+PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}  # instruction paths of bfloat16 products, the best last
 
 NAMES = ("attention", "store", "gather", "hash", "draw", "linear", "linear_path", "rows", "pick", "tape")
 
-# what records calls of kernels with tensors: gets the name, the packed struct, and by place in it the tensors read and
-# written
+# recorder of kernel calls: gets the name, the packed struct, and the tensors read and written by offset in the struct
 observer: ContextVar[Callable[[str, bytes, dict[int, Any], dict[int, Any]], None] | None]
 observer = ContextVar("observer", default=None)
 
-# whether what is computed for a row has the same bits whatever rows stand beside it
+# whether a row's results must be bitwise independent of the other rows of the batch
 batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
 def is_available() -> bool:
-    """Whether the kernels are there, building them if this machine has not yet."""
+    """Whether the kernels are available; builds them if this machine has not yet."""
     return library() is not None
 
 
 def kernel(name: str) -> Callable[[bytes], int]:
-    """A function of the library, which is there: it takes a packed struct and returns 0 or an error."""
+    """A function of the library, which must be available: takes a packed struct and returns 0 or an error number."""
     function: Callable[[bytes], int] = getattr(library(), f"hf_paged_{name}")
     return function
 
 
 def address_of(name: str) -> int:
-    """Of the function that `kernel` returns."""
+    """The address of the function that `kernel` returns."""
     found = ctypes.cast(getattr(library(), f"hf_paged_{name}"), ctypes.c_void_p).value
     assert found is not None
     return found
@@ -61,7 +60,8 @@ def address_of(name: str) -> int:
 
 @functools.cache
 def best_path() -> int:
-    """The number of this CPU's path, or of a lesser one that `HF_PAGED_ISA` names. Raises `ValueError` for another."""
+    """The number of this CPU's best path, or of a lower one that `HF_PAGED_ISA` names. Raises `ValueError` for unknown
+    names."""
     best, name = kernel("linear_path")(b""), os.environ.get(VARIABLE)
     if name and name not in PATHS:
         raise ValueError(f"{VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or unset it")
@@ -85,8 +85,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load() -> ctypes.CDLL:
-    """The wheel's library; where there is none, that of the cache folder, compiled first if it is not there; or one
-    compiled for this process alone."""
+    """Loads the wheel's library, else that of the cache folder, compiled first if missing; if the folder is unusable,
+    one compiled for this process alone."""
     if (path := prebuilt.find()) is not None:
         try:
             return ctypes.CDLL(str(path))
@@ -106,22 +106,22 @@ def _load() -> ctypes.CDLL:
             "they cannot be kept: %s. Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write to",
             error,
         )
-        with tempfile.TemporaryDirectory(prefix="hf_paged-") as name:  # what is loaded needs its file no more
+        with tempfile.TemporaryDirectory(prefix="hf_paged-") as name:  # a loaded library needs its file no more
             return ctypes.CDLL(str(_build(_make_private(Path(name)), key, compiler)))
 
 
 def _recipe() -> tuple[list[str], str]:
-    """The compiler, and a name for what it makes of these sources on this CPU."""
+    """The compiler, and a key of the library that it builds from these sources on this CPU."""
     compiler = find_compiler()
     version = subprocess.run([compiler[0], "--version"], capture_output=True, check=True, timeout=60).stdout
-    # A home directory may serve machines with other CPUs, which -march=native would not run on.
+    # The CPU is part of the key: a shared home directory may serve other CPUs, which cannot run -march=native code.
     parts = (*(source.read_bytes() for source in SOURCES), COMMON_FLAGS, _EXTRA_FLAGS, compiler[1:], version, _cpu())
     return compiler, hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _find(folder: Path, key: str) -> Path | None:
-    """The library of this key in a private folder, if one holds what was put there: its name ends with the hash of its
-    content, and the two come into being with one rename, however many processes build at once."""
+    """An intact library of this key in a private folder, or `None`. Its name ends with the hash of its content; one
+    rename creates name and content together, even if several processes build at once."""
     for path in sorted(folder.glob(f"cpp-{key}-*.so")):
         try:
             content = _read_private(path)
@@ -142,7 +142,7 @@ def _build(folder: Path, key: str, compiler: list[str]) -> Path:
             command = [*compiler, *COMMON_FLAGS, *extra, str(SOURCE), "-o", name]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
             if done.returncode == 0:
-                os.chmod(name, 0o700)  # the linker goes by the umask
+                os.chmod(name, 0o700)  # the linker applies the umask
                 path = folder / f"cpp-{key}-{hashlib.sha256(_read_private(Path(name))).hexdigest()}.so"
                 os.replace(name, path)  # atomic: another process sees no file or a whole one
                 return path
@@ -161,19 +161,19 @@ def _cache_dir() -> Path:
 
 
 def _cpu() -> str:
-    """Architecture and instruction sets, as far as the system tells."""
+    """Architecture and instruction sets, as far as the system reports them."""
     return f"{platform.machine()} {' '.join(sorted(cpu_flags())) or platform.processor()}"
 
 
 def _make_private(folder: Path) -> Path:
-    """The folder without links: made if need be, ours and for us alone (mode 700), where no other user but root can put
-    another one in its place, links included, as for ssh's keys. Raises `OSError` that names what to change."""
+    """Returns the folder without links; creates it if missing. Checks that it is ours alone (mode 700) and that only
+    root and we can replace it or a link on its path, as for ssh's keys. Raises `OSError` that names what to change."""
     resolved, user = Path(os.path.realpath(folder)), os.geteuid()
     for place in [place for path in (folder, resolved) for place in (*reversed(path.parents), path)]:
         try:
             status = os.lstat(place)
         except FileNotFoundError:
-            os.makedirs(place, mode=0o700, exist_ok=True)  # by another process meanwhile
+            os.makedirs(place, mode=0o700, exist_ok=True)  # another process may have created it
             status = os.lstat(place)
         is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp is
         _check_access(place, status, (0, user), may_be_open=stat.S_ISLNK(status.st_mode) or is_sticky)
@@ -186,8 +186,8 @@ def _make_private(folder: Path) -> Path:
 
 
 def _read_private(path: Path) -> bytes:
-    """The content of a file in a private folder. Raises `OSError` unless it is a plain file of ours alone."""
-    # not blocking: a pipe must not make us wait
+    """Reads a file in a private folder. Raises `OSError` unless it is a regular file that only we can change."""
+    # O_NONBLOCK: opening a pipe must not wait
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
         status = os.fstat(handle)

@@ -1,4 +1,4 @@
-"""The C++ sources, what every compiler is told of them, and the processor that they are built for."""
+"""The C++ sources, the flags for every compiler, the compiler of this machine, and the processor's flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-
 
 
 def find_compiler() -> list[str]:
-    """What calls it, with the options that `CXX` gives. Raises `RuntimeError` if there is none."""
+    """The C++ compiler's command, with the options in `CXX`. Raises `RuntimeError` if there is none."""
     if sys.platform == "win32":
         raise RuntimeError("no build on Windows")
     own = shlex.split(os.environ.get("CXX") or "")
@@ -27,7 +27,7 @@ def find_compiler() -> list[str]:
 
 
 def cpu_flags() -> set[str]:
-    """What Linux says that the processor and the system can do."""
+    """The CPU flags that Linux reports; empty on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
     found = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,4 +1,4 @@
-"""Products of few rows with weights that are read where `nn.Linear` and `Conv1D` keep them, by `linear.cpp`."""
+"""Matrix products of few rows with weights as `nn.Linear` and `Conv1D` store them, by `linear.cpp`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from .attention import DTYPES
 from .build import PATHS, best_path, kernel
 
-LINEAR = struct.Struct("Q8q")  # struct LinearCall, which `MAX_PIECES` pieces follow
+LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# rows up to which reading the weights once decides, by the path of `build.PATHS`: PyTorch serves more
+# most rows for which reading the weights dominates, by path of `build.PATHS`; PyTorch serves more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# rows up to which these products serve where PyTorch converts number by number, and from which `widened` is faster
+# most rows that these products serve where PyTorch converts number by number; fewest rows for which `widened` is faster
 MAX_ROWS_ALONE, MIN_WIDENED_ROWS = 256, 129
-WIDENED_NUMBERS = 1 << 21  # of a weight that are converted at a time: 8 MiB
-MIN_TILE_WIDTH = 16  # of a weight that AMX serves: `linear_path`
+WIDENED_NUMBERS = 1 << 21  # elements of a weight converted at a time: 8 MiB
+MIN_TILE_WIDTH = 16  # least width of a weight for AMX (`linear_path`)
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's products of this dtype are oneDNN's on this CPU, which has instructions for it or AVX-512. Else
-    they convert number by number, at a sixth of float32's speed."""
+    """Whether PyTorch computes products of this dtype by oneDNN on this CPU, which needs instructions for the dtype or
+    AVX-512. Otherwise PyTorch converts number by number, at a sixth of float32's speed."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     if name is None:
         return True
@@ -33,15 +33,15 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """That these products serve on this CPU."""
+    """The most rows for which these products are used on this CPU."""
     return MAX_ROWS[list(PATHS)[best_path()]] if is_native(dtype) else MAX_ROWS_ALONE
 
 
 def pack(
     head: tuple[int, torch.dtype, int, int, int], is_transposed: bool, pieces: list[tuple[int, ...]], path: int
 ) -> bytes:
-    """`head`: address, dtype, rows, depth and row stride of `x`. `pieces`: the addresses of weight, bias (or 0) and
-    output, the width, and the strides of weight and output."""
+    """Packs the kernel's struct. `head`: address, dtype, rows, depth and row stride of `x`. `pieces`: the addresses of
+    weight, bias (or 0) and output, the width, and the strides of weight and output."""
     address, dtype, rows, depth, stride = head
     packed = LINEAR.pack(
         address, DTYPES[dtype], rows, depth, stride, is_transposed, path, torch.get_num_threads(), len(pieces)
@@ -50,9 +50,9 @@ def pack(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | None = None) -> Tensor:
-    """`F.linear` of `(rows, depth)` and `(width, depth)`, all of one float dtype, on the CPU, the last dimensions
-    contiguous, of the weight either: `(rows, width)`. A row's result does not depend on the others. Raises `TypeError`
-    for other tensors."""
+    """`F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)`, all of one float dtype on the CPU: `(rows,
+    width)`. Last dimensions are contiguous; of the weight it may be either dimension. A row's result does not depend
+    on other rows. Raises `TypeError` for other tensors, `ValueError` for shapes that do not fit."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` keeps it
     tensors = (x, weight.t() if is_transposed else weight, *(() if bias is None else (bias,)))
     if any(not y.is_cpu or y.dtype not in DTYPES or y.dtype is not x.dtype or y.stride(-1) != 1 for y in tensors):
@@ -72,9 +72,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, path: int | No
 
 
 def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch's products of float32, each sum rounded once."""
+    """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch in float32, each sum rounded once."""
     numbers, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
-    count = max(64, WIDENED_NUMBERS // max(1, *weight.shape[1:], len(x)))  # of numbers that it makes, too
+    count = max(64, WIDENED_NUMBERS // max(1, *weight.shape[1:], len(x)))  # bounds the outputs, too
     for first in range(0, weight.shape[0], count):
         part = slice(first, first + count)
         out[:, part] = F.linear(numbers, weight[part].float(), None if bias is None else bias[part].float())

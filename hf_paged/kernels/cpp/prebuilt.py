@@ -1,4 +1,4 @@
-"""The libraries that a wheel holds, one for each level of instructions, and which of them this processor runs.
+"""The prebuilt libraries of a wheel, one per instruction level, and the choice for this processor.
 `python -m hf_paged.kernels.cpp.prebuilt` builds them into `lib`, as `.ci/release` does. A checkout has none."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
 _V3 = f"{_V2} avx avx2 bmi1 bmi2 f16c fma movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-LEVELS = {  # the best first: what the compiler is told, and the flags that Linux calls what it may then use
+LEVELS = {  # best first: compiler options, and the Linux CPU flags that they require
     "x86-64-v4-amx": ("-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", f"{_V4} avx512_bf16 amx_tile amx_bf16"),
     "x86-64-v4-bf16": ("-march=x86-64-v4 -mavx512bf16", f"{_V4} avx512_bf16"),
     "x86-64-v4": ("-march=x86-64-v4", _V4),
@@ -28,8 +28,8 @@ LEVELS = {  # the best first: what the compiler is told, and the flags that Linu
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """The best library for a processor with these `flags`, this one's without them, that was built from these sources
-    and is whole: its name ends with the hash of its content."""
+    """The best library for a processor with these `flags` (default: this one), built from the current sources and
+    intact: its name ends with the hash of its content. `None` without one."""
     if platform.machine() != "x86_64":
         return None
     own = cpu_flags() if flags is None else flags
@@ -49,7 +49,7 @@ def _of_sources() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Builds every level. Raises `CalledProcessError` where the compiler refuses one."""
+    """Builds a library for every level. Raises `CalledProcessError` if the compiler fails."""
     argparse.ArgumentParser(description=__doc__).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.glob("*.so"):

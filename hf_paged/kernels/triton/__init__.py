@@ -11,18 +11,18 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# What the kernels take:
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of queries, keys and values; products of float32 are exact
+# Limits of the kernels:
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of queries, keys and values; float32 products are exact
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128, 256)
-MAX_DIM = 576  # of keys, and of values in decodes
-MAX_QUERIES = 16  # of a row of a decode: they are packed beside the heads of a group
-MAX_BATCH = 8192  # rows of a decode, of which each program reads all lengths
+MAX_DIM = 576  # head dim of keys, and of values in decodes
+MAX_QUERIES = 16  # queries per row of a decode: they are packed with the heads of a group
+MAX_BATCH = 8192  # rows of a decode: each program reads the lengths of all
 MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips that the kernels are compiled and checked for
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of `device`. The first question about a GPU compiles and runs a small one."""
-    if device.type == "cpu":  # Triton's interpreter takes these
+    """Whether the kernels run on tensors of `device`. The first call for a GPU compiles and runs a small kernel."""
+    if device.type == "cpu":  # by Triton's interpreter
         is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
         return is_interpreted and importlib.util.find_spec("triton") is not None
     return device.type in ("cuda", "xpu") and _runs_on(device)
@@ -43,6 +43,6 @@ def _runs_on(device: torch.device) -> bool:
         if blocks.sum().item() != 16:
             raise RuntimeError("a kernel ran and wrote nothing")
         return True
-    except Exception as error:  # Triton fails in many ways: no C compiler for its launcher, no driver, other versions
+    except Exception as error:  # Triton fails in many ways: no C compiler for its launcher, no driver, a version
         logger.warning("hf_paged runs without its Triton kernels on %s: %s: %s", device, type(error).__name__, error)
         return False

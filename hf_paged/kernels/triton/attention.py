@@ -1,6 +1,6 @@
-"""Triton attention over paged K/V: one kernel with two grids that no length decides, so that a captured graph stays
-right as rows grow. Decodes: tiles of query rows by splits of rows, balanced on the device (Flash-Decoding, Dao et al.
-2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts, chunks and shared prefixes: tiles of the packed queries
+"""Triton attention over paged K/V: one kernel with two grids that do not depend on lengths, so that a captured graph
+stays valid as rows grow. Decodes: tiles of query rows by splits of rows, balanced on the device (Flash-Decoding, Dao et
+al. 2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts, chunks and shared prefixes: tiles of the packed queries
 of all rows, the query heads of a K/V head side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""Tokens of a split of a row, but for its last one: fewer cost more to merge than they gain."""
+"""Least tokens per split of a row, except its last: smaller splits cost more to merge than they gain."""
 
 
 def decode_attention(
@@ -36,10 +36,10 @@ def decode_attention(
     config: LaunchConfig | None = None,
     **features: Any,
 ) -> Any:
-    """Attention of each row's queries, equally many and at most `MAX_QUERIES`. Arguments and result are as in
-    `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows, heads, query_len, max seq_len)`, and
-    `IndexError` is raised if it is shorter than the longest row. With `return_lse` also the log-sum-exp of the scores,
-    `(T, heads)` float32, the sink's included."""
+    """Attention of `query_len` queries per row, at most `MAX_QUERIES`. Arguments and result are as in
+    `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows, heads, query_len, max seq_len)`. Raises
+    `IndexError` if it is shorter than the longest row. With `return_lse` also returns the log-sum-exp of the scores,
+    `(T, heads)` float32, including the sink."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -61,7 +61,7 @@ def decode_attention(
     items = num_rows
     parts: dict[str, Any] = {}
     if is_split:
-        # One more for a row than its share of the programs; the batch is padded coarsely: each size is compiled once.
+        # One item more per row than its share of programs. BLOCK_ROWS is coarse, since each size is compiled once.
         items = min(num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT))
         parts = dict(
             part_out=query.new_empty(items, query_len, heads, value_dim, dtype=torch.float32),
@@ -70,7 +70,7 @@ def decode_attention(
             BLOCK_ROWS=next(size for size in (32, 256, 2048, MAX_BATCH) if size >= num_rows),
         )
     value_tiles, key_tiles = split_dim(value_dim, smallest=32), split_dim(key_dim)  # 16 columns feed 2 of 4 warps
-    # Values that are the first elements of the keys, as latents are: one load serves both.
+    # If values are the first elements of the keys, as latents are, one load serves both.
     keys, values = ((x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks))
     fits = key_dim >= value_dim and value_tiles[0] == key_tiles[0] and value_tiles[1] in (0, key_tiles[1])
     _launch(
@@ -99,17 +99,17 @@ def prefill_attention(
     **features: Any,
 ) -> Any:
     """
-    Attention of each row's last `query_len` tokens over the K/V that its block table names, those of this step
-    included. Slots outside of a row's start and `seq_len` are never read. A query that sees nothing gets zeros.
+    Attention of each row's last `query_len` tokens over the K/V in its block table, including those of this step.
+    Slots outside of a row's start and `seq_len` are never read. A query that sees no keys gets zeros.
 
     Args:
         query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads, block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
-        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, one for all queries of a row.
+        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all queries of a row.
         query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
-        num_splits: Parts that each row's keys are cut into; else chosen by the size of the chip.
-        is_merged: Else the parts are returned, `(splits, T, heads, value_dim)`, and the log-sum-exp of their scores,
-            the sink's included in the first, `(splits, T, heads)`, both float32.
+        num_splits: Parts that each row's keys are cut into; by default chosen by the size of the chip.
+        is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp of their scores,
+            the first including the sink, `(splits, T, heads)`, both float32.
 
     Returns `(T, heads, value_dim)`, contiguous, in the query's dtype.
     """
@@ -118,13 +118,13 @@ def prefill_attention(
     rows = group * max((end - start for start, end in itertools.pairwise(step.query_start)), default=0)
     if config is None:
         config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
-        # A bias is loaded number by number, as its rows may begin anywhere, and codes are converted in registers, from
-        # which these chips' tensor cores read: large tiles would spill.
+        # A bias is loaded element by element, since its rows may have any alignment; codes are converted in registers,
+        # from which these chips' tensor cores read. In both cases large tiles would spill.
         converts = quantized.is_quantized(key_blocks) and not chip(query.device).startswith(("sm90", "sm10"))
         if bias is not None or converts:
             config = dataclasses.replace(config, tile=max(16, config.tile // 2))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
-    if num_splits is None:  # so that programs cover the chip about once
+    if num_splits is None:  # chosen so that programs fill the chip about once
         programs, longest = max(1, tiles * kv_heads), step.block_tables.shape[1] * block_size
         num_splits = max(1, min(num_multiprocessors(query.device) // programs, longest // MIN_PREFILL_SPLIT))
     is_whole = is_merged and num_splits == 1
@@ -158,8 +158,8 @@ def cascade_attention(
     num_splits: int | None = None,
     **features: Any,
 ) -> Any:
-    """`decode_attention` of a step with one query a row, up to rounding: the tails' results, which count the sinks, are
-    rounded to the query's dtype before they are merged."""
+    """`decode_attention` of a step with one query per row, up to rounding: the tails' results, which include the sinks,
+    are rounded to the query's dtype before the merge."""
     tensors, index = (query, key_blocks, value_blocks), cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
     parts, parts_lse = prefill_attention(
@@ -209,7 +209,7 @@ def _launch(
 
 
 def _bias_arguments(bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata) -> dict[str, Any]:
-    """The kernel's: a bias, how far apart in memory it has rows, tokens of all rows, heads and keys, and its keys."""
+    """The kernel's arguments for a bias: its strides by row, packed token, head and key, and its number of keys."""
     if bias is None:
         return {}
     keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size

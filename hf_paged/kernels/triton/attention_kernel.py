@@ -1,4 +1,4 @@
-"""Device code of `attention.py`: tiles of query rows over the keys that they see."""
+"""Device code of `attention.py`: attention of tiles of query rows over the keys that they see."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # set when Triton was imported, as its own choice is
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as Triton does
 
 
 @triton.jit
 def dot(a, b, acc):
-    """`a @ b + acc` in float32; products of float32 are exact. Triton's interpreter multiplies the bits of bfloat16."""
+    """`a @ b + acc` in float32; float32 products are exact. Operands are converted for Triton's interpreter, which
+    would multiply the bits of bfloat16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -26,18 +27,18 @@ def _find_item(
     seq_lens, starts, item, rows, programs, target, window, query_len,
     TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row of an item, its split, the row's splits and first item, tokens of a split. The row is past `rows` if none is.
-    Every row has a split, so that rows without tokens get zeros."""
+    """Returns an item's row and split, the row's number of splits and first item, and the tokens per split. The row is
+    at least `rows` for an unused item. Every row has a split, so that rows without tokens get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
     firsts = tl.load(starts + i, mask=i < rows, other=0)
-    if window is not None:  # what the first query sees bounds what any does
+    if window is not None:  # the first query sees the oldest key
         firsts = tl.maximum(firsts, ends - query_len + 1 - window)
     tokens = tl.maximum(ends - firsts // TILE * TILE, 0)
     size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
     size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
     splits = tl.where(i < rows, tl.maximum(tl.cdiv(tokens, size), 1), 0)
-    # Past the last row the running sum stays what it is, so that items past the last count all of BLOCK_ROWS.
+    # The running sum is constant past the last row, so items past the last one get row BLOCK_ROWS.
     row = tl.sum((tl.cumsum(splits, axis=0) <= item).to(tl.int32), axis=0)
     first = tl.sum(tl.where(i < row, splits, 0), axis=0)
     return row, item - first, tl.sum(tl.where(i == row, splits, 0), axis=0), first, size
@@ -45,7 +46,7 @@ def _find_item(
 
 @triton.jit
 def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Row of a tile, and the tile's number within it, which may be past the row's last. Row `i` begins at tile
+    """Returns a tile's row and its number within the row, which may be past the row's last tile. Row `i` begins at tile
     `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least the tiles it needs; a tile's row is the last
     that begins at or before it. Counting takes one load where a binary search takes eight."""
     row = -1
@@ -58,7 +59,8 @@ def _find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexp
 
 @triton.jit
 def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """A tile of keys or values, zeros where a mask says so; a mask that hides nothing costs registers and branches."""
+    """Loads a tile of keys or values, zeros where masked. Masks that hide nothing are left out: they cost registers and
+    branches."""
     if MASK_TOKENS and MASK_DIMS:
         return tl.load(pointers, mask=is_seen & is_real, other=0.0)
     elif MASK_TOKENS:
@@ -71,8 +73,8 @@ def _load(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.c
 
 @triton.jit
 def _convert(tile, like, STORED: tl.constexpr):
-    """A tile of keys or values in the dtype of `like`: of codes (`quantized.NUMBERS`) the codes as numbers, exactly.
-    The bits of 8-bit floats are those of a float16 but for the bias, on every chip."""
+    """Converts a tile of keys or values to the dtype of `like`; codes (`quantized.NUMBERS`) convert exactly, unscaled.
+    8-bit floats are converted by float16 bits, which differ only in the exponent bias: this works on every chip."""
     if STORED == 0:
         return tile.to(like.dtype)
     elif STORED == 1:
@@ -88,7 +90,7 @@ def _convert(tile, like, STORED: tl.constexpr):
 
 @triton.jit
 def _scale(tile, factors, STORED: tl.constexpr):
-    """Codes of values to values, where the weights have not been scaled instead."""
+    """Scales codes of values in float16, where the weights have not been scaled instead."""
     if STORED and tile.dtype == tl.float16:
         return (tile.to(tl.float32) * factors[:, None]).to(tl.float16)
     else:
@@ -110,13 +112,13 @@ def _attend_tile(
     CAUSAL: tl.constexpr, FOLDED: tl.constexpr, SAME_STRIDES: tl.constexpr, VALUE_IS_KEY: tl.constexpr,
     STORED: tl.constexpr, key_scales, value_scales, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of FlashAttention (arXiv 2205.14135, sec. 3.1) over one tile of keys from `first_key`."""
+    """One step of FlashAttention's running softmax (arXiv 2205.14135, sec. 3.1): the tile of keys from `first_key`."""
     position = first_key + tl.arange(0, TILE)
-    # Slots that no query sees are not read: NaN times a weight of zero would be NaN.
+    # Unseen slots are not read: NaN times a weight of zero would be NaN.
     is_seen = (position >= low) & (position < high)
-    if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE: this one lies within one block
+    if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE, so a tile lies within one block
         block = tl.zeros([TILE], dtype=tl.int64) + tl.load(block_table + first_key // BLOCK_SIZE).to(tl.int64)
-    else:  # one load a block
+    else:  # one load per block
         firsts = first_key + tl.arange(0, TILE // BLOCK_SIZE) * BLOCK_SIZE
         blocks = tl.load(block_table + firsts // BLOCK_SIZE, mask=firsts < high, other=0).to(tl.int64)
         block = tl.reshape(tl.broadcast_to(blocks[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE])
@@ -133,7 +135,7 @@ def _attend_tile(
         k_rest = _convert(k_rest, q, STORED)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
-    if STORED:  # blocks lie as many bytes apart as they have codes and scales
+    if STORED:  # block strides count bytes, of codes and scales; scales are float32
         scores *= _load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[None, :]
     if not FOLDED:
         scores = scores * scale
@@ -155,16 +157,16 @@ def _attend_tile(
     anchor = new_top
     if MASKED:
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if bias is not None:  # a bias may be its dtype's minimum, which times the factor would be -inf
+    if bias is not None:  # a bias may be its dtype's minimum; times the factor that would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * factor)
-    else:  # one fused multiply-add a score
+    else:  # one fused multiply-add per score
         weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
     shrink = tl.exp2((top - anchor) * factor)
     total = total * shrink + tl.sum(weights, axis=1)
     factors = None
     if STORED:
         factors = _load_scales(value_scales + block * (value_block // 4) + offset, is_seen, MASKED)
-        if q.dtype != tl.float16:  # which holds no small weights
+        if q.dtype != tl.float16:  # float16 cannot represent small scaled weights
             weights *= factors[None, :]
     weights = weights.to(q.dtype)
     if VALUE_IS_KEY:
@@ -188,7 +190,7 @@ def _store_rows(
     out, lse, at, acc, acc_rest, total, top, factor, is_row,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr,
 ):  # fmt: skip
-    """Writes what rows saw to the rows `at` of `(n, VALUE_DIM)`: zeros, and `-inf` as logarithm, if nothing."""
+    """Writes results to the rows `at` of `(n, VALUE_DIM)`: zeros, and log-sum-exp `-inf`, for rows that saw no keys."""
     has_seen = total > 0.0
     total = tl.where(has_seen, total, 1.0)
     inverse = tl.where(has_seen, 1.0 / total, 0.0)[:, None]
@@ -203,8 +205,8 @@ def _store_rows(
         tl.store(lse + at, tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")), mask=is_row)
 
 
-# What differs from step to step is compiled once: numbers as they come, and metadata, slices of one buffer, at any
-# address. Queries, keys and values stay known to be aligned, so that their loads are wide.
+# Arguments that differ from step to step are not specialized: numbers, and the addresses of metadata, which are slices
+# of one buffer. Queries, keys and values are specialized for alignment, so that their loads are wide.
 @triton.jit(
     do_not_specialize=[
         "rows", "num_tokens", "window", "table_row", "bias_row", "bias_token", "bias_head", "bias_len", "target",
@@ -225,9 +227,9 @@ def attention_kernel(
     BLOCK_ROWS: tl.constexpr = 1, VALUE_IS_KEY: tl.constexpr = False,
     STORED: tl.constexpr = 0, key_scales=None, value_scales=None,
 ):  # fmt: skip
-    """One tile of query rows over the keys of their row, or a part of these. `BY_LENGTH` all rows have `query_len`
-    queries and their keys are split by length into items; else `query_start` tells tiles, and all rows' keys have
-    equally many parts."""
+    """Attention of one tile of query rows over the keys of their row, or a part of them. With `BY_LENGTH` all rows have
+    `query_len` queries, and their keys are split by length into items; else `query_start` determines the tiles, and the
+    keys of every row have the same number of parts."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:
@@ -246,7 +248,7 @@ def attention_kernel(
                 tl.store(row_items + 2 * row + 1, num_parts)
         first_query = row * query_len
     else:
-        # The last tiles see the most keys: they start first.
+        # The last tiles see the most keys, so they start first.
         row, tile = _find_row(query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M)
         kv_head = tl.program_id(1)
         first_query = tl.load(query_start + row)
@@ -256,7 +258,7 @@ def attention_kernel(
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # query, then head within the group
     is_row = m < query_len * GROUP
-    head = (kv_head * GROUP + m % GROUP).to(tl.int64)  # a head may be as far from the next as all tokens are long
+    head = (kv_head * GROUP + m % GROUP).to(tl.int64)  # int64: the stride of heads may span all tokens
     packed = (first_query + m // GROUP).to(tl.int64)
     token = packed if query_index is None else tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
     q_rows = query + (token * query_token + head * query_head)[:, None]
@@ -267,7 +269,7 @@ def attention_kernel(
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
         q_rest = _load(q_rows + d_rest, is_row[:, None], d_rest < KEY_DIM, True, True).to(DOT_DTYPE)
 
-    # Some query of the tile sees keys in [low, high), all of them see those in [full_low, full_high).
+    # Some query of the tile sees each key in [low, high); all queries see those in [full_low, full_high).
     seq_len = tl.load(seq_lens + row)
     low = 0 if starts is None else tl.load(starts + row)
     high, full_low, full_high = seq_len, low, seq_len
@@ -290,7 +292,7 @@ def attention_kernel(
         low, high = tl.maximum(low, aligned + part * size), tl.minimum(high, aligned + (part + 1) * size)
         full_high = tl.minimum(full_high, high)
 
-    # Scores count in units of `factor` powers of two; where nothing is added to them, the scale is part of it.
+    # Scores times `factor` are exponents of two; if nothing is added to the scores, `factor` includes the scale.
     factor = scale * LOG2_E if FOLDED else LOG2_E
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -311,8 +313,8 @@ def attention_kernel(
         value_scales += kv_head.to(tl.int64) * (value_head // 4)
     block_table = block_tables + row.to(tl.int64) * table_row
 
-    # The tiles at both ends need masks; [full_begin, full_end) is seen whole by all. Few queries take one masked loop:
-    # the loads of a bare loop would start when those of the ends have arrived.
+    # Tiles at both ends need masks; all queries see [full_begin, full_end) whole. Decodes use one masked loop for all
+    # tiles: the loads of an unmasked loop would start only after those of the ends have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end

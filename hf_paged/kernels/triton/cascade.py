@@ -1,5 +1,5 @@
-"""Which rows of a decode step share blocks that are worth attending to once for all of them (cascade inference,
-FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
+"""Finds rows of a decode step that share enough leading blocks to attend to them once for all these rows (cascade
+inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...step import Cascade, StepMetadata, to_device
 
 class SharedPrefix(NamedTuple):
     rows: tuple[int, ...]
-    num_blocks: int  # with which the block tables of all rows begin
+    num_blocks: int  # leading blocks that the rows' block tables share
 
 
 class CascadeCosts(NamedTuple):
     token_bytes: int  # K and V of one token of a layer, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
-    rows_per_read: int  # rows whose queries fit beside one another while a shared block is read once
+    rows_per_read: int  # rows whose queries one program serves while it reads a shared block once
     splits: int = 1  # parts that shared keys are cut into
-    overhead_bytes: int = 0  # what could be read while two more kernels start: once a step
+    overhead_bytes: int = 0  # bytes that could be read while two more kernels start, once per step
 
 
 def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
@@ -58,13 +58,13 @@ def default_costs(query: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Ca
         token_bytes=kv_heads * (key_dim + value_dim) * key_blocks.element_size(),
         state_bytes=heads * (value_dim + 1) * 4,
         rows_per_read=max(1, 128 * kv_heads // heads),  # query rows of a program
-        splits=8,  # what fills an H200 with one group and 8 K/V heads on 2 programs each
+        splits=8,  # fills an H200 with one group and 8 K/V heads of 2 programs each
         overhead_bytes=16 << 20,  # about 4 us at 4 TB/s: an estimate, not a measurement
     )
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """The cascade that pays off for a step of decodes. Rows whose window ends within them share nothing."""
+    """The cascade that pays off for a step of decodes, or `None`. Rows longer than their window share nothing."""
     if not step.block_ids or any(step.starts):
         return None
     window = step.window
@@ -76,9 +76,9 @@ def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
 def plan_cascade(
     tables: Sequence[list[int]], seq_lens: Sequence[int], block_size: int, costs: CascadeCosts
 ) -> tuple[SharedPrefix, ...]:
-    """Groups of rows, each row in one at most, that move fewer bytes if the blocks at the head of their tables are read
-    once for `rows_per_read` rows, while every row writes and reads a state a split more; none if all save less than
-    `overhead_bytes`. The last token of a row is its own, never in a shared part."""
+    """Groups of rows (each row in at most one) that move fewer bytes if their shared leading blocks are read once per
+    `rows_per_read` rows, at the cost of writing and reading one more state per row and split; none if they save at
+    most `overhead_bytes` together. The last token of a row is never in a shared part."""
     usable = {row: (seq_len - 1) // block_size for row, seq_len in enumerate(seq_lens) if seq_len > block_size}
     groups, saved = _best(list(usable), tables, usable, block_size, costs)
     return tuple(groups) if saved > costs.overhead_bytes else ()
@@ -87,10 +87,10 @@ def plan_cascade(
 def _best(
     rows: list[int], tables: Sequence[list[int]], usable: dict[int, int], block_size: int, costs: CascadeCosts
 ) -> tuple[list[SharedPrefix], int]:
-    """One group of all rows, or the best groups of those that share more blocks; and the bytes saved."""
+    """One group of all rows, or the best groups of subsets that share more blocks; and the bytes saved."""
     if len(rows) < 2:
         return [], 0
-    # What the least and the greatest table have in common, all have: list comparisons, which run in C.
+    # A prefix of both the least and the greatest table is one of all tables; list comparisons run in C.
     chosen = [tables[row] for row in rows]
     least, greatest = min(chosen), max(chosen)
     most = min(usable[row] for row in rows)

@@ -1,4 +1,4 @@
-"""Launch parameters by chip, head dims and dtype: measured tables where there are any, else a rule."""
+"""Launch parameters by chip, head dims and dtype: from measured tables if there are any, else by a rule."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FOLDER = Path(__file__).with_name("configs")  # tables that `benchmarks.tune` writes, one a chip, as sm90.json
+FOLDER = Path(__file__).with_name("configs")  # tables that `benchmarks.tune` writes, one per chip (sm90.json)
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    tile: int  # tokens whose K and V are loaded at a time; like block_m a power of two of at least 16
-    block_m: int = 16  # most query rows (queries x heads of a group) of one program
+    tile: int  # tokens whose K and V are loaded at a time; like block_m a power of two, at least 16
+    block_m: int = 16  # most query rows (queries x heads of a group) per program
     num_warps: int = 4
     num_stages: int = 3  # depth of the loop's software pipeline, as Triton counts
-    programs_per_sm: int = 2  # of a decode: programs that a multiprocessor should get; more splits rows more finely
+    programs_per_sm: int = 2  # decode only: target programs per multiprocessor; higher values split rows more finely
 
 
 def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
-    """Sizes of the one or two power-of-two tiles, none below `smallest`, that cover `dim` elements; the second is 0 if
-    one is as small. 80 is 64 + 16 and 576 is 512 + 64; 112 would be 64 + 64 and is 128."""
+    """Sizes of one or two power-of-two tiles, each at least `smallest`, that cover `dim` elements; the second is 0 if
+    two would not be smaller than one: 80 is 64 + 16, 576 is 512 + 64, 112 is 128 and not 64 + 64."""
     whole = max(smallest, triton.next_power_of_2(dim))
     if dim == whole or whole == smallest:
         return whole, 0
@@ -35,14 +35,14 @@ def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Those of a tensor, 0 where a dimension has one element and its stride, which may be anything, is never used: the
-    kernels are compiled for strides that are multiples of 16 or not, and for 1."""
+    """Strides of a tensor, 0 for dimensions with one element, whose stride is arbitrary and unused: kernels are
+    compiled separately for stride 1, multiples of 16 and others."""
     return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors (compute units) of a GPU; those of an H200 for tensors that are on none."""
+    """The number of streaming multiprocessors (compute units) of a GPU; for other devices that of an H200."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     if device.type == "xpu":
@@ -51,23 +51,23 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:
-    """What operands of these dtypes are converted to for `tl.dot`: one that holds them all."""
+    """The dtype to which operands of these dtypes are converted for `tl.dot`; it holds all their values."""
     dtype = functools.reduce(torch.promote_types, dtypes)
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
 def as_numbers(blocks: Tensor) -> Tensor:
-    """Blocks as kernels take them: 8-bit floats as bytes, which every chip and Triton's interpreter know."""
+    """Blocks as passed to kernels: 8-bit floats viewed as bytes, which every chip and Triton's interpreter support."""
     return blocks.view(torch.uint8) if blocks.is_floating_point() and blocks.element_size() == 1 else blocks
 
 
 def chip(device: torch.device) -> str:
-    """Names the table of a device: `"sm90"`, `"gfx942"`, `"xpu"`, or `"none"` for what is no GPU."""
+    """Names the table of a device: `"sm90"`, `"gfx942"`, `"xpu"`, or `"none"` if it is no GPU."""
     if device.type == "cuda":
         if torch.version.hip is not None:
             return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
         return "sm{}{}".format(*torch.cuda.get_device_capability(device))
-    if device.type == "meta":  # nothing runs: what is compiled is for the driver's target
+    if device.type == "meta":  # nothing runs; kernels are compiled for the driver's target
         arch = triton.runtime.driver.active.get_current_target().arch
         return arch if isinstance(arch, str) else f"sm{arch}"
     return "xpu" if device.type == "xpu" else "none"
@@ -82,23 +82,23 @@ def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int
 def find_config(
     kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, device: torch.device
 ) -> LaunchConfig:
-    """The measured choice of `"decode"` or `"prefill"` for this chip, else the default."""
+    """The measured config of the kernel `"decode"` or `"prefill"` for this chip, else the default one."""
     name, arguments = chip(device), (key_dim, value_dim, dtype)
     found = _tables(name).get(key(kernel, *arguments, rows if kernel == "decode" else min(rows, 128)))
     if found is None and kernel == "decode":
         found, widest = default_decode_config(*arguments, rows), max(key_dim, value_dim)
         is_amd = name.startswith("gfx")
         if (is_amd and widest > 256 and found.block_m > 16) or (name.startswith("sm8") and found.block_m > 32):
-            found = dataclasses.replace(found, tile=found.tile // 2)  # else registers are spilled
+            found = dataclasses.replace(found, tile=found.tile // 2)  # avoids register spills
         if is_amd:  # 64 KiB of shared memory
             found = dataclasses.replace(found, num_stages=2)
     return found or default_prefill_config(*arguments, rows, name)
 
 
 def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> LaunchConfig:
-    """Tiles of about 32 KiB of K and V together, the next one on its way while one is used: a multiprocessor of an H200
-    needs about 26 KiB on their way (4.8 TB/s, 700 ns). Block ids are loaded ahead too: two tiles take five stages. Sums
-    of wide heads fill the registers. All fit the 99 KiB of shared memory of chips of 8.6, 8.9 and 12.0."""
+    """Tiles of about 32 KiB of K and V together, the next one in flight while one is used: a multiprocessor of an H200
+    needs about 26 KiB in flight (4.8 TB/s, 700 ns). Block ids are prefetched too, so two tiles take five stages. The
+    accumulators of wide heads fill the registers. All fit the 99 KiB of shared memory of chips 8.6, 8.9 and 12.0."""
     widest, block_m = max(key_dim, value_dim), max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 64 else 16, 16, num_warps=4 if widest <= 256 else 8, num_stages=2)
@@ -111,14 +111,14 @@ def default_decode_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows
 
 
 def default_prefill_config(key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str) -> LaunchConfig:
-    """Large tiles that compile without spilled registers and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
-    for wider ones; 64 KiB on chips of AMD. `rows`: most query rows of one row and K/V head."""
+    """Large tiles that compile without register spills and fit the shared memory: 99 KiB for heads up to 128, 163 KiB
+    for wider ones; 64 KiB on AMD chips. `rows`: most query rows of one row and K/V head."""
     widest, is_short = max(key_dim, value_dim), rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers
         return LaunchConfig(32 if widest <= 256 else 16, 32 if widest <= 128 else 16, 8, 1)
     if widest > 256:
         return LaunchConfig(16 if chip.startswith("gfx") else 32, 32, 8, 2)
-    # Hopper's and Blackwell's tensor cores read both factors from shared memory, earlier ones from registers.
+    # Tensor cores of Hopper and Blackwell read both operands from shared memory, earlier ones from registers.
     from_shared = chip.startswith(("sm90", "sm10"))
     if widest > 128:
         return LaunchConfig(32, 64 if is_short or not from_shared else 128, 8, 3)

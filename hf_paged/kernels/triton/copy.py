@@ -1,4 +1,4 @@
-"""Triton copies of blocks within many tensors, those of all layers, in one launch."""
+"""Triton copies of blocks within the tensors of all layers in one launch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_BYTES = 8192  # that a program copies: 8 words of 8 bytes of each thread of four warps
+TILE_BYTES = 8192  # bytes that a program copies: 8 words of 8 bytes per thread of four warps
 
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _copy_kernel(table, pairs, num_tensors, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, TILE: tl.constexpr):
-    # One tile of one block of one tensor a program; neighbours take the same block of different tensors.
+    # Each program copies one tile of one block of one tensor; neighbours copy the same block of different tensors.
     tensor, pair = tl.program_id(0) % num_tensors, tl.program_id(0) // num_tensors
     address, block_bytes = tl.load(table + 2 * tensor), tl.load(table + 2 * tensor + 1)
-    # Addresses in int64: a layer's blocks pass 2^31 bytes.
+    # Addresses are int64: a layer's blocks exceed 2^31 bytes.
     source = (address + tl.load(pairs + 2 * pair) * block_bytes).to(tl.pointer_type(WORD))
     target = (address + tl.load(pairs + 2 * pair + 1) * block_bytes).to(tl.pointer_type(WORD))
     word = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -26,18 +26,18 @@ def _copy_kernel(table, pairs, num_tensors, WORD: tl.constexpr, WORD_BYTES: tl.c
 
 
 def describe(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The address of each contiguous tensor `(num_blocks, ...)`, and how many bytes a block of it has."""
+    """The address and the bytes per block of each contiguous tensor `(num_blocks, ...)`."""
     return [(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in tensors]
 
 
 def copy_blocks(places: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
-    """Block `source` of each tensor to its block `target`, for each pair, in one launch, without waiting for it.
+    """Copies block `source` to block `target` of each tensor, for each pair, in one launch, without waiting for it.
 
     Args:
-        places: What `describe` says of the tensors, on the host.
+        places: The result of `describe` for the tensors, on the host.
         table: `(len(places), 2)` int64, the same on the device of the tensors.
-        pairs: `(n, 2)` int64, on that device, sources and targets. All are blocks that there are, which is not checked,
-            no target is there twice, and none is also a source: programs run in any order.
+        pairs: `(n, 2)` int64, on that device, sources and targets. Ids must be valid, which is not checked; targets
+            must be distinct, and none may also be a source: programs run in any order.
     """
     most = max(block_bytes for _, block_bytes in places)
     if most * len(pairs) == 0:

@@ -1,4 +1,4 @@
-"""Triton hash of the bytes of many tensors, each as `kernels.hashing.hash_portable` hashes it, in one launch."""
+"""Triton hash of the bytes of many tensors in one launch, equal to `kernels.hashing.hash_portable` of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .configs import num_multiprocessors
 
-TILE = 1024  # words of 8 bytes that a program reads at a time: 8 of each thread of four warps
-PROGRAMS_PER_SM = 5  # that are resident together, with 90 registers a thread
+TILE = 1024  # 8-byte words that a program reads at a time: 8 per thread of four warps
+PROGRAMS_PER_SM = 5  # resident programs per multiprocessor, with 90 registers per thread
 # The constants of `hash_portable`, as Triton's uint64 holds them.
 _STEP, _FIRST = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
@@ -21,7 +21,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _mix(words, position):
-    # Both summands of each word. Products and sums of uint64 are modulo 2^64.
+    # The two summands of each word. Products and sums of uint64 are modulo 2^64.
     mixed = words ^ (position * _STEP)
     mixed = (mixed ^ (mixed >> 30)) * _FIRST
     mixed = (mixed ^ (mixed >> 27)) * _SECOND
@@ -31,7 +31,7 @@ def _mix(words, position):
 
 @triton.jit
 def _load_bytes(address, word, num_bytes):
-    # Words of a tensor at any address, with zeros for bytes past its end.
+    # Loads words of a tensor at any alignment, with zeros for bytes past its end.
     found = tl.zeros_like(word).to(tl.uint64)
     for byte in range(8):
         at = word * 8 + byte
@@ -42,8 +42,8 @@ def _load_bytes(address, word, num_bytes):
 
 @triton.jit(do_not_specialize=["num_tensors", "num_tiles", "tiles_of_program"])
 def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl.constexpr):
-    # A program hashes consecutive tiles, of as many tensors as these lie in. Tiles of tensor i are numbered from
-    # firsts[i] on, up to firsts[i + 1]; starts[p] is the tensor with the first tile of program p.
+    # A program hashes consecutive tiles, which may span several tensors. Tensor i has the tiles [firsts[i],
+    # firsts[i + 1]); starts[p] is the tensor with the first tile of program p.
     addresses, sizes, firsts = table, table + num_tensors, table + 2 * num_tensors
     starts = firsts + num_tensors + 1
     number = tl.load(starts + tl.program_id(0))
@@ -53,7 +53,7 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl
     while tile < end:
         address, size = tl.load(addresses + number), tl.load(sizes + number)
         first, stop = tl.load(firsts + number), tl.minimum(end, tl.load(firsts + number + 1))
-        # Full tiles of an aligned tensor are read as words; its last one, and all of another tensor, as bytes.
+        # Full tiles of an aligned tensor are read as words; its last tile, and unaligned tensors, as bytes.
         words_stop = tl.minimum(stop, first + tl.where(address % 8 == 0, size // (8 * TILE), 0))
         words = address.to(tl.pointer_type(tl.uint64))
         total, total_again = tl.zeros([TILE], dtype=tl.uint64), tl.zeros([TILE], dtype=tl.uint64)
@@ -65,7 +65,7 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl
         for current in range(tl.maximum(tile, words_stop), stop):
             word = (current - first) * TILE + lane
             mixed, again = _mix(_load_bytes(address, word, size), (word + 1).to(tl.uint64))
-            # words past the end are none: `hash_portable` has not summed them
+            # words past the end are not summed, as in `hash_portable`
             total += tl.where(word * 8 < size, mixed, 0)
             total_again += tl.where(word * 8 < size, again, 0)
         tl.atomic_add(sums + 2 * number, tl.sum(total).to(tl.int64, bitcast=True), sem="relaxed")
@@ -75,8 +75,8 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl
 
 
 def hash_all(tensors: Sequence[Tensor]) -> Tensor:
-    """`(len(tensors), 2)` int64, on their device: `hash_portable` of each, bit for bit, of contiguous tensors of any
-    dtype and size on one device, in one launch, without waiting for it."""
+    """`hash_portable`, bit for bit, of each of several contiguous tensors of any dtype and size on one device:
+    `(len(tensors), 2)` int64 there, in one launch, without waiting for it."""
     device = tensors[0].device
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
     sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)

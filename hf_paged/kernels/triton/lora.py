@@ -1,5 +1,5 @@
-"""Triton segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547, section 4): two launches for a layer,
-whatever the number of adapters that its rows have."""
+"""Triton segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547, section 4): two launches per layer,
+for any number of adapters."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from . import DTYPES
 from .attention_kernel import dot
 from .launch import launch
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # `..lora` imports this module
     from ..lora import LoraWeights, Part
 
-MAX_RANK = 128  # of a tile, which lies in registers
-FIELDS = tl.constexpr(5)  # of a part: which range it is of, addresses of A, B and bias (0: none), rank
+MAX_RANK = 128  # width of a tile in registers
+FIELDS = tl.constexpr(5)  # of a part: index of its range, addresses of A, B and bias (0: none), rank
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-ROWS, WIDTH = 16, 64  # of tiles: an estimate, not a measurement
-DEPTH = 32  # of a step; larger ones spill registers
+ROWS, WIDTH = 16, 64  # tile sizes: an estimate, not a measurement
+DEPTH = 32  # depth of a tile; larger ones spill registers
 
 
 class Table(NamedTuple):
-    """What the kernels read of the parts of one layer."""
+    """The kernels' description of the parts of one layer."""
 
     parts: Tensor  # (parts, FIELDS) int64
-    ranges: Tensor  # (ranges, 2) int64: the rows `[start, end)` of each; those of a recorded step change
+    ranges: Tensor  # (ranges, 2) int64: rows `[start, end)`; they change between replays of a captured step
     scaling: Tensor  # (parts,) float32
     dtype: torch.dtype  # of all weights
-    rank: int  # of tiles: a power of two that no part's rank passes
-    most: int  # rows that a range has at most
-    group: Any = None  # processes that have a part of the depth each
+    rank: int  # width of tiles: a power of two, at least every part's rank
+    most: int  # most rows of a range
+    group: Any = None  # process group that shards the depth
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _expand_kernel(
     out, middle, parts, ranges, scaling, out_row, width,
     RANK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    # What a part's B and bias make of that, [ROWS, WIDTH], is added to the base's product. Rounded as PyTorch rounds.
+    # Adds `middle` times a part's B, plus bias, [ROWS, WIDTH], to the base layer's output. Rounds as PyTorch does.
     part = parts + tl.program_id(0) * FIELDS
     bounds, rank = ranges + tl.load(part) * 2, tl.load(part + 4)
     first, end = tl.load(bounds) + tl.program_id(1) * ROWS, tl.load(bounds + 1)
@@ -86,7 +86,7 @@ def _expand_kernel(
 
 
 def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
-    """`None` for parts that the kernels do not take (`takes_weights`)."""
+    """The table of `parts`; `None` if the kernels do not support their weights (`takes_weights`)."""
     if not takes_weights([lora for *_, lora in parts], device):
         return None
     bounds = torch.tensor([(start, end) for start, end, _ in parts], dtype=torch.int64, device=device)
@@ -95,7 +95,8 @@ def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
 
 
 def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> Table:
-    """For the weights that go with each of `ranges` `(n, 2)` int64 on the device, by number, of `most` rows each."""
+    """The table of weights, each with the index of its range in `ranges` `(n, 2)` int64 on the device, of at most
+    `most` rows each."""
     device, first = ranges.device, weights[0][1]
     numbers = [
         (number, a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), len(a))
@@ -108,7 +109,8 @@ def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeigh
 
 
 def takes_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Not those of several dtypes, of large rank, not contiguous, or of which but some are sums over processes."""
+    """Whether the kernels support these weights: on `device`, contiguous, of one supported dtype, ranks up to
+    `MAX_RANK`, and all or none of one process group."""
     tensors, first = [tensor for lora in weights for tensor in lora.tensors], weights[0]
     return (
         first.a.dtype in DTYPES
@@ -123,7 +125,7 @@ def takes(out: Tensor, x: Tensor) -> bool:
 
 
 def add_deltas(out: Tensor, x: Tensor, table: Table) -> None:
-    """`kernels.lora.Deltas.add`, without waiting for the device."""
+    """Runs `kernels.lora.Deltas.add` without waiting for the device."""
     kind = TYPES[table.dtype]
     middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.most, ROWS)

@@ -1,4 +1,4 @@
-"""Triton merge of attention over disjoint sets of keys, each with the log-sum-exp of its scores."""
+"""Triton merge of attention results over disjoint sets of keys, by the log-sum-exp of their scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def merge_kernel(
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    # One query and BLOCK_HEADS heads a program.
+    # One query and BLOCK_HEADS heads per program.
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
@@ -35,7 +35,7 @@ def merge_kernel(
     target, inside = out + at[:, None] * VALUE_DIM + dim[None, :], real[:, None] & (dim < VALUE_DIM)[None, :]
     nothing = float("-inf")
 
-    # First all logarithms, so that the loads of values do not wait for one another.
+    # Load all log-sum-exps first, so that the loads of values do not wait for one another.
     every = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
     lse_part = queries * HEADS
     lse_rows = partials_lse + (first * lse_part + source * HEADS + head)[None, :]
@@ -47,7 +47,7 @@ def merge_kernel(
     anchor = tl.where(top == nothing, 0.0, top)
     total = tl.sum(tl.exp2((seen - anchor[None, :]) * LOG2_E), axis=0)
 
-    # A part that saw nothing has weight 0 and may hold anything.
+    # A part that saw no keys has weight 0; its values are undefined.
     acc = tl.zeros([BLOCK_HEADS, VALUE_WIDTH], dtype=tl.float32)
     if tail_lse is not None:
         weight = tl.exp2((own - anchor) * LOG2_E)
@@ -63,7 +63,7 @@ def merge_kernel(
         values = tl.load(rows + part[:, :, None] * partials_part + dim[None, None, :], mask=mask, other=0.0)
         acc += tl.sum(weights * values.to(tl.float32), axis=0)
 
-    tl.debug_barrier()  # every thread reads `out` before any writes it
+    tl.debug_barrier()  # all threads must read `out` before any writes it
     divisor = tl.where(total > 0.0, total, 1.0)
     tl.store(target, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
     if out_lse is not None:
@@ -83,16 +83,17 @@ def merge(
     most_parts: int | None = None,
 ) -> None:
     """
-    Softmax attention over all keys from that over parts of them (FlashInfer, arXiv 2501.01005, sec. 2.2). A part whose
-    log-sum-exp is `-inf` adds nothing, whatever it holds; if all are, the result is zeros.
+    Computes softmax attention over all keys from partial results (FlashInfer, arXiv 2501.01005, sec. 2.2). A part whose
+    log-sum-exp is `-inf` is ignored, whatever it holds; if all are, the result is zeros.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of `n` queries.
         out, out_lse: `(num_tokens, heads, value_dim)`, contiguous, and `(num_tokens, heads)` float32, written.
-        tail_lse: `(num_tokens, heads)` float32, with which what `out` held is one more part; may be `out_lse`.
-        index: `(n,)`, which token of `out` each query is, each at most once; `0 .. n - 1` without it.
-        row_items: `(rows, 2)` int32, for rows of `n` queries with parts of their own: the first part of each row, and
-            how many, at most `most_parts`; rows with one part stay as they are.
+        tail_lse: `(num_tokens, heads)` float32, the log-sum-exp of `out`, which then is one more part; may be
+            `out_lse`.
+        index: `(n,)`, the token of `out` of each query, each at most once; `0 .. n - 1` without it.
+        row_items: `(rows, 2)` int32, for rows of `n` queries with separate parts: the first part of each row and the
+            number of its parts, at most `most_parts`; rows with one part are not written.
     """
     parts, queries, heads, value_dim = partials.shape
     positions = queries if row_items is None else len(out)
@@ -100,8 +101,8 @@ def merge(
         return
     most, width = most_parts or parts, triton.next_power_of_2(value_dim)
     block_parts = next((size for size in (16, 64, 256) if size >= most), triton.next_power_of_2(most))  # few variants
-    step = min(8, max(2, 2048 // width))  # of parts; more would spill registers
-    # Two at least: Triton vectorises no loads of a tile with a dimension of one.
+    step = min(8, max(2, 2048 // width))  # parts at a time; more would spill registers
+    # At least two: Triton does not vectorise loads of a tile with a dimension of one.
     block_heads = min(triton.next_power_of_2(heads), max(2, 1024 // (width * step)))
     launch(
         merge_kernel, (positions, triton.cdiv(heads, block_heads)),

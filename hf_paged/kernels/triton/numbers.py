@@ -1,4 +1,4 @@
-"""Functions of float32 numbers that Triton lacks, or that pass NaN on as PyTorch's do."""
+"""Functions on float32 that Triton lacks, or that propagate NaN as PyTorch's do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .attention_kernel import INTERPRETED
 
 @triton.jit
 def to_bfloat16(x):
-    """Rounded to the nearest number of bfloat16, in float32. Triton's interpreter would cut off what is behind it."""
+    """Rounds to the nearest bfloat16, returned as float32. Triton's interpreter would truncate."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -26,7 +26,7 @@ def to_float16(x):
 
 @triton.jit
 def tanh(x):
-    """By exponentials, and near 0, where these cancel, by a polynomial (Cephes, `tanhf`)."""
+    """Hyperbolic tangent by exponentials, and near 0, where these cancel, by a polynomial (Cephes, `tanhf`)."""
     z = x * x
     p = z * -5.70498872745e-3 + 2.06390887954e-2
     p = p * z - 5.37397155531e-2
@@ -74,7 +74,7 @@ def minimum(x, y):
 
 @triton.jit
 def largest(x):
-    """Of each row of `x`, `(rows, 1)`; NaN where there is one."""
+    """The maximum of each row of `x`, `(rows, 1)`; NaN for rows with a NaN."""
     has_nan = tl.max((x != x).to(tl.int32), axis=1, keep_dims=True)
     found = tl.max(tl.where(x != x, float("-inf"), x), axis=1, keep_dims=True)
     return tl.where(has_nan > 0, float("nan"), found)

@@ -1,4 +1,4 @@
-"""Triton scatter of a step's keys and values into their blocks."""
+"""Triton store of a step's keys and values into their blocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TINY = tl.constexpr(quantized.TINY)
 
 @triton.jit
 def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The bits of an 8-bit float for each number, rounded to nearest even; none is too large for it."""
+    """The bits of an 8-bit float for each number, rounded to nearest even; numbers must be in range."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + SHIFT) << 23
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)) >> SHIFT
-    unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)  # whose last bit is the smallest number
+    unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)  # its last bit is the smallest subnormal
     subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
     found = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
     return ((found & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -31,13 +31,13 @@ def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def _store_states(states, target, scales, mask, is_head, STORED: tl.constexpr, LARGEST: tl.constexpr):
-    """States of some heads of one token, `[heads, dim]`, as they are or as codes (`kernels/quantized.py` says how)."""
+    """Stores states of some heads of one token, `[heads, dim]`, unquantized or as codes (`kernels/quantized.py`)."""
     if STORED == 0:
         tl.store(target, states.to(target.dtype.element_ty), mask=mask)
     else:
         x = tl.where(mask, states.to(tl.float32), 0.0)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), TINY) * (1.0 / LARGEST)
-        scale += tl.sum(x * 0.0, axis=1)  # NaN, if one of them is not finite
+        scale += tl.sum(x * 0.0, axis=1)  # NaN if an element is not finite
         x = x * (1.0 / scale)[:, None]
         if STORED == 1:  # adding 1.5 * 2^23 rounds to an integer
             found = ((x + 12582912.0) - 12582912.0).to(tl.int8)
@@ -61,16 +61,16 @@ def _store_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     STORED: tl.constexpr = 0, LARGEST: tl.constexpr = 1.0, key_scales=None, value_scales=None,
 ):  # fmt: skip
-    # One token and BLOCK_HEADS heads a program. Addresses in int64: states of a long prompt pass 2^31 elements.
+    # One token and BLOCK_HEADS heads per program. Addresses are int64: states of a long prompt exceed 2^31 elements.
     row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
-    # Out of the pool is skipped as -1 is: a captured graph cannot raise, and must not write elsewhere.
+    # Slots outside the pool are skipped as -1 is: a captured graph cannot raise, and must not write elsewhere.
     if (slot < 0) | (slot >= num_slots):
         return
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     one = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    if STORED:  # strides of bytes
+    if STORED:  # block strides count bytes; scales are float32
         key_scales += block * (key_block // 4) + one * (key_block_head // 4) + offset
         value_scales += block * (value_block // 4) + one * (value_block_head // 4) + offset
     d = tl.arange(0, BLOCK_KEY).to(tl.int64)[None, :]
@@ -88,14 +88,14 @@ def _store_kernel(
 
 def store(keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor) -> None:
     """The store of `cache.storage.choose_store` in one launch, without waiting for the device. Slots, int32 or int64,
-    that are negative or past the pool are not written; those of another device are copied."""
+    that are negative or past the pool are skipped; a slots tensor on another device is copied."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:
         return
     num_blocks, _, block_size, value_dim = value_blocks.shape
     block_key, block_value = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    # About 2048 elements a program: 16 of each thread of four warps.
+    # About 2048 elements per program: 16 per thread of four warps.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
     given: dict[str, Any] = {}
     if (stored := quantized.NUMBERS.get(key_blocks.dtype)) is not None:

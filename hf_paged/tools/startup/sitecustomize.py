@@ -1,7 +1,7 @@
 """
-Run by Python when it starts (`site`), in processes that `python -m hf_paged run` began: this folder is in PYTHONPATH
-there, as other tools do that look into programs from outside (`opentelemetry-instrument`, `ddtrace-run`). It imports
-`hf_paged` as soon as models of transformers can be used. Processes that use none import nothing.
+Run by Python at startup (`site`) in processes that `python -m hf_paged run` started: it puts this folder on PYTHONPATH,
+as `opentelemetry-instrument` and `ddtrace-run` do with theirs. Imports `hf_paged` as soon as transformers' models are
+usable; processes that do not import them import nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
-MODELS = ("transformers.modeling_utils", "transformers.generation.utils")  # which `hf_paged` imports, too
+MODELS = ("transformers.modeling_utils", "transformers.generation.utils")  # `hf_paged` imports both
 SERVER = "transformers.cli.serving.server"
 
 
 class AfterImport(MetaPathFinder):
-    """Finds the `hf_paged` that this file belongs to, and imports it after modules of transformers."""
+    """Finds the `hf_paged` that this file belongs to, and imports it after the modules of transformers in `MODELS`."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "hf_paged":
@@ -52,13 +52,13 @@ class AfterImport(MetaPathFinder):
 
 
 def is_complete(name: str) -> bool:
-    """Whether a module is imported to its end."""
+    """Whether a module's import has finished."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def run_next_one() -> None:
-    """Another `sitecustomize` that this one hides, for instance the system's."""
+    """Imports the `sitecustomize` that this one hides, if any, for instance the system's."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != FOLDER]
     ours = sys.modules.pop("sitecustomize", None)
     try:

@@ -1,4 +1,4 @@
-"""Settings every test shares: no network, one torch thread, fixed seeds, and no model left changed by a test."""
+"""Settings shared by all tests: no network, one torch thread, fixed seeds, and no test leaves a model changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, behind cached prefixes."""
+"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, after cached prefixes."""
 
 from __future__ import annotations
 

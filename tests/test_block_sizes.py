@@ -1,4 +1,5 @@
-"""`block_size="auto"` from the outside: plain `generate`'s tokens, sizes by layer group that follow the lengths."""
+"""`block_size="auto"` from the outside: plain `generate`'s tokens, and sizes per layer group that follow the
+lengths."""
 
 from __future__ import annotations
 

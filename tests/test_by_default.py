@@ -1,4 +1,4 @@
-"""`hf_paged.install(by_default=True)`: calls that name no cache are paged, all others stay what they are."""
+"""`hf_paged.install(by_default=True)`: calls that name no cache are paged, all others are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run as their users run them: the scripts as programs, the notebook in a kernel of its own."""
+"""The examples as users run them: scripts as programs, the notebook in a separate kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails must fail cleanly: the pool whole, the model as it came, the next call right; bad input named."""
+"""Clean failures: the pool is intact, the model unchanged, the next call correct; errors name bad input."""
 
 from __future__ import annotations
 

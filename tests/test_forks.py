@@ -1,4 +1,4 @@
-"""Locks that other threads hold are free in a child process, and survivors are told which."""
+"""Locks held by other threads are free in a child process, and survivors are told which."""
 
 from __future__ import annotations
 

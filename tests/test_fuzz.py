@@ -1,4 +1,4 @@
-"""A fixed part of `python -m tests.support.fuzz`, and that its comparison sees what it is there to see."""
+"""A fixed part of `python -m tests.support.fuzz`, and a check that its comparison detects differences."""
 
 from __future__ import annotations
 

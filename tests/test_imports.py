@@ -1,4 +1,4 @@
-"""Imports run downward between the rooms of the package, and no modules import each other in a circle."""
+"""Imports between the packages of hf_paged point downward, and modules have no import cycles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the inspector says of a model without weights, against what the model then does."""
+"""The inspector's predictions for a model without weights, against the model's actual behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small part of `python -m tests.support.load`, and that it sees what it is there to see."""
+"""A small part of `python -m tests.support.load`, and a check that it detects errors."""
 
 from __future__ import annotations
 

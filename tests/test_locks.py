@@ -1,4 +1,4 @@
-"""Locks within which signals wait."""
+"""Locks that defer signals."""
 
 from __future__ import annotations
 

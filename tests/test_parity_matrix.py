@@ -1,9 +1,8 @@
 """`generate(cache_implementation="paged")` gives plain `generate`'s result: every model, every option.
 
-A cell runs the same option function twice, on plain `generate` and on the paged cache, each from the same seed, and
-compares everything that comes back: tokens, RNG state and recorded calls exactly, scores closely. A cell that plain
-refuses must be refused by paged with the same exception type; `REFUSED` names those cells, so that a mistake in a
-test cannot pass for a refusal.
+A cell runs the same option function twice, on plain `generate` and on the paged cache, from the same seed, and compares
+all results: tokens, RNG state and recorded calls exactly, scores closely. A cell that plain refuses must be refused by
+paged with the same exception type; `REFUSED` names those cells, so that a mistake in a test cannot pass for a refusal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PEFT models in `generate` and in the engine: every request runs with its own adapter, and no other notices."""
+"""PEFT models in `generate` and in the engine: every request runs with its adapter and does not affect the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts without a compiler, Triton, fork and POSIX's users and limits: the import and the portable path."""
+"""Hosts without a compiler, Triton, fork or POSIX users and limits: the import and the portable path."""
 
 from __future__ import annotations
 

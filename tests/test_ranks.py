@@ -1,4 +1,4 @@
-"""A model in shards over two processes (tensor parallelism under torchrun, gloo): tokens, memory, faults."""
+"""A model sharded over two processes (tensor parallelism under torchrun, gloo): tokens, memory, faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters and drafts on a model in shards over two processes (gloo, on the CPU)."""
+"""Adapters and drafts on a model sharded over two processes (gloo, on the CPU)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m hf_paged run`: programs that know nothing of hf_paged, their children, what is refused before a start."""
+"""`python -m hf_paged run`: programs unaware of hf_paged, their children, and errors before the start."""
 
 from __future__ import annotations
 

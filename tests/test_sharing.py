@@ -1,4 +1,4 @@
-"""What paging saves: rows expanded from one prompt share its blocks and its prefill; little of a block is wasted."""
+"""Savings of paging: rows expanded from one prompt share its blocks and its prefill; blocks have little waste."""
 
 from __future__ import annotations
 

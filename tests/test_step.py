@@ -1,4 +1,4 @@
-"""A step's tensors where a layer computes."""
+"""A step's tensors on the device of each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fixed part of `python -m tests.support.threads`, and that it sees what it is there to see."""
+"""A fixed part of `python -m tests.support.threads`, and a check that it detects errors."""
 
 from __future__ import annotations
 

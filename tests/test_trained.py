@@ -1,4 +1,4 @@
-"""Parity on trained models, whose every row says many different tokens."""
+"""Parity on trained models, whose rows have varied text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that change between calls never meet keys and values of before; those that stay are served from the cache."""
+"""Weights that change between calls are never combined with older cached K/V; unchanged weights use the cache."""
 
 from __future__ import annotations
 

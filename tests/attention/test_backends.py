@@ -1,4 +1,4 @@
-"""Every backend against a dense float64 computation that knows no blocks; slots that must not be read hold NaN."""
+"""Every backend against a dense float64 computation without blocks; slots that must not be read hold NaN."""
 
 from __future__ import annotations
 

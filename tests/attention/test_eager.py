@@ -1,4 +1,4 @@
-"""Attention in a model's own words over packed keys and values, against the same words over each sequence alone."""
+"""A model's custom attention code over packed K/V, against the same code over each sequence alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention is absorbed only where the expansion is transformers' own and one plain matrix."""
+"""Latent attention is absorbed only if the expansion is transformers' code and a single plain matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks that transformers describes: what we read out of the description, and what they are when code reads them."""
+"""Masks that transformers describes: the parsed description, and materialized masks where code reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over quantized blocks: every backend against the reference on what these hold, as plain float32 blocks."""
+"""Attention over quantized blocks: every backend against the reference on the dequantized blocks in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PagedEngine` as a user sees it: a request gets the tokens of a lone plain `generate`, whatever runs beside it."""
+"""`PagedEngine` from the outside: each request gets plain `generate`'s tokens, whatever runs beside it."""
 
 from __future__ import annotations
 

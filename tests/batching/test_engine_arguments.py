@@ -1,4 +1,4 @@
-"""What `PagedEngine` takes and refuses: options in the wrong place, padded prompts, what is for `generate` only."""
+"""Arguments that `PagedEngine` accepts and refuses: misplaced options, padded prompts, `generate`-only options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input and failures in the engine end the request they belong to; the others and the model notice nothing."""
+"""Bad input and engine failures end only the affected request; other requests and the model are unaffected."""
 
 from __future__ import annotations
 

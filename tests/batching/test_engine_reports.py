@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the way from a step to its reader, every request ends once, and its reader is told."""
+"""Whatever fails between a step and its reader, every request ends exactly once, and its reader is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Generation`: logits that wait for one another, rows that go on one by one."""
+"""`Generation`: rows whose logits are gathered before they advance, and rows that advance one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured decode steps on the CPU: everything but the device's own graph object, which `FakeGraphs` stands for."""
+"""Captured decode steps on the CPU: all but the device's graph object, which `FakeGraphs` replaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the schedule, a request's tokens are those of a lone run."""
+"""A request's tokens do not depend on the schedule: they equal those of a lone run."""
 
 from __future__ import annotations
 

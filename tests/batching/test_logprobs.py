@@ -1,4 +1,4 @@
-"""Log-probabilities of new tokens, of their alternatives and of prompts, against those of transformers' outputs."""
+"""Log-probabilities of new tokens, alternatives and prompt tokens, against those from transformers' outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with different LoRA adapters in one forward, of the model's own and of folders."""
+"""Rows with different LoRA adapters in one forward, both loaded on the model and from folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded steps with chunks beside decodes, and with prefixes that decodes share, on the CPU."""
+"""Recorded steps that mix chunks and decodes, and decodes with shared prefixes, on the CPU."""
 
 from __future__ import annotations
 

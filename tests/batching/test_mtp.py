@@ -1,4 +1,4 @@
-"""Rows for which a model's own heads propose (`use_mtp`): tokens as without, candidates as transformers'."""
+"""Drafts from a model's multi-token-prediction heads (`use_mtp`): tokens as without, drafts as transformers'."""
 
 from __future__ import annotations
 

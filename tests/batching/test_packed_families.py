@@ -1,4 +1,4 @@
-"""Kinds of attention in packed steps: each sequence gets what plain `generate` gives it alone."""
+"""Kinds of attention in packed steps: each sequence gets the tokens of plain `generate` on it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes that leave the pool and come back: the tokens are plain's, and nothing of other weights is served."""
+"""Prefixes evicted from the pool and loaded again: tokens equal plain's, and K/V of other weights are never used."""
 
 from __future__ import annotations
 

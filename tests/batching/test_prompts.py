@@ -1,4 +1,4 @@
-"""Prompts that are more than token ids: images, embeddings, positions of their own."""
+"""Prompts beyond token ids: images, embeddings, explicit positions."""
 
 from __future__ import annotations
 

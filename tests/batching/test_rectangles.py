@@ -1,4 +1,4 @@
-"""Models that cannot be packed run side by side: forwards are counted, tokens are those of a row alone."""
+"""Models that cannot be packed run as rectangular batches: number of forwards, and tokens of each row alone."""
 
 from __future__ import annotations
 

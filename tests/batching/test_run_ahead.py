@@ -1,4 +1,4 @@
-"""Steps that are launched before the host has their tokens, on the CPU: whatever they were launched for in vain."""
+"""Steps launched before the host has the previous tokens, on the CPU, including launches that prove useless."""
 
 from __future__ import annotations
 

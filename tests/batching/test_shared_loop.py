@@ -1,4 +1,4 @@
-"""`generate` calls of several threads that overlap on a model: shared forwards, and what one call does to others."""
+"""Overlapping `generate` calls of several threads on a model: shared forwards, and effects of one call on others."""
 
 from __future__ import annotations
 

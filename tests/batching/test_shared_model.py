@@ -1,4 +1,4 @@
-"""Several callers on one model: threads, adapters, autocast, caches that are written to after they were returned."""
+"""Several callers on one model: threads, adapters, autocast, writes to returned caches."""
 
 from __future__ import annotations
 

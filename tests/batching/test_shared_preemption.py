@@ -1,4 +1,4 @@
-"""Preemption of requests that begin alike: what others hold is not copied."""
+"""Preemption of requests with a common prefix: blocks that other requests hold are not copied."""
 
 from __future__ import annotations
 

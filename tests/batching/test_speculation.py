@@ -1,4 +1,5 @@
-"""Rows that get several tokens a step: the tokens are those without, whatever proposes and however right it is."""
+"""Speculation: rows that get several tokens per step have the tokens of runs without drafts, however good the
+drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of models with states, which cannot forget: a row goes back to the state before a draft that was refused."""
+"""Drafts on models with recurrent states: after a rejected draft a row returns to the state before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes of models with states: hits begin with a snapshot, prompts stop where one is taken, tokens are plain's."""
+"""Prefix cache of models with states: hits begin at a snapshot, prefill stops to take one, tokens equal plain's."""
 
 from __future__ import annotations
 

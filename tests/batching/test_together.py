@@ -1,5 +1,5 @@
-"""Rows that stay with those that they began with, and with all that the model's own loop carries: encoder-decoder
-models, positions that a cache counts, caches with more than keys and values. Tokens are plain `generate`'s."""
+"""Rows that stay together from start to end, with everything the model's own loop carries: encoder-decoder models,
+positions counted by the cache, caches with more than K/V. Tokens equal plain `generate`'s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls and engines on rows that lie side by side (`storage="virtual"`) give what plain `generate` gives."""
+"""Calls and engines on contiguous rows (`storage="virtual"`) give plain `generate`'s tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attention --quick` prints its table; peers are compared before they are timed."""
+"""`python -m benchmarks.attention --quick` prints its table; peers are checked before they are timed."""
 
 from __future__ import annotations
 

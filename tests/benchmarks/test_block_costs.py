@@ -1,4 +1,4 @@
-"""`benchmarks.tune --block-sizes` writes what `block_size="auto"` reads."""
+"""`benchmarks.tune --block-sizes` writes the table that `block_size="auto"` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.generate --quick` runs every workload and system, or says why not."""
+"""`python -m benchmarks.generate --quick` runs every workload and system, or gives the reason why not."""
 
 from __future__ import annotations
 

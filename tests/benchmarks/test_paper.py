@@ -1,4 +1,4 @@
-"""The papers' tables: the simulations' bookkeeping is exact, and every table gives its rows."""
+"""The papers' tables: exact bookkeeping of the simulations, and rows of every table."""
 
 from __future__ import annotations
 

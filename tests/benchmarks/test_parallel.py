@@ -1,4 +1,4 @@
-"""`benchmarks.parallel`: the table that is computed, and a run of the one that is measured."""
+"""`benchmarks.parallel`: the computed table, and a run of the measured one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of adapters in the pool: counted, pinned, cached in one LRU order with prefixes."""
+"""Adapters in the pool: counted, pinned, cached in one LRU order with prefixes."""
 
 from __future__ import annotations
 

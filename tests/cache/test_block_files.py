@@ -1,4 +1,4 @@
-"""Files of prefix blocks: what was written comes back, and nothing else does."""
+"""Files of prefix blocks: what was written is read back, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables over a pool against a model that keeps whole sequences: every operation, in any order."""
+"""Block tables over a pool against a model that keeps whole sequences: every operation, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One limit on the bytes of all pools: idle ones give way, none goes over it, and what fits alone does not fail."""
+"""A byte limit on all pools: idle pools shrink, no pool exceeds it, and requests that fit alone do not fail."""
 
 from __future__ import annotations
 

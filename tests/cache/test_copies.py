@@ -1,4 +1,4 @@
-"""Copies of blocks in all layers: in one launch of a GPU, which Triton's interpreter stands for, and in PyTorch."""
+"""Block copies in all layers: in one GPU launch (Triton's interpreter here), and in PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group specs: what layers keep of a sequence; and a kind of group that only this test knows."""
+"""Group specs: the tokens that layers keep of a sequence; and a custom kind of group defined here."""
 
 from __future__ import annotations
 

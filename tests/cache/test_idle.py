@@ -1,4 +1,4 @@
-"""Pools that no call uses go back to the system, and come again with the next call."""
+"""Idle pools release their memory to the system and are allocated again by the next call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves the content of blocks, and that other processes which hold shards of the model are told of it."""
+"""Operations that move block contents, and messages about them to processes that hold other shards of the model."""
 
 from __future__ import annotations
 

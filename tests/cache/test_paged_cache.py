@@ -1,4 +1,4 @@
-"""`PagedCache` standing alone, beside the `DynamicCache` it stands for, on real models and on bare tensors."""
+"""`PagedCache` alone against the `DynamicCache` that it replaces, on real models and on bare tensors."""
 
 from __future__ import annotations
 

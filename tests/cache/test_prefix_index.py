@@ -1,4 +1,4 @@
-"""The index of prefixes against a dict of them, over any order of fills, look-ups, evictions and undone steps."""
+"""The prefix index against a dict, over any order of fills, look-ups, evictions and undone steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whole calls with `PagedConfig(kv_dtype=...)`, against plain `generate` whose cache rounds what it is given: scales go
-wherever their blocks go."""
+"""Whole calls with `PagedConfig(kv_dtype=...)`, against plain `generate` with a cache that rounds its input: scales
+move with their blocks."""
 
 from __future__ import annotations
 

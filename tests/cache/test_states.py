@@ -1,4 +1,4 @@
-"""Slots of states beside blocks: snapshots that the prefix cache keeps, copies on the host, rows that moved on."""
+"""State slots beside blocks: snapshots in the prefix cache, host copies, rows that have advanced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory is reserved, and asked for."""
+"""The amount of memory reserved and requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of a request in host memory and back: bytes, sharing and counts as they were."""
+"""Swapping a request's blocks to host memory and back preserves bytes, sharing and reference counts."""
 
 from __future__ import annotations
 

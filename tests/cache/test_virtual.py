@@ -1,4 +1,4 @@
-"""Rows that lie side by side: what is mapped where, against a model of it, on both drivers."""
+"""Contiguous rows in virtual memory: mappings against a model of them, on both drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Those who call `generate` for the user: pipelines, Trainer, PEFT, `torch.compile`, threads, nested calls."""
+"""Libraries that call `generate`: pipelines, Trainer, PEFT, `torch.compile`, threads, nested calls."""
 
 from __future__ import annotations
 

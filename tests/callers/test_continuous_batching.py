@@ -1,4 +1,4 @@
-"""transformers' continuous-batching names on `PagedEngine`: what they give, and how their threads end."""
+"""transformers' continuous-batching API on `PagedEngine`: its results, and how its threads end."""
 
 from __future__ import annotations
 

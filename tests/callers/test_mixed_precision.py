@@ -1,7 +1,7 @@
 """Models that accelerate runs under bf16 autocast: prepared by hand, and by `Seq2SeqTrainer(bf16=True)`.
 
-bfloat16 keeps 8 bits, so that a random model's best two tokens are often equal, and the order of a sum decides. These
-models know answers by heart instead, each from its whole prompt: no choice hangs on rounding.
+bfloat16 keeps 8 bits, so a random model's best two tokens are often equal, and the order of a sum decides. These models
+have memorized answers, each from its whole prompt, so no choice depends on rounding.
 """
 
 from __future__ import annotations

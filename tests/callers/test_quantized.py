@@ -1,4 +1,4 @@
-"""Models whose weights torchao has quantized."""
+"""Models with weights quantized by torchao."""
 
 from __future__ import annotations
 

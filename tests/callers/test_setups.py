@@ -1,4 +1,4 @@
-"""Models as libraries leave them: with hooks, with forwards in the place of their own, with weights kept elsewhere."""
+"""Models as libraries set them up: with hooks, replaced forwards, weights kept elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Seq2SeqTrainer` in its usual set-ups: in mixed precision, with gradient checkpointing, on PEFT's adapters."""
+"""`Seq2SeqTrainer` in common set-ups: mixed precision, gradient checkpointing, PEFT adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's trainers: rollouts between optimizer steps, and generation in a callback, with the forward that TRL patches."""
+"""TRL's trainers: rollouts between optimizer steps, and generation in a callback, with TRL's patched forward."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """
-transformers' own tests of continuous batching, of a checkout, against the managers of hf_paged.
+Runs transformers' tests of continuous batching, from a checkout, against the managers of hf_paged.
 
     python -m tests.ecosystem.hf_continuous_batching PATH_OF_A_CHECKOUT [pytest arguments]
 
-Hub models become tiny ones with random weights: what is compared is `generate` with `generate_batch`, whatever the
-weights are. `NOT_OURS` says which tests do not apply, and why; all others run, on the CPU where there is no GPU.
+Hub models become tiny ones with random weights, since the tests compare `generate` with `generate_batch`. `NOT_OURS`
+lists the tests that do not apply, and why; all others run, on the CPU if there is no GPU.
 """
 
 from __future__ import annotations

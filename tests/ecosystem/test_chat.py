@@ -1,5 +1,5 @@
-"""The page of examples/chat.py in a browser without a window. `python -m tests.ecosystem.test_chat FILE [OPTIONS]`
-takes the picture of the documentation, with options of the example."""
+"""The page of examples/chat.py in a headless browser. `python -m tests.ecosystem.test_chat FILE [OPTIONS]` takes the
+screenshot for the documentation, with options of the example."""
 
 from __future__ import annotations
 

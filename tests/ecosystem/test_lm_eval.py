@@ -1,4 +1,4 @@
-"""lm-evaluation-harness by its command, on a model and a task of this machine."""
+"""lm-evaluation-harness by its command line, on a local model and a local task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's figures as Prometheus reads them."""
+"""An engine's metrics in Prometheus format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hf_paged.ray`: Ray Data and Ray Serve over engines in processes of their own; tokens are plain `generate`'s."""
+"""`hf_paged.ray`: Ray Data and Ray Serve over engines in separate processes; tokens equal plain `generate`'s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m hf_paged run --engine transformers serve`: a server process on loopback, asked by the `openai` client."""
+"""`python -m hf_paged run --engine transformers serve`: a server on loopback, queried by the `openai` client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that follow a schema, a regular expression or a grammar, beside others that do not."""
+"""Requests constrained by a schema, a regular expression or a grammar, beside unconstrained ones."""
 
 from __future__ import annotations
 

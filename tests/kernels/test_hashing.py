@@ -1,4 +1,4 @@
-"""Hashes of bytes: the C++ kernel and the one in PyTorch against their definitions, word by word."""
+"""Hashes of bytes: the C++ kernel and the PyTorch version against their definitions, word by word."""
 
 from __future__ import annotations
 

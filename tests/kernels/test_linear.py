@@ -1,4 +1,4 @@
-"""The C++ products of few rows: exact enough, the same for a row whatever stands beside it, within their memory."""
+"""The C++ products for few rows: accurate, independent of the other rows in the batch, within their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes and scales: every store writes the same ones, how far they are from the states, how they lie in blocks."""
+"""Codes and scales: all stores write the same ones; their error; their layout in blocks."""
 
 from __future__ import annotations
 

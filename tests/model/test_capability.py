@@ -1,4 +1,4 @@
-"""Which models may run packed, and that finding out leaves no trace."""
+"""Which models may run packed; the check leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fingerprint of a model: the same while nothing changed, another after any change."""
+"""The fingerprint of a model: stable without changes, different after any change."""
 
 from __future__ import annotations
 

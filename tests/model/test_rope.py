@@ -1,4 +1,4 @@
-"""Factors that depend on the longest position: each token of a packed forward gets those of its own sequence."""
+"""Rotary factors that depend on the longest position: each packed token gets those of its sequence."""
 
 from __future__ import annotations
 

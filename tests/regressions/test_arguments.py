@@ -1,4 +1,5 @@
-"""Bad values are named, with what is allowed, before any memory is taken; other forms of good ones are taken."""
+"""Bad values raise an error that names them and what is allowed, before any allocation; equivalent forms are
+accepted."""
 
 from __future__ import annotations
 

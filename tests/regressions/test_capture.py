@@ -1,4 +1,4 @@
-"""Decode steps as graphs, with a stand-in for a device's graphs on the CPU: which models they are recorded of."""
+"""Decode steps as graphs, with a CPU stand-in for a device's graphs: the models for which they are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the C++ kernels come from: what another user could have put there is not loaded."""
+"""Origin of the C++ kernels: a file that another user could have planted is not loaded."""
 
 from __future__ import annotations
 

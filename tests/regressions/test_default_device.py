@@ -1,4 +1,4 @@
-"""Tensors of ours lie where the model or the host needs them, whatever device a caller made torch's default."""
+"""Our tensors are on the model's device or the host, whatever torch's default device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fingerprint of a model reads (issue 11, item 6b), and a model that it cannot read (item 3)."""
+"""Inputs of a model's fingerprint (issue 11, item 6b), and a model that it cannot read (item 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another process, or a copy of the model, gets of a call that is running."""
+"""Effects of a running call on another process or on a copy of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model with attention code of its own is shown of a paged cache."""
+"""The paged cache as custom attention code of a model sees it."""
 
 from __future__ import annotations
 

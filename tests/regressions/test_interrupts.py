@@ -1,4 +1,4 @@
-"""A step happens or it never did: an interrupt at any moment leaves pool, model and engine whole."""
+"""Steps are atomic: an interrupt at any moment leaves pool, model and engine intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, values, tables and slots that do not fit one another: an error, never foreign memory and never a crash."""
+"""Mismatched keys, values, tables and slots raise an error, never touch foreign memory and never crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of one cache that hold different numbers of tokens, as cross attention beside self attention does."""
+"""Layers of one cache with different numbers of tokens, such as cross attention beside self attention."""
 
 from __future__ import annotations
 

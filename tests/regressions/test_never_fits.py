@@ -1,4 +1,4 @@
-"""Requests that need more blocks than there can be, which is known only once memory has been refused."""
+"""Requests that need more blocks than the memory can hold, which shows only when an allocation fails."""
 
 from __future__ import annotations
 

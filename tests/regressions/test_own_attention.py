@@ -1,4 +1,4 @@
-"""Attention functions and masks of the user's own: called with gathered keys and values, never replaced by ours."""
+"""Custom attention functions and masks of the user: called with gathered K/V, never replaced by ours."""
 
 from __future__ import annotations
 

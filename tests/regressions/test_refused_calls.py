@@ -1,4 +1,4 @@
-"""A call that fails, for whatever reason, leaves a model that serves the next call."""
+"""After a failed call, whatever the reason, the model serves the next call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request may ask for, or its code may do: the answer is plain's, or an error of that request alone."""
+"""Options and user code of a single request: the answer is plain's, or an error of that request alone."""
 
 from __future__ import annotations
 

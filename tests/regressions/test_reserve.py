@@ -1,4 +1,4 @@
-"""Memory that the process may not map: what an engine sets aside, and what it says when there is none."""
+"""Memory that the process may not map: the engine's reservation, and its error if there is none."""
 
 from __future__ import annotations
 

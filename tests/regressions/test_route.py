@@ -1,4 +1,4 @@
-"""How an engine or a call was served, and what is said where that is slower than it could be."""
+"""The route of an engine or a call, and warnings if it is slower than possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the check before a model's first packed step finds out, and what it forgets."""
+"""Findings of the check before a model's first packed step, and when they are dropped."""
 
 from __future__ import annotations
 

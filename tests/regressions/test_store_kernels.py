@@ -1,4 +1,4 @@
-"""What the Triton kernels are asked to do: once, and at addresses past 2^31 elements."""
+"""Launches of the Triton kernels: only one per operation, and addresses past 2^31 elements."""
 
 from __future__ import annotations
 

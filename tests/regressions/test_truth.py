@@ -1,4 +1,4 @@
-"""Every figure that the documentation shows is one of a committed result (issue 11, item 14)."""
+"""Every figure in the documentation comes from a committed result (issue 11, item 14)."""
 
 from __future__ import annotations
 

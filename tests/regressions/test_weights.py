@@ -1,6 +1,6 @@
 """
-Issue 11, item 6: weights that change at any time, with requests unfinished or not, never meet cached keys and values of
-before. Item 9: an engine follows a config whose windows change.
+Issue 11, item 6: weights that change at any time, with or without unfinished requests, are never combined with older
+cached K/V. Item 9: an engine follows a config whose windows change.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Case:
     One or more calls of one model with one set of options.
 
     Args:
-        number (`int`): Number of the case, drawn with `seed`.
+        number (`int`): Number that, with `seed`, determines the case.
         mode (`str`): "greedy", "sample", "beams" or "beam_sample".
         lengths (`tuple[int, ...]`): Tokens of each prompt; shorter ones are left-padded.
         prompts (`str`): "words", "few_words" (n-grams repeat), "shared" (a common prefix) or "equal".

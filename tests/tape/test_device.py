@@ -1,4 +1,4 @@
-"""Fused launches give what the forward gives that they were recorded of, in Triton's interpreter."""
+"""Fused launches give the results of the recorded forward, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of few rows in forwards that run as modules."""
+"""Products with few rows in forwards that run as modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step that is recorded may do: what is made of Python's numbers alone may be read and copied."""
+"""Operations allowed in a recorded step: values computed from Python numbers alone may be read and copied."""
 
 from __future__ import annotations
 

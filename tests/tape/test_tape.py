@@ -1,4 +1,4 @@
-"""Tapes give what the forward gives that they were recorded of, on other inputs, too."""
+"""Tapes give the results of the recorded forward, on other inputs, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block map's cells, numbers and legend against the states that they stand for."""
+"""The block map's cells, numbers and legend against the states that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What notebooks show: well-formed, nothing of the user's read as HTML, nothing that needs a library or the network."""
+"""Notebook output: well-formed, user text escaped, no external library or network access."""
 
 from __future__ import annotations
 

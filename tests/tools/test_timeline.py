@@ -1,4 +1,4 @@
-"""The bars of the picture against the intervals that they stand for."""
+"""The bars of the picture against the intervals that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search turned inside out against `model.generate`."""
+"""The step-wise beam search against `model.generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling loop turned inside out against `model.generate`, and many decodings advancing as one batch."""
+"""The step-wise sampling loop against `model.generate`, and many decodings that advance as one batch."""
 
 from __future__ import annotations
 

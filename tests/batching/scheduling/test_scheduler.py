@@ -1,4 +1,4 @@
-"""Who runs, in which order, and who gives way."""
+"""The scheduler's choices: which requests run, in which order, and which are preempted."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """
 Scheduler, manager and pools under every order of events, against a simulated memory.
 
-`Memory` plays the tensors: what each slot holds, where a token's K and V are told by all tokens up to and with it.
-Before anything is "computed" it is garbage. Forwards write and read through block tables as the runner does, so a wrong
-copy-on-write, a stale prefix hit, a lost swap or a window block given back too early shows as wrong content.
+`Memory` simulates the tensors: each slot's content, where a token's K/V depend on all tokens up to and including it.
+Slots hold garbage until they are "computed". Forwards write and read through block tables as the runner does, so a
+wrong copy-on-write, a stale prefix hit, a lost swap or a window block freed too early shows as wrong content.
 """
 
 from __future__ import annotations

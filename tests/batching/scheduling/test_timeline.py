@@ -1,4 +1,4 @@
-"""The timeline against what requests really did, step by step; its bounds."""
+"""The timeline against the requests' actual events, step by step; its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building, loading and falling back of the C++ kernels; their numbers are in `test_backends.py`."""
+"""Build, load and fallback of the C++ kernels; `test_backends.py` tests their results."""
 
 from __future__ import annotations
 

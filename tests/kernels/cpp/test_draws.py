@@ -1,4 +1,4 @@
-"""`cpp.multinomial` against `torch.multinomial`: the same draws, and the generator left in the same state."""
+"""`cpp.multinomial` against `torch.multinomial`: the same draws and the same final generator state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathering by the C++ kernel: the portable path's numbers, and nothing read outside of what a step names."""
+"""Gathering by the C++ kernel: results of the portable path, and no reads outside of a step's blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which library of a wheel a processor gets."""
+"""The library of a wheel that a processor gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cascade attention against the decode kernel's own result and the reference, and parts merged by hand."""
+"""Cascade attention against the decode kernel and the reference, and partial results merged by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows share blocks: the savings of every grouping, counted by hand or by brute force."""
+"""Grouping of rows with shared blocks: the savings of every grouping, counted by hand or by brute force."""
 
 from __future__ import annotations
 

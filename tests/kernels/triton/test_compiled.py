@@ -1,4 +1,4 @@
-"""Every kernel compiled for chips that are not here: no spilled registers, no more shared memory than there is, and
+"""Every kernel compiled for chips that this machine lacks: no spilled registers, shared memory within the limit, and
 the instructions that make it fast."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule without them."""
+"""The choice of launch parameters: the tables that `benchmarks/tune.py` writes, and the rule without a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton copy of blocks against the plain one of `cache.copies`."""
+"""The Triton copy of blocks against the PyTorch one of `cache.copies`."""
 
 from __future__ import annotations
 

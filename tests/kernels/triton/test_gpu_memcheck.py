@@ -1,4 +1,4 @@
-"""No access of a kernel is out of bounds: their small tests once more under NVIDIA's compute-sanitizer, on a GPU."""
+"""Kernels access no memory out of bounds: their small tests under NVIDIA's compute-sanitizer, on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton hash against the plain one of `kernels.hashing`, which it repeats bit for bit."""
+"""The Triton hash against the PyTorch one of `kernels.hashing`, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The Triton prefill kernel against the reference, row by row; slots that must not be read hold NaN, ids of blocks that
-must not be followed point far outside of the pool."""
+"""The Triton prefill kernel against the reference, row by row; slots that must not be read hold NaN, block ids that
+must not be followed are far out of range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton store kernel against the plain one of `cache.storage`."""
+"""The Triton store kernel against the PyTorch one of `cache.storage`."""
 
 from __future__ import annotations
 

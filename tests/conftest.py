@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects marked tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     listed = slowest.read()
     for item in items:
@@ -66,7 +66,7 @@ def sigint() -> Iterator[None]:
 
 @pytest.fixture
 def full_precision() -> Iterator[None]:
-    """Products of float32 matrices on a GPU are those of float32."""
+    """Products of float32 matrices on a GPU use float32, not TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

@@ -25,7 +25,7 @@ NEW_TOKENS = 9
 
 
 class Recorder:
-    """A logits processor that keeps what it is given."""
+    """A logits processor that records its inputs."""
 
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def run(engine: PagedEngine, rows: dict[int, list[int]], draw: random.Random) -> dict[int, torch.Tensor]:
-    """Logits `(NEW_TOKENS, vocab_size)` of each row, sampled with a seed of its own or greedy; rows come one by one."""
+    """Logits `(NEW_TOKENS, vocab_size)` of each row, greedy or sampled with its seed; rows join one by one."""
     recorders, waiting = {number: Recorder() for number in rows}, list(rows.items())
     while waiting or engine.has_unfinished:
         for _ in range(draw.choice([1, 2, 40])):
@@ -323,7 +323,7 @@ def test_forwards_that_mix_rows_are_refused(kind: type[_Part]) -> None:
 
 
 class _HalfOfOne(torch.nn.Module):
-    """A product of a slice, which has other strides in a step of one token."""
+    """A product of a slice whose strides differ in a step of one token."""
 
     def __init__(self) -> None:
         super().__init__()

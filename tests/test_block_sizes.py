@@ -74,7 +74,7 @@ def test_groups_have_sizes_of_their_own(name: str) -> None:
     hf_paged.free(model)
     inputs = models.padded_prompt(name, (150, 90))
     expected = model.generate(**inputs, **GREEDY)
-    for _ in range(2):  # the second begins with what the first left
+    for _ in range(2):  # the second run begins with the first run's prefixes
         assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **PAGED), name)
         stats = hf_paged.memory_stats(model)
         assert sizes(stats) == {"full attention": 32, f"window of {models.WINDOW} tokens": 4}
@@ -210,7 +210,7 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     assert engines[0].save_prefix(prompt, tmp_path / "prefix") == 96
     assert engines[1].load_prefix(tmp_path / "prefix") == 96
     for _ in range(MIN_UNSERVED):
-        engines[1]._core.memory.sizes.note(9)  # smaller blocks would suit these, but what was loaded is to serve
+        engines[1]._core.memory.sizes.note(9)  # smaller blocks would suit these, but the loaded ones must serve
     results.append(engines[1].generate([prompt], GREEDY)[0].token_ids)
     assert engines[1].stats().num_prefix_hit_tokens == 96 and results[0] == results[1]
     other = hf_paged.PagedEngine(model, AUTO)

@@ -39,7 +39,7 @@ def test_tokens_are_plain(family: str, name: str) -> None:
     if options.pop("assistant", False):
         options["assistant_model"] = models.get_assistant(family)
     takes_loop = name in ("assisted", "lookup") and models.is_encoder_decoder(family)
-    inputs = models.prompt(family, batch_size=1 if name in ("assisted", "lookup") else 3)  # plain takes no more
+    inputs = models.prompt(family, batch_size=1 if name in ("assisted", "lookup") else 3)  # plain allows no more
     if "generation_config" in options:
         del options["max_new_tokens"]
     model = models.get(family)

@@ -20,7 +20,7 @@ NOTEBOOK = EXAMPLES / "notebook.ipynb"
 TIME_LIMIT = 300  # seconds, for machines that do other things as well
 PNG = "image/png"
 
-# What a run must print, beside ending with status 0, which says that all tokens equal plain `generate`'s.
+# Expected output of a run, beside exit status 0, which means that all tokens equal plain `generate`'s.
 EXPECTED = {
     "accelerate_batch.py": [
         r"process 0: 13 prompts, \d+ tokens",
@@ -118,7 +118,7 @@ def test_script(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """accelerate's launcher, without GPUs: each process serves a part, and the results come in the prompts' order."""
+    """accelerate's launcher, without GPUs: each process serves a part, and the results are in prompt order."""
     run = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
         + [str(Path("examples") / "accelerate_batch.py"), "--quick"],

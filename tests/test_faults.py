@@ -94,7 +94,7 @@ def hooked(module: torch.nn.Module, countdown: Countdown) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, countdown: Countdown) -> Iterator[None]:
-    """Fails inside the forward without a hook, which could change the road of the call."""
+    """Fails inside the forward without a hook, since a hook could change the road of the call."""
     original = type(module).forward
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ def test_grad_mode_survives() -> None:
 def test_a_failure_with_an_assistant() -> None:
     model, assistant = models.get("llama"), copy.deepcopy(models.get_assistant("llama"))
     inputs = models.prompt("llama", batch_size=1)
-    for failing, count in ((model, 16), (assistant, 12)):  # behind those that check whether rows can be packed
+    for failing, count in ((model, 16), (assistant, 12)):  # after the forwards that check whether rows can be packed
         with replaced_forward(last_block(failing), Countdown(count, OnPurpose)), pytest.raises(OnPurpose) as caught:
             model.generate(**inputs, **GREEDY, assistant_model=assistant, **models.UNRECORDED)
         assert caught.value.__traceback__ is not None
@@ -290,7 +290,7 @@ def test_a_cache_of_the_user_survives_a_failure() -> None:
 
 # ----------------------------------------------------------------------------------------------------- bad input
 
-# option, value, what of the message says what is allowed
+# option, value, the part of the message that says what is allowed
 BAD_VALUES: list[tuple[str, Any, str]] = [
     *[
         ("block_size", value, r"'auto'.*power of two.*\b4\b.*\b256\b")
@@ -413,7 +413,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:
         assert hf_paged.memory_stats(model).peak_blocks <= peak
     tight["cache_config"] = {"block_size": 8, "num_blocks": peak - 1}
     torch.manual_seed(1)
-    actual = model.generate(**inputs, **options, **tight)  # rows wait; draws then come in another order
+    actual = model.generate(**inputs, **options, **tight)  # rows wait, so the order of draws differs
     assert actual.shape == expected.shape
     if mode != "samples":
         assert_same_tokens(expected, actual, "one block less than the peak")
@@ -460,7 +460,7 @@ def test_block_size_and_budget_may_change_between_calls() -> None:
 
 # ----------------------------------------------------------------------------------------------------- refusals
 
-# What plain refuses, paged refuses with the same type.
+# Plain refuses these; paged must refuse with the same type.
 PLAIN_REFUSES: dict[str, dict[str, Any]] = {
     "no beams": {"num_beams": 0},
     "negative beams": {"num_beams": -2},

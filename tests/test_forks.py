@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 
 def holds_in_child(claim: Callable[[], bool]) -> bool:
-    """What `claim` says in a child process."""
+    """Result of `claim` in a child process."""
     child = os.fork()
     if child == 0:
         code = 2

@@ -68,7 +68,7 @@ def test_ends_make_rows_stop_at_different_steps() -> None:
     assert sum(found) > len(found) / 2
 
 
-# A call with everything that is compared: scores, logits, states, a processor that records what it is shown.
+# A call with everything that is compared: scores, logits, states, a processor that records its inputs.
 PLAIN = Case(
     seed=SEED,
     number=0,

@@ -69,7 +69,7 @@ def imports(module: str) -> set[str]:
 
 
 def _running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
+    """All nodes except those that only a type checker reads."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue

@@ -35,7 +35,7 @@ def saved_test_model(tmp_path: Path, name: str) -> str:
 
 
 def generated(name: str) -> tuple[hf_paged.MemoryStats, hf_paged.Route]:
-    """What a call of 13 + 8 tokens leaves behind."""
+    """Memory and route after a call of 13 + 8 tokens."""
     model = models.build(name)
     model.generate(**models.prompt(name, batch_size=1), max_new_tokens=8, do_sample=False, **models.PAGED)
     route = hf_paged.last_route(model)
@@ -62,7 +62,7 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
     stats, route = generated(name)
     assert report.route.road == route.road
     assert report.route.in_place == route.in_place
-    if not models.is_encoder_decoder(name):  # whose encoders' outputs have lengths of their own
+    if not models.is_encoder_decoder(name):  # encoder outputs have different lengths
         blocks = sum(group.num_blocks(13 + 7) for group in report.groups)
         assert blocks == stats.peak_blocks
         assert report.fits[0]["sequence_bytes"] == stats.peak_bytes

@@ -49,7 +49,7 @@ TOLERANCE = 2e-4  # float32 logits have a standard deviation of about 3; reorder
 
 @dataclasses.dataclass
 class Refusal:
-    """What a call raised instead of returning."""
+    """The exception that a call raised."""
 
     error: type[BaseException]
     message: str
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        # Whisper derives do_sample from the temperature, and takes none for greedy.
+        # Whisper derives do_sample from the temperature, and accepts none for greedy.
         return {"do_sample": True, **({"temperature": 1.0} if self.name == "whisper" else {})}
 
     def prompt(self, batch_size: int = 3, length: int = 13) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ class Run:
         return EncoderDecoderCache(single(), single()) if self.encoder_decoder else single()
 
     def assistant(self) -> PreTrainedModel:
-        """The assistant as it was before any call: assisted decoding tunes numbers on its generation config."""
+        """A fresh assistant: assisted decoding changes numbers in its generation config."""
         assistant = models.get_assistant(self.name)
         assistant.generation_config = copy.deepcopy(self.model.generation_config)
         return assistant
@@ -102,7 +102,7 @@ class Run:
 
 @functools.cache
 def greedy_tokens(name: str) -> torch.Tensor:
-    """What plain greedy generates for the standard prompt without the prompt, `[3, NEW_TOKENS]`."""
+    """Plain greedy output for the standard prompt, without the prompt, `[3, NEW_TOKENS]`."""
     output = models.get(name).generate(**models.prompt(name), do_sample=False, max_new_tokens=NEW_TOKENS)
     return output[:, -NEW_TOKENS:]
 
@@ -235,7 +235,7 @@ def return_sequences_beams(run: Run) -> Any:
     return run.generate(run.prompt(), num_beams=4, num_return_sequences=3, do_sample=False)
 
 
-# Prompts and text of few words, so that n-grams come back and some of the guesses are right.
+# Prompts and text of few words, so that n-grams repeat and some drafts are accepted.
 FEW_WORDS = {"suppress_tokens": [0, *range(8, models.VOCAB_SIZE)], "max_new_tokens": 20}
 
 
@@ -306,7 +306,7 @@ def left_padding_return_sequences(run: Run) -> Any:
 
 @option(models.ENCODER_DECODER)
 def decoder_prompt(run: Run) -> Any:
-    """A ragged decoder prompt beside an encoder input without padding."""
+    """A ragged decoder prompt with an encoder input without padding."""
     ids = models.token_ids(3, 11, seed=5)
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -324,7 +324,7 @@ def encoder_outputs(run: Run) -> Any:
 
 
 class RowBudgets(StoppingCriteria):
-    """Stops row `i` after `3 + i % 5` tokens, or once it said a token of a set; remembers who is done."""
+    """Stops row `i` after `3 + i % 5` tokens, or after a token of a set; records which rows are done."""
 
     def __init__(self) -> None:
         self.done: torch.Tensor | None = None
@@ -737,7 +737,7 @@ def cache_operations(run: Run) -> Any:
         cache.reset()
         assert cache.get_seq_length() == 0
     else:
-        cache = run.new_cache()  # what a reset one is (before 5.23, plain zeroes the states and keeps their length)
+        cache = run.new_cache()  # the expected reset state (before 5.23, plain zeroes states and keeps their length)
     step(models.token_ids(2, 4, seed=6))
     return logits
 
@@ -802,9 +802,9 @@ for _name, _arguments in PROCESSORS.items():
     OPTIONS[_name] = processor_option(_arguments)
     MODELS_OF[_name] = ALL
 
-# What plain `generate` refuses, seen by running it.
+# Options that plain `generate` refuses, determined by running it.
 REFUSED = {
-    ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt beside an assistant
+    ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt with an assistant
     ("whisper", "left_padding_return_sequences"),  # AttributeError: Whisper loses rows when it splits its segments
     ("t5", "guidance_scale"),  # ValueError: the unconditional forward gets no encoder input
     ("t5", "guidance_scale_negative_prompt"),
@@ -812,7 +812,7 @@ REFUSED = {
     ("whisper", "guidance_scale_negative_prompt"),
     ("t5", "inputs_embeds_and_ids"),  # ValueError: one of the two
     ("bart", "inputs_embeds_and_ids"),
-    ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder comes twice
+    ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder input is passed twice
     ("whisper", "prefill_chunk_size_beams"),
     ("whisper", "passed_cache_continues"),  # RuntimeError: Whisper counts a prompt shorter than its cache
     ("qwen3_next", "prompt_lookup"),  # ValueError: no assisted generation with states
@@ -836,7 +836,7 @@ def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
 
 
 def outcome(function: Option, run: Run) -> Any:
-    """What the option returns together with the RNG state it leaves, or the exception it raises."""
+    """The option's result with the final RNG state, or its exception."""
     torch.manual_seed(SEED)
     try:
         result = function(run)
@@ -899,10 +899,10 @@ def assert_same_output(expected: ModelOutput, actual: ModelOutput, where: str) -
 def assert_same_scores(
     expected: tuple[torch.Tensor, ...], actual: tuple[torch.Tensor, ...], sequences: torch.Tensor, where: str
 ) -> None:
-    """Step by step over the rows that have not ended; what comes after a row's end continues padding."""
+    """Compares step by step the rows that have not ended; later values continue padding."""
     assert len(expected) == len(actual), f"{where}: {len(expected)} steps became {len(actual)}"
     width = sequences.shape[1] - len(expected)
-    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]  # trailing padding is behind the end
+    ends = [int((row != models.PAD).nonzero()[-1]) + 1 for row in sequences]  # trailing padding follows the end
     for step, (left, right) in enumerate(zip(expected, actual, strict=True)):
         open_rows = [row for row, end in enumerate(ends) if width + step < end]
         assert left.shape == right.shape, f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
@@ -953,7 +953,7 @@ def test_parity(name: str, cell: str) -> None:
     before = model_state(model)
     hf_paged.memory_stats(model, reset=True)
     actual = outcome(function, Run(name, paged=True, model=model))
-    if not broken:  # paged may serve what an older plain breaks on
+    if not broken:  # paged may serve calls on which an older plain breaks
         assert_same(expected, actual, cell)
     assert model_state(model) == before
     if not refused and cell not in NO_POOL:
@@ -964,7 +964,7 @@ def test_parity(name: str, cell: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_attention_reads_the_blocks_in_place(name: str) -> None:
-    # Before 5.23, Gemma 2 comes with an sdpa that drops its softcap; that one is called, not imitated.
+    # Before 5.23, Gemma 2's sdpa drops its softcap; that sdpa is called, not imitated.
     model = models.get_eager(name) if name == "gemma2" else models.get(name)
     Run(name, paged=True, model=model).generate(models.padded_prompt(name), do_sample=False)
     route = hf_paged.last_route(model)

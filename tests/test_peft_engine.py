@@ -29,7 +29,7 @@ def lora(**options: Any) -> Any:
 
 
 def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Two adapters that differ in rank and in what they target; the first is active. `name`: or a new model."""
+    """A model with two adapters of different rank and target modules; the first is active. `name` may be a model."""
     torch.manual_seed(0)
     base = models.build(name) if isinstance(name, str) else name
     model = peft.get_peft_model(base, lora(**options), adapter_name="first")
@@ -77,7 +77,7 @@ def test_the_adapters_differ() -> None:
 def test_generate(mode: str, adapter: str) -> None:
     model, inputs = lora_model(), models.padded_prompt("llama", (26, 4, 17))
     with active(model, adapter):
-        for _ in range(2):  # again with what the cache has
+        for _ in range(2):  # again with cached blocks
             torch.manual_seed(1)
             expected = model.generate(**inputs, **MODES[mode])
             torch.manual_seed(1)
@@ -143,7 +143,7 @@ def test_every_request_with_its_own_adapter(name: str) -> None:
     before = peft_state(model)
     texts, modes = prompts(20, 9), ("greedy", "samples", "beams_eos")
     cases = [(a, m, i) for i in range(2) for m in modes for a in (*ADAPTERS, None)]
-    for _ in range(2):  # once more with what the cache has
+    for _ in range(2):  # again with cached blocks
         with PagedEngine(model, CONFIG) as engine:
             for adapter, mode, i in cases:
                 engine.add_request(texts[i], MODES[mode], request_id=f"{adapter} {mode} {i}", adapter=adapter, seed=i)
@@ -181,7 +181,7 @@ def test_adapters_in_a_small_pool() -> None:
 
 
 def test_modules_to_save_go_with_their_adapter() -> None:
-    """An adapter may bring whole modules of its own."""
+    """An adapter may contain whole modules."""
     own = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     model, prompt = lora_model(second=own, **own), prompts(12)[0]
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_a_model_with_the_adapters_of_transformers_own() -> None:
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])
 @pytest.mark.parametrize("forward", [11, 13])  # nine check, with this layer, that there may be one
 def test_a_forward_of_one_adapter_that_raises(error: type[BaseException], forward: int) -> None:
-    """A step with three adapters is one forward; where it fails, the step of all is undone."""
+    """A step with three adapters is one forward; if it fails, the step of all requests is undone."""
     model, texts = lora_model(), prompts(20, 11)
     before = peft_state(model)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:

@@ -26,7 +26,7 @@ def restricted(name, globals=None, *rest):
 builtins.__import__ = restricted
 """,
 }
-"""What is changed once torch and transformers are there, before hf_paged is imported."""
+"""Restrictions applied after importing torch and transformers, before hf_paged."""
 
 SCRIPT = """
 import importlib.abc, os, sys

@@ -140,7 +140,7 @@ def test_four_processes() -> None:
     model = models.build("llama", num_key_value_heads=4)
     first, *others = ranks.run(model, "plain_calls", "paged_calls", "engine_calls", "preempted", world_size=4)
     for options in ranks.OPTIONS:
-        expected = first["plain_calls"][options]  # of these processes: their sums are in an order of their own
+        expected = first["plain_calls"][options]  # of these processes: they sum in another order
         assert all(each["paged_calls"][options] == expected for each in (first, *others))
         assert first["engine_calls"][options] == expected
     assert first["preempted"]["swap"]["tokens"] == first["preempted"]["plain"]

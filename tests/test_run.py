@@ -21,7 +21,7 @@ from .support import models
 ROOT = Path(hf_paged.__file__).parents[1]
 TIME_LIMIT = 300  # seconds, for machines that do other things as well
 
-# What a user's script may be: it does not import hf_paged. It tells what it is, and what became of a call.
+# A user's script that does not import hf_paged. It reports its environment and the outcome of a call.
 SCRIPT = """
 import json, os, subprocess, sys
 import torch
@@ -88,7 +88,7 @@ def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
-    """A console script that starts Python again, twice: both have what `run` was told."""
+    """A console script that starts Python again, twice: both get `run`'s settings."""
     # its road to several processes on one machine; without a GPU they compute on the CPU
     launch = "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"
     launch = *launch, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"
@@ -116,7 +116,7 @@ def reward(completions, **others):
 
 @pytest.mark.slow
 def test_trl(folder: Path, tmp_path: Path) -> None:
-    """`trl grpo` starts its training in a child: the rollouts of paged calls are those of plain ones."""
+    """`trl grpo` trains in a child process: rollouts of paged calls equal plain ones."""
     pytest.importorskip("trl")
     models.tokenizer().save_pretrained(folder / "model")
     (folder / "rewards.py").write_text(REWARDS)
@@ -212,7 +212,7 @@ def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None:
-    """... runs as it is: Python in it has what `run` was told."""
+    """... runs unchanged: its Python gets `run`'s settings."""
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{folder / "script.py"}" "$@"\n')
     ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")

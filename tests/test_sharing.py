@@ -31,7 +31,7 @@ def contiguous_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
 @contextlib.contextmanager
 def counted_tokens() -> Iterator[list[int]]:
-    """The tokens of each call of a layer's MLP. Counted in the class: a hook could change the road of the call."""
+    """Tokens of each call of a layer's MLP. Counted in the class: a hook could change the road of the call."""
     counts: list[int] = []
     original = LlamaMLP.forward
 
@@ -115,7 +115,7 @@ def test_several_ragged_prompts_are_each_computed_once(mode: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("rows", [1, 4, 12])
 def test_waste_on_ragged_prompts(rows: int) -> None:
-    """Left padding takes no blocks; only the last block of a row has unused slots."""
+    """Left padding uses no blocks; only the last block of a row has unused slots."""
     model = models.build("llama")
     generator = torch.Generator().manual_seed(3)
     lengths = tuple(torch.randint(256, 1025, (rows,), generator=generator).tolist())

@@ -8,7 +8,7 @@ import torch
 from hf_paged import PagedCache
 from hf_paged.step import StepMetadata
 
-META = torch.device("meta")  # a device beside the CPU that every machine has
+META = torch.device("meta")  # a device other than the CPU that every machine has
 
 
 def test_a_step_is_moved_to_a_device_once() -> None:

@@ -81,7 +81,7 @@ DOORS = {"generate": Generate, "engine": Engine}
 
 
 class Watch:
-    """One model behind one door: what a call gives, and what it took from the cache."""
+    """One model behind a uniform interface: results of a call, and its use of the cache."""
 
     def __init__(self, door: str, model: Any) -> None:
         self.model, self.inputs = model, models.padded_prompt("llama", LENGTHS)
@@ -150,7 +150,7 @@ def test_train_and_eval_keep_the_cache(door: str) -> None:
 
 
 def test_dropout_in_train_mode_leaves_nothing_to_serve() -> None:
-    """What was computed with dropout is not what eval mode computes."""
+    """Blocks computed with dropout differ from those of eval mode."""
     model = models.build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.0)
     prompt = models.token_ids(1, 30)[0].tolist()
     with PagedEngine(model, {"block_size": 8}) as engine:
@@ -369,7 +369,7 @@ def test_training_an_adapter(door: str) -> None:
 
 
 def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
-    """Calls packed and as rectangles have managers of their own on one memory, whose fingerprint is one."""
+    """Packed and rectangular calls have separate managers on one memory, with a single fingerprint."""
     model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
     packed, rectangles = memory.manager([FULL_ATTENTION]), memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)])
     guards = [WeightsGuard(model, memory, blocks) for blocks in (packed, rectangles)]

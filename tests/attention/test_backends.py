@@ -31,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, to
 
 @dataclass(frozen=True)
 class Case:
-    """One call. Lengths may be shorter than `queries`: the first queries of such a row are padding."""
+    """One call. A length below `queries` means that the first queries of the row are padding."""
 
     seq_lens: tuple[int, ...] = (33, 1, 70)
     starts: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class Case:
     window: int | None = None
     causal: bool = True
     softcap: float | None = None
-    joined: bool = False  # K and V beside each other in one tensor, so that no tile is contiguous
+    joined: bool = False  # K and V side by side in one tensor, so that no tile is contiguous
     sinks: bool = False
     bias: tuple[int, ...] | None = None  # which of batch, heads, queries are not broadcast
     dtype: torch.dtype = torch.float32

@@ -21,7 +21,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 class Mine:
-    """One sequence, or all of a packed step: what code of a model has in its hands."""
+    """Inputs of a model's attention code: one sequence, or all sequences of a packed step."""
 
     def __init__(self, query: Tensor, key: Any, value: Any, positions: Tensor, heads: int) -> None:
         self.query, self.key, self.value = query, key, value

@@ -59,7 +59,7 @@ def scale_in_global_hook(model: Any) -> None:
 
 
 def offload(model: Any) -> None:
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # weights lie elsewhere between forwards
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))  # weights are elsewhere between forwards
 
 
 def scale_expansion(model: Any) -> None:

@@ -85,8 +85,8 @@ def test_positions_that_saw_later_ones() -> None:
     found = looks.positions()
     assert looks.num_calls == 2 and found is not None and not found.any()
     mask = causal.expand(2, 1, 6, 6).clone()
-    mask[0, :, 1, 3] = True  # 1 sees 3: what is between may have changed both
-    mask[1, :, 0, 5] = True  # padding sees what it likes
+    mask[0, :, 1, 3] = True  # 1 sees 3: the mask between may differ for both
+    mask[1, :, 0, 5] = True  # padding may see anything
     mask[1, :, 4, 5] = True
     looks(sizes, mask, True)
     expected = [[0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]

@@ -114,7 +114,7 @@ def test_row_layout_under_a_small_budget() -> None:
 
 
 class Forbid(LogitsProcessor):
-    """Forbids a token wherever the text so far has an even number of tokens; notes the shapes that it saw."""
+    """Forbids a token wherever the text has an even number of tokens; records the shapes of its inputs."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -128,7 +128,7 @@ class Forbid(LogitsProcessor):
 
 
 class StopAt(StoppingCriteria):
-    """Ends a row once it holds a number of distinct tokens."""
+    """Ends a row once it has a given number of distinct tokens."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -175,12 +175,12 @@ def test_the_models_own_generation_config_counts() -> None:
     assert model.generation_config.to_dict() == before
 
 
-# ------------------------------------------------------------------------------------------------- what comes back
+# ----------------------------------------------------------------------------------------------------- outputs
 
 
 @pytest.mark.parametrize("mode", ["greedy", "greedy_eos", "penalties", "sample_warped", "samples"])
 def test_logprobs(mode: str) -> None:
-    """Raw ones are a plain forward's; processed ones are what plain `generate` reports as scores."""
+    """Raw log-probabilities equal a plain forward's; processed ones equal plain `generate`'s scores."""
     model, prompt, options = models.get("llama"), prompts(11)[0], MODES[mode]
     with engine_of() as engine:
         for i in range(3):  # with others in the batch
@@ -402,7 +402,7 @@ def test_astream() -> None:
 
 
 def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers of one event loop wait in turn: a step serves all of them, and its outputs need no thread each."""
+    """Readers in one event loop take turns: a step serves all of them, and its outputs need no thread each."""
     hops: list[Any] = []
 
     async def to_thread(function: Any, *args: Any) -> Any:
@@ -423,7 +423,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         readers = [asyncio.ensure_future(read(engine, prompt)) for prompt in texts[:8]]
         while engine.stats().num_running < 8:
             await asyncio.sleep(0.001)
-        for reader in readers[1:]:  # one of them takes a step, the others wait for their turn
+        for reader in readers[1:]:  # one of them runs a step, the others wait
             reader.cancel()
         assert collect(await readers[0])
         ends = await asyncio.gather(*readers, return_exceptions=True)
@@ -474,7 +474,7 @@ def test_threads() -> None:
 
 
 def test_priorities() -> None:
-    """Those with a lower number start first, in whatever order they came."""
+    """Requests with a lower priority number start first, in any order of arrival."""
     texts = prompts(10, 11, 12, 13)
     with engine_of(max_num_seqs=1) as engine:
         for i, (prompt, priority) in enumerate(zip(texts, (0, 2, -1, 1))):

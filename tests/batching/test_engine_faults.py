@@ -47,7 +47,7 @@ CONFIG = PagedConfig(block_size=8, max_num_batched_tokens=24)
 
 
 class Beside:
-    """Requests of several modes that run beside a faulty one, and what each must give."""
+    """Requests of several modes that run beside a faulty one, with their expected results."""
 
     def __init__(self, engine: PagedEngine) -> None:
         self.model = engine.model
@@ -61,10 +61,10 @@ class Beside:
             assert_same_as_lone(expected, results[name], OTHERS[name], f"{what}: {name}")
 
 
-# --------------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------------- refused input
 
 LONG = list(range(4, 104))
-# case -> prompt, options, other arguments of add_request, the error, what its message says
+# case -> prompt, options, other arguments of add_request, the error, a part of its message
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "never fits": (LONG, GREEDY, {}, OutOfBlocksError, r"15 blocks of 8 tokens, at most 12.*num_blocks"),
     "never fits in the end": (LONG[:20], {"max_new_tokens": 90}, {}, OutOfBlocksError, "at most 12"),
@@ -181,7 +181,7 @@ def test_whole_numbers_of_other_types_are_taken() -> None:
 
 
 def test_a_config_as_a_dict_is_that_config() -> None:
-    """What it does not set is None there, and is the model's own; None in another dict is none."""
+    """Options that the config leaves at None take the model's value; None in another dict means None."""
     model = models.build("llama")
     ids = prompts(9)[0]
     with PagedEngine(model, CONFIG) as engine:
@@ -243,7 +243,7 @@ def test_a_requests_own_code_fails_that_request_alone(place: str, mode: str, cal
         assert len(results) == 1 + len(OTHERS)
         beside.check(results, f"{place} in {mode}")
         assert_same_as_lone(lone_run(model, prompt, GREEDY), results["first"], GREEDY, "same prompt")
-        if mode == "greedy":  # what it had is what it would have had
+        if mode == "greedy":  # its tokens so far are correct
             expected = lone_run(model, prompt, GREEDY)[0]
             assert failed.token_ids and failed.token_ids == expected[: len(failed.token_ids)]
         again = engine.generate([prompt], MODES["beams"])[0]
@@ -495,7 +495,7 @@ def test_blocks_that_a_caller_holds_are_an_error_and_no_endless_wait() -> None:
     assert torch.equal(model.generate(**other, **options, **paged).sequences, model.generate(**other, **GREEDY))
 
 
-# -------------------------------------------------------------------------------------- the model as it came
+# ----------------------------------------------------------------------------------- the model is unchanged
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -84,7 +84,7 @@ def test_a_tokenizer_that_raises_fails_that_request_alone(mode: str, when: str) 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupted_report_is_made_in_the_next_step(count: int) -> None:
-    """Nothing of the step is lost: neither what was told already nor what was still to be told."""
+    """No output of the step is lost: neither those already reported nor the pending ones."""
     texts = prompts(9, 12, 7)
     tokenizer = Fussy(error=KeyboardInterrupt)
     with PagedEngine(models.get("llama"), {"block_size": 8}, tokenizer=tokenizer) as engine:
@@ -221,7 +221,7 @@ class EndsWith(StoppingCriteria):
 
 
 class ForceRows(LogitsProcessor):
-    """Row `i` says the last of `texts[i]` once it has said all others."""
+    """Forces row `i` to generate the tokens of `texts[i]`."""
 
     def __init__(self, length: int, texts: list[list[int]]) -> None:
         self.length, self.texts = length, texts
@@ -259,7 +259,7 @@ def test_what_is_told_of_a_row_ends_where_the_row_does(ends: str) -> None:
     assert "".join(output.text or "" for output in outputs) == result.text == " 50\N{REPLACEMENT CHARACTER}"
 
 
-# ------------------------------------------------------------------------------------- what is cancelled within a step
+# ------------------------------------------------------------------------------------ cancelled within a step
 
 
 @pytest.mark.parametrize("how", ["cancel", "free", "finalizer"])
@@ -267,7 +267,7 @@ def test_what_is_cancelled_in_a_forward_changes_no_other_request(how: str) -> No
     model, texts = models.get("llama"), prompts(5, 9, 14)
     with PagedEngine(model, {"block_size": 8}) as engine:
         streams = [engine.stream([texts[0]], LONG)]
-        if how == "finalizer":  # a reader that is left, and goes when the collector comes by
+        if how == "finalizer":  # an abandoned reader, finalized by the garbage collector
             next(streams[0])
         else:
             engine.add_request(texts[0], GREEDY, request_id="0")
@@ -373,7 +373,7 @@ def test_a_request_that_is_refused_puts_nothing_to_its_streamer() -> None:
         assert streamer.values == [] and not engine.has_unfinished
 
 
-# ------------------------------------------------------------------------------------------------- what else is told
+# ---------------------------------------------------------------------------------------------- other reports
 
 
 class Clock(LogitsProcessor):

@@ -30,7 +30,7 @@ from tests.support import models
 from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run, prompts
 from tests.support.graph_helpers import CapturedBench, FakeGraphs, addresses_of, graphs_of, results, use_fake_graphs
 
-NAMES = ("llama", "gemma3")  # one group; a window beside full attention
+NAMES = ("llama", "gemma3")  # one group; sliding window and full attention
 CONFIG = PagedConfig(block_size=SIZE, max_num_batched_tokens=40)
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
@@ -171,7 +171,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     bench.decode(*rows[:5])
     items = [row.take(1) for row in rows[:5]]
     layers = bench.groups[0].storage.layers.values()
-    before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # what was never written may be NaN
+    before = [layer.data[0].view(torch.int32).clone() for layer in layers]  # unwritten memory may be NaN
     bench.run(items)
     assert graphs.num_replays == 3 and [key.sizes.decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
@@ -208,7 +208,7 @@ def test_the_graph_used_longest_ago_goes_first(graphs: FakeGraphs, monkeypatch: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wider_tables_need_another_graph(name: str, graphs: FakeGraphs) -> None:
-    """A graph's launches were sized for its tables; a row that outgrows them is not cut off."""
+    """A graph's launches are sized for its tables; a row that outgrows them is not truncated."""
     bench = CapturedBench(models.get(name), graphs)
     row, other = Row(tokens(80, 0), bench), Row(tokens(80, 1), bench)
     bench.run([row.take(2), other.take(5)])
@@ -343,7 +343,7 @@ def test_a_runner_that_did_not_begin_is_eager(graphs: FakeGraphs) -> None:
 
 
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, and beside others: for every order of them and number of rows one of its own."""
+    """Alone, and beside others: a graph for every order of adapters and number of rows."""
     pytest.importorskip("peft")
     monkeypatch.setattr(recording, "MIN_MIXED_USES", 8)
     from tests.test_peft_engine import ADAPTERS, lone_with, lora_model
@@ -465,7 +465,7 @@ def test_a_capture_that_fails(
 def test_a_capture_for_which_there_is_no_memory(
     graphs: FakeGraphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs there are stay in use; the next attempts come later and later, until one succeeds."""
+    """Existing graphs stay in use; further attempts come at growing intervals until one succeeds."""
     attempts: list[int] = []
 
     def fail() -> None:
@@ -491,7 +491,7 @@ def test_a_capture_for_which_there_is_no_memory(
 
 
 def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:
-    """Two models in two threads: the second, whose turn comes within the first's recording, records later."""
+    """Two models in two threads: the second, whose step falls within the first's recording, records later."""
     first, second = (CapturedBench(models.build("llama"), graphs) for _ in range(2))
     first.run([(a := Row(tokens(60, 0), first)).take(4)])
     second.run([(b := Row(tokens(60, 1), second)).take(4)])
@@ -559,7 +559,7 @@ def test_an_interrupted_capture_leaves_nothing_behind(graphs: FakeGraphs) -> Non
 
 
 class _BrokenGraph:
-    """What a capture leaves whose stream was invalidated: it never ends."""
+    """A capture with an invalidated stream, which never ends."""
 
     def __init__(self, ends: bool) -> None:
         self.ends = ends
@@ -700,7 +700,7 @@ def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device that takes memory when it is allocated; the sizes of tensors that replaced smaller ones."""
+    """A device that takes memory on allocation; records the sizes of tensors that replaced smaller ones."""
     sizes: list[int] = []
     right = KVBlocks.grown
     monkeypatch.setattr(storage, "commits_when_touched", lambda device: False)
@@ -720,12 +720,12 @@ def test_memory_of_a_device_is_taken_once(
     lengths = [(5, 140), (19, 90), (9, 120), (30, 150)]
     with PagedEngine(model, {"block_size": SIZE, "prefix_caching": True, **budget}) as engine:
         graphs.addresses = addresses_of(model, lambda: engine.memory)
-        for turn in range(2):  # what the first leaves in the prefix cache is given up before tensors grow
+        for turn in range(2):  # blocks that the first leaves in the prefix cache are evicted before tensors grow
             for number, (prompt, new) in enumerate(lengths):
                 config = {**GREEDY, "max_new_tokens": new}
                 engine.add_request(prompts(prompt, seed=10 * turn + number)[0], generation_config=config)
                 if not (turn or number):
-                    grown.clear()  # of the model's checks, which have memory of their own
+                    grown.clear()  # from the model's checks, which use separate memory
             while engine.has_unfinished:
                 engine.step()
         taken = sum(group.storage.nbytes for group in engine.memory.groups.values())
@@ -747,4 +747,4 @@ def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> 
         num_rows = {group.spec.window: group.storage.num_rows for group in groups if group.storage.layers}
         assert num_rows[None] == rows * ((26 + new) // SIZE + 1) > 2 * min(num_rows.values()), num_rows
         assert grown.count(num_rows[None]) == len(grown) if rows == 3 else max(grown, default=0) < num_rows[None]
-        grown.clear()  # of the model's checks, too, which have memory of their own
+        grown.clear()  # from the model's checks, which use separate memory

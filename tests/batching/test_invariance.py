@@ -38,7 +38,7 @@ def expected(name: str, prompt: int, options: int) -> list[list[int]]:
 
 
 class Schedule:
-    """One random schedule: what the engine may use, and who comes and goes when."""
+    """One random schedule: the engine's limits, and the arrivals and cancellations."""
 
     def __init__(self, name: str, seed: int) -> None:
         draw = random.Random(f"{name} {seed}")
@@ -53,7 +53,7 @@ class Schedule:
             preemption=draw.choice(["auto", "recompute", "swap"]),
         )
         few = draw.sample(range(len(PROMPTS)), 4)
-        # request id -> step at which it comes, prompt, options, priority; step at which it is cancelled
+        # request id -> step of arrival, prompt, options, priority; step of cancellation
         self.comes: dict[str, tuple[int, int, int, int]] = {}
         self.goes: dict[str, int] = {}
         rush = draw.choice([1, 6, 25])  # all at once, or over a while

@@ -243,7 +243,7 @@ def test_adapter_names_with_drafts(more: dict[str, Any]) -> None:
     assert route is not None and route.road == "engine" and route.num_draft_tokens > 0
 
 
-# -- what goes in forwards of its own ---------------------------------------------------------------------------------
+# -- separate forwards -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "embedding"])
@@ -268,7 +268,7 @@ def test_what_is_not_plain_lora_goes_in_forwards_of_its_own(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_other_families(name: str) -> None:
-    """`Conv1D`; experts, whose tokens come in an order of their own."""
+    """`Conv1D`; experts, which reorder their tokens."""
     targets = {"gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "v_proj", "o_proj"]}[name]
     model, texts = many(3, name, target_modules=targets), prompts(14, 9, 11)
     names = ["a0", "a1", "a2"]
@@ -323,7 +323,7 @@ def test_a_folder_that_is_not_served_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_changes(tmp_path: Path) -> None:
-    """Its old prefixes are not served; a request that named what it was before fails alone."""
+    """Old prefixes are not served; a request that named the former content fails alone."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]
     first, second = saved(model, tmp_path)
     bare = models.build("llama")
@@ -464,7 +464,7 @@ def test_each_part_is_a_product_of_its_own() -> None:
 
 
 def test_the_active_adapter_is_one_of_them() -> None:
-    """Rows that name none run with it; with several active at a time in forwards of their own."""
+    """Rows without an adapter name use the active one; several active adapters run in separate forwards."""
     model, prompt = many(2), prompts(12)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine, active(model, "a1"):
         expected = lone_run(model, prompt, GREEDY)

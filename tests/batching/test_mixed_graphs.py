@@ -80,7 +80,7 @@ def test_which_graph_serves_which_step() -> None:
 def test_random_schedules_give_plain_logits(
     name: str, kernel: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside decodes, rows that come and go, windows whose blocks go back."""
+    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     model = models.build(name, num_hidden_layers=2 if layers else 1, **layers)
     bench, draw = CapturedBench(model, graphs), random.Random(0)
@@ -121,7 +121,7 @@ def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         jobs.append((prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}}))
     with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_batched_tokens=24, num_blocks=200)) as engine:
         graphs.addresses = addresses_of(model, lambda: engine.memory)
-        for _ in range(2):  # what is recorded in the first serves the second
+        for _ in range(2):  # recordings of the first run serve the second
             before = engine.stats()
             found = results(engine, jobs, later=3)
         stats = engine.stats()
@@ -160,7 +160,7 @@ def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
     assert graphs.num_replays == 2 and {sizes.chunks for sizes in sizes_of(bench)} == {16}  # tables grew once
 
 
-# ------------------------------------------------------------------------------------------------------- what is shared
+# -------------------------------------------------------------------------------------------------- shared prefixes
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def free_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_prefixes_are_read_once(
     name: str, kv_dtype: str | None, graphs: FakeGraphs, free_cascades: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two families of rows, and one row alone; rows leave, and a chunk comes in beside them."""
+    """Two families of rows, and one row alone; rows leave, and a chunk joins them."""
     from hf_paged.kernels.triton import attention
 
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
@@ -218,7 +218,7 @@ def test_shared_prefixes_are_read_once(
 
 @pytest.mark.slow
 def test_one_recorded_step_serves_every_order_of_adapters(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the Triton kernels, with prompts beside decodes, of which there are fewer than the step has room for."""
+    """With the Triton kernels, prompts beside decodes, and fewer decodes than the step has room for."""
     pytest.importorskip("peft")
     _use_triton(monkeypatch)
     from tests.test_peft_engine import lone_with, lora_model
@@ -309,7 +309,7 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
 
 
 def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:
-    """The model's state is read beside decodes, too, not only where there is nothing else."""
+    """The model's state is also read in steps with decodes, not only when idle."""
     model = models.get("llama")
     jobs = [(prompts(30, seed=n)[0], {"generation_config": {**GREEDY, "max_new_tokens": 4}}) for n in range(12)]
     with PagedEngine(

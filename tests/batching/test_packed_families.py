@@ -88,7 +88,7 @@ def check(name: str, texts: list[list[int]], modes: list[dict[str, Any]], config
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_prompts_share_steps_with_decodes(name: str) -> None:
-    """Prompts come in chunks that end within blocks and within chunks of attention."""
+    """Prompts arrive in chunks that end within blocks and within chunks of attention."""
     modes = [MODES[mode] for mode in ("greedy", "penalties", "samples", "beams_eos", "sample")]
     check(name, prompts(7, 34, 16, 22, 10), modes, PagedConfig(block_size=8, max_num_batched_tokens=11))
 
@@ -117,7 +117,7 @@ def test_prefixes_are_found_again(name: str) -> None:
     (prefix,), options = prompts(29), MODES["greedy"]
     texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
     stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))
-    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)  # a long prompt has keys of its own
+    assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)  # a long prompt has different keys
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])

@@ -165,7 +165,7 @@ def test_generate_finds_it_too(tmp_path: Path) -> None:
 
 
 def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
-    """Also what a call leaves behind whose pool is made again for another config."""
+    """Blocks that a call leaves are also found after its pool is rebuilt for another config."""
     model, texts = build("llama"), prompts(160, 150)
     paged = {**GREEDY, "cache_implementation": "paged"}
     with PagedEngine(model, config(tmp_path)) as engine:
@@ -204,7 +204,7 @@ def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(tmp_path: Path, m
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_small_pool(preemption: str, tmp_path: Path) -> None:
-    """Requests that lose their blocks, and prefixes that others take the place of."""
+    """Requests that lose their blocks, and prefixes evicted by others."""
     model, texts = build("gemma2"), prompts(90, 70, 80, 60, 75)
     texts += [[*texts[0][:50], *texts[1][:20]], texts[2][:60]]
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
@@ -252,7 +252,7 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
 
 
 def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) -> None:
-    """Between two steps of one request: its later blocks have no weights of their own to be named by."""
+    """Between two steps of one request: its later blocks belong to no single version of the weights."""
     model, (prompt, other) = build("llama"), prompts(40, 30)
     weight = model.model.layers[1].self_attn.k_proj.weight
     before = weight.detach().clone()
@@ -271,7 +271,7 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
 
 
 def test_evicted_blocks_wait_for_a_fingerprint(tmp_path: Path) -> None:
-    """What others lose while a request runs is written once the weights were looked at, and dropped if they moved."""
+    """Blocks evicted while a request runs are written once the weights are checked, and dropped if they changed."""
     model, texts = build("llama"), prompts(80, 80, 80)
     for moves in (False, True):
         engine = PagedEngine(model, config(tmp_path / str(moves), num_blocks=26, capture=False))
@@ -596,7 +596,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
-    """It saves; and it says why it cannot load, unless its tiers keep what the pool gives up, or a request runs."""
+    """It saves; it explains why it cannot load, unless tiers keep evicted blocks or a request runs."""
     model, (prompt,) = build("llama"), prompts(50)
     path, options = tmp_path / "prefix", {"block_size": SIZE, "idle_release_seconds": 0}
     with PagedEngine(model, options) as engine:

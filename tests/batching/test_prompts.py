@@ -85,7 +85,7 @@ def pictures(name: str, seed: int = 1) -> dict[str, Any]:
 
 
 def with_question(inputs: dict[str, Any], seed: int = 1) -> dict[str, Any]:
-    """The same with 13 tokens of text behind."""
+    """The same with 13 tokens of text after it."""
     torch.manual_seed(seed)
     rows, length = inputs["input_ids"].shape
     behind = {"input_ids": torch.randint(5, 100, (rows, 13)), "attention_mask": torch.ones(rows, 13, dtype=torch.long)}
@@ -469,7 +469,7 @@ def answers(model: Any, calls: list[dict[str, Any]], options: dict[str, Any]) ->
 
 
 def of_lengths(name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Prompts with a picture each, all of one size, and as much text behind as `lengths` say."""
+    """Prompts with one picture each, all of one size, followed by texts of these `lengths`."""
     torch.manual_seed(4)
     row, calls = of_row(pictures(name), 0, name), []
     for number, length in enumerate(lengths):

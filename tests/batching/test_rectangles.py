@@ -19,8 +19,8 @@ from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_l
 from tests.support.models import BEFORE_5_18
 
 CLASSES = [
-    "Qwen3NextForCausalLM",  # linear attention beside full attention
-    "BambaForCausalLM",  # Mamba states beside full attention
+    "Qwen3NextForCausalLM",  # linear and full attention
+    "BambaForCausalLM",  # Mamba states and full attention
     "DogeForCausalLM",  # a bias from the cached values
     "MambaForCausalLM",  # states only
 ]

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler:
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
-    """What became of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
+    """Counts the outcomes of steps: `launched`, then `used` whole, `in part` (a row left), `joined` or `in vain`."""
     use_fake_graphs(monkeypatch)
     counts: collections.Counter[str] = collections.Counter()
     take, run_ahead = RunAhead.take, PackedRunner.run_ahead
@@ -125,7 +125,7 @@ def test_generate_gives_plain_tokens(mode: str, seen: collections.Counter[str]) 
 def test_random_schedules(
     counts: dict[str, int], seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows come, go, are cancelled, preempted and swapped while steps are under way."""
+    """Rows join, leave, are cancelled, preempted and swapped while steps are in flight."""
     few = {name: budgets[1:4] for name, budgets in test_invariance.BUDGETS.items()}  # rows are preempted
     monkeypatch.setattr(test_invariance, "BUDGETS", few)
     monkeypatch.setattr(test_invariance, "OPTIONS", OF_ONE_KIND)
@@ -157,7 +157,7 @@ def test_a_criterion_chooses_another_token(seen: collections.Counter[str]) -> No
 
 
 def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> None:
-    """Rows that have ended keep no block that was taken for a token that never came."""
+    """Ended rows keep no block allocated for a token that was never generated."""
     model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
     options = {**MODES["greedy_eos"], "return_dict_in_generate": True}
     plain = model.generate(**inputs, **options)
@@ -209,7 +209,7 @@ def test_a_step_that_cannot_be_launched_is_computed_later(
 def test_item_05_an_id_without_embedding_does_not_reach_the_device(
     caplog: pytest.LogCaptureFixture, seen: collections.Counter[str]
 ) -> None:
-    """A device's embedding would end the process for all; which id it was is told when the host has it."""
+    """A device's embedding would end the process for all requests; the id is reported when the host has it."""
 
     def widen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         best = torch.full((len(scores), 9), float("inf") if input_ids.shape[1] == 15 else float("-inf"))
@@ -224,7 +224,7 @@ def test_item_05_an_id_without_embedding_does_not_reach_the_device(
 
 
 def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> None:
-    """Ends by EOS are not known beforehand: what was launched for them is dropped with the step that finds out."""
+    """Ends by EOS are unknown in advance: a step launched for ended rows is dropped by the step that finds out."""
     model = models.get("llama")
     with PagedEngine(model, CONFIG) as engine:
         engine.add_request(prompts(9)[0], MODES["greedy_eos"])
@@ -235,7 +235,7 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
 
 
 def test_graphs_of_steps_ahead_are_used_last(seen: collections.Counter[str]) -> None:
-    """What is replayed ahead only must not be the first to go when there are too many graphs."""
+    """A graph that is only replayed ahead must not be evicted first when there are too many graphs."""
     with PagedEngine(models.get("llama"), CONFIG) as engine:
         for prompt, options in (job(5, 60, 0), job(9, 60, 1)):
             engine.add_request(prompt, **options)

@@ -24,7 +24,7 @@ SIZE = models.BLOCK_SIZE
 
 
 class Row:
-    """What the runner needs of a sequence: tokens, how many are computed, a block table a group."""
+    """A sequence as the runner needs it: tokens, number of computed tokens, a block table per group."""
 
     def __init__(self, tokens: list[int], bench: Bench) -> None:
         self.tokens, self.bench = tokens, bench
@@ -53,7 +53,7 @@ class Row:
 
 
 class Bench:
-    """A model with a runner on a memory of its own."""
+    """A model with a runner on a separate memory."""
 
     def __init__(self, model: Any, **config: Any) -> None:
         self.model = model
@@ -82,7 +82,7 @@ def assert_close(found: torch.Tensor, expected: list[torch.Tensor], tolerance: f
 
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_schedules_give_plain_logits(name: str) -> None:
-    """Prompts in chunks beside decodes, rows that come and go, windows whose blocks go back."""
+    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
     bench, draw = Bench(models.get(name)), random.Random(0)
     rows: list[Row] = []
     prompts: dict[Row, int] = {}

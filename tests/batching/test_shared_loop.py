@@ -89,7 +89,7 @@ def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[
 
 @contextlib.contextmanager
 def fails_with(model: PreTrainedModel, bad: int) -> Iterator[None]:
-    """Its forward raises where it gets this token, with the signature that it has."""
+    """The model's forward raises if it gets token `bad`; the signature stays."""
     cls, original, is_armed = type(model), type(model).forward, []
 
     @functools.wraps(original)
@@ -196,7 +196,7 @@ def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> N
 
 
 def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In loops of their own, they cannot preempt one another."""
+    """In separate loops, calls cannot preempt each other."""
     model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
     long: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40}  # of the first, 6 blocks; of the second, 7
     expected = [generate(model, number, **long) for number in (0, 1)]
@@ -225,7 +225,7 @@ def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(monkeypatch: pyte
 
 
 def test_a_call_waits_for_blocks_of_one_that_samples() -> None:
-    """A row that ended has its blocks until the whole call ends, which is slow."""
+    """A row that ended keeps its blocks until the whole call, which is slow, ends."""
     model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
     ids = torch.cat([models.token_ids(1, 17, seed=seed) for seed in (3, 4)])
     options = {**GREEDY, "min_new_tokens": 0, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
@@ -334,7 +334,7 @@ def test_samples_beside_a_call_whose_forward_fails_are_those_of_plain(name: str)
 
     @functools.wraps(original)
     def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if num_callers() == 2 and input_ids.numel() == 3 and not failed.is_set():  # a token of each row
+        if num_callers() == 2 and input_ids.numel() == 3 and not failed.is_set():  # one token per row
             failed.set()
             raise MemoryError("of three rows")
         return original(self, input_ids=input_ids, **kwargs)
@@ -483,7 +483,7 @@ def test_a_call_within_a_processor_and_within_a_forward() -> None:
 def test_calls_preempt_one_another_where_blocks_are_few() -> None:
     model = models.build("llama")
     expected = [generate(model, number) for number in range(NUM)]
-    few = {"cache_config": {"block_size": 8, "num_blocks": 8}}  # the longest takes 6 of them
+    few = {"cache_config": {"block_size": 8, "num_blocks": 8}}  # the longest needs 6 of them
     for _ in range(3):
         jobs = [lambda number=number: paged(model, number, **few) for number in range(NUM)]
         assert all(map(torch.equal, expected, in_threads(*jobs)))

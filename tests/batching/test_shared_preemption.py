@@ -14,7 +14,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 30}
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_auto_does_not_swap_what_others_hold(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy comes back to blocks of its own, so that fewer requests fit than before, though copies are fast."""
+    """A swapped-in copy gets separate blocks, so fewer requests fit than before, though copies are fast."""
     monkeypatch.setattr(CostModel, "choose", lambda *given: "swap")
     model, (prefix,), ends = models.get("llama"), prompts(64, seed=3), prompts(*range(5, 13), seed=4)
     texts = [[*prefix, *end] if is_shared else [*end, *prefix[:16]] for end in ends]

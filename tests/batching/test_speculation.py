@@ -36,12 +36,12 @@ ONE_ROW = ["greedy", "greedy_eos", "max_length", "penalties", "min_new_tokens", 
 
 
 def repeating(*lengths: int, seed: int = 0) -> list[list[int]]:
-    """Prompts that say everything several times, so that their n-grams propose."""
+    """Prompts that repeat themselves, so that their n-grams give drafts."""
     return [(prompt * 4)[: len(prompt) * 3 + 2] for prompt in prompts(*lengths, seed=seed)]
 
 
 class Oracle:
-    """Proposes as many right tokens as a plan says, then wrong ones; remembers what was accepted."""
+    """Drafts as many correct tokens as planned, then wrong ones; records the accepted ones."""
 
     def __init__(self, text: list[int], rng: random.Random) -> None:
         self.text, self.rng, self.expected = text, rng, 0
@@ -63,7 +63,7 @@ class Oracle:
 
 
 def with_oracles(engine: PagedEngine, texts: list[list[int]], seed: int = 0) -> list[Oracle]:
-    """Lets the engine's unfinished requests propose what these texts say, of any length."""
+    """Makes the engine's unfinished requests draft from these texts, with any length."""
     oracles = []
     for number, state in enumerate(engine._core.requests.values()):
         assert state.speculation is not None
@@ -114,7 +114,7 @@ def test_sixteen_rows_with_assistants(number_of_tokens: int) -> None:
 
 
 def test_a_good_assistant_saves_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)  # whatever steps take on this machine
+    monkeypatch.setattr(StepCosts, "price", lambda *args: 0.05)  # whatever the step times on this machine
     model, inputs = models.get("llama"), models.padded_prompt("llama", (9, 5, 12))
     model.generate(**inputs, **GREEDY, **models.PAGED, assistant_model=models.get_assistant("llama"))
     route = hf_paged.last_route(model)
@@ -186,7 +186,7 @@ def test_threads_that_speculate_share_a_loop() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"num_blocks": 30, "preemption": "swap"}, {"max_num_batched_tokens": 12}])
 def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
-    """Those of one row propose, also where they are sampled with a seed, penalised or end in the middle of a draft."""
+    """Requests of a single row get drafts, also if sampled with a seed, penalised or ended in the middle of a draft."""
     model, texts = models.get("llama"), repeating(5, 7, 4, 6, 3, 5, 8, 6, 4, 7, 5)
     with PagedEngine(model, PagedConfig(**{**NGRAM, **config})) as engine:
         for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
@@ -246,7 +246,7 @@ def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
 
 
 def test_outputs_come_token_by_token() -> None:
-    """One output a token, with its text, and streamers, log-probabilities and stop strings as without drafts."""
+    """One output per token, with its text; streamers, log-probabilities and stop strings as without drafts."""
     model, tokenizer, (text,) = models.get("llama"), models.tokenizer(), prompts(6)
     whole = text + lone_run(model, text, GREEDY)[0]
     seen: list[int] = []
@@ -294,7 +294,7 @@ def test_a_stop_string_in_the_middle_of_a_draft() -> None:
 
 
 def test_a_callers_processor_sees_what_it_sees_without() -> None:
-    """One that holds a state: called once a token, in order, with the tokens that the row has then."""
+    """A stateful processor: called once per token, in order, with the tokens of the row at that time."""
     model, (text,) = models.get("llama"), repeating(5)
 
     class Counting(LogitsProcessor):
@@ -331,7 +331,7 @@ def test_what_others_generated_is_proposed_within_a_salt_alone() -> None:
 
 @pytest.mark.parametrize("num_blocks", [None, 60, 24])
 def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
-    """Its blocks come from the engine's memory, and go back where those are short."""
+    """The assistant's blocks come from the engine's memory, and are freed if blocks are short."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20, 11, 8)
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)) as engine:
@@ -347,7 +347,7 @@ def test_requests_with_and_without_an_assistant(num_blocks: int | None) -> None:
 
 def test_no_request_gives_its_blocks_up_for_an_assistant() -> None:
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
-    num_blocks = sum(-(-(len(text) + 29) // 8) for text in texts)  # what the requests need, and no more
+    num_blocks = sum(-(-(len(text) + 29) // 8) for text in texts)  # exactly what the requests need
     config = PagedConfig(block_size=8, num_blocks=num_blocks, prefix_caching=False)
     with PagedEngine(model, config) as engine:
         results = engine.generate(texts, GREEDY, assistant_model=models.get_assistant("llama"))
@@ -503,7 +503,7 @@ def test_two_models_that_assist_each_other() -> None:
 
 
 def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
-    """What the draft left behind of the window is still there where it goes on."""
+    """Tokens that a rejected draft moved out of the window are still there where decoding continues."""
     model, texts = models.get("llama"), prompts(9, 14, 6, 20)
     for name in ("mistral", "gemma3"):
         assistant = models.build(name, seed=5)
@@ -544,7 +544,7 @@ def test_early_exit_draws_by_the_seed() -> None:
 
 
 def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
-    """transformers takes layers out of the config for it; this model's cache does not bear that."""
+    """transformers removes layers from the config for early exit; this model's cache does not support that."""
     model, texts = models.get("gpt_oss"), prompts(9, 14)
     expected = lone_run(model, texts[1], GREEDY)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:

@@ -54,7 +54,7 @@ def build(name: str) -> Any:
 
 def inputs_of(name: str) -> dict[str, Any]:
     """Four rows, of which some begin with padding or end with it in front of the encoder."""
-    found = next(iter(make_inputs(build(name)).values()))  # with images or sound, where the model takes them
+    found = next(iter(make_inputs(build(name)).values()))  # with images or sound, if the model takes them
     return {
         key: torch.cat([value, value.flip(-1) if value.is_floating_point() else value.roll(1, 0)])
         if isinstance(value, torch.Tensor)
@@ -253,7 +253,7 @@ def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)])
 def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: list[int]) -> None:
-    """Behind encoders of different lengths: T5's rows of any length, BART's of one length, which its cache counts."""
+    """After encoders of different lengths: T5's rows of any length, BART's of one length, which its cache counts."""
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     with PagedEngine(build(name), SMALL) as engine:
         for i, prompt in enumerate(prompts()[:4]):
@@ -304,7 +304,7 @@ def test_sound_of_whisper(rows_of_forwards: list[int]) -> None:
 
 
 def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
-    """What the check finds on the first request, whose sound is one frame, is not held of sounds of several lengths."""
+    """Findings of the check on the first request, with sound of one frame, are not applied to several lengths."""
     model, generator = copy.deepcopy(build("SpeechT5ForSpeechToText")), torch.Generator().manual_seed(4)
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     sounds = [torch.randn((1, length), generator=generator) for length in (400, 4000, 2000, 1200)]
@@ -319,7 +319,7 @@ def test_one_token_of_an_encoder_tells_nothing_of_longer_ones() -> None:
 
 
 def test_timestamps_are_for_generate_alone() -> None:
-    """Whisper's own `generate` decodes again from where the last timestamp says that text was cut off."""
+    """Whisper's `generate` decodes again from the last timestamp where text was cut off."""
     model = copy.deepcopy(build("WhisperForConditionalGeneration"))
     config = model.generation_config
     config.no_timestamps_token_id, config.max_initial_timestamp_index, config.is_multilingual = 90, 5, False

@@ -86,7 +86,7 @@ def test_hits_are_admissions_with_a_place() -> None:
 
 
 def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
-    """What a block takes is not known then."""
+    """The bytes of a block are not known then."""
     pages, blocks, group, evicted = make(4)
     group.size = 0
     assert pages.pin("a", 2 * BYTES, "r") and not pages.pin("b", 2 * BYTES, "s")

@@ -248,7 +248,7 @@ def test_pools_that_are_gone_do_not_count() -> None:
 
 @pytest.mark.parametrize(("name", "length", "count"), [("gemma2", 500, 100), ("gemma3", 400, 150)])
 def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(name: str, length: int, count: int) -> None:
-    """Blocks of chunks that have left the window, and those that are cached, hold no bytes that full layers lack."""
+    """Blocks of chunks that have left the window, and cached blocks, hold no bytes that full layers need."""
     model, options = models.build(name), {**GREEDY, "max_new_tokens": count}
     (prompt,), others, limit = prompts(length), prompts(*[40] * 8, seed=1), 40 * BLOCK
     expected = lone_run(model, prompt, options)[0]

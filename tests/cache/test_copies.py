@@ -55,7 +55,7 @@ def fill(storage: Storage) -> None:
 
 
 def content(storage: Storage) -> list[list[int]]:
-    """What each block of each tensor holds, one number all over."""
+    """Content of each block of each tensor, whose elements are all equal."""
     found = []
     for number, tensor in enumerate(tensors_of(storage)):
         rows = tensor.flatten(1)

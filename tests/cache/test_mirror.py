@@ -21,7 +21,7 @@ PACKAGE = Path(hf_paged.__file__).parent
 WRITERS: dict[str, set[str]] = {
     "put_blocks": {
         "HostLayer.put_back",
-        "CacheRows.__setstate__",  # a memory of its own
+        "CacheRows.__setstate__",  # a separate memory
         "MappedStorage.after_in_child",  # the process is another
     },
     "copy_blocks": {
@@ -42,7 +42,7 @@ WRITERS: dict[str, set[str]] = {
 
 
 def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
-    """Of each call the name of what is called, as it is written, and the function that it is in."""
+    """For each call: the callee as written in the source, and the enclosing function."""
     for node in ast.iter_child_nodes(tree):
         name, own = outer, owner
         if isinstance(node, ast.ClassDef):

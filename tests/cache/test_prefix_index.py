@@ -92,7 +92,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(namespace=st.sampled_from(NAMESPACES), path=st.sampled_from(PATHS))
     def attach(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
-        """A sequence that begins with what is cached."""
+        """Adds a sequence that begins with the cached prefix."""
         nodes = self.index.find(list(itertools.chain(*path)), namespace, MAX_BLOCKS)
         ids = [[i for node in nodes if (i := node.block_ids[group]) is not None] for group in range(len(self.pools))]
         for pool, block_ids in zip(self.pools, ids):
@@ -125,7 +125,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
                 self.forget(*key)
 
     def expected(self, namespace: str, path: tuple[tuple[int, int], ...]) -> list[list[int | None]]:
-        """The block ids of the longest beginning of which each group has what the next token sees."""
+        """Block ids of the longest prefix for which each group has all blocks that the next token sees."""
         known = [self.entries.get((namespace, path[:length])) for length in range(1, len(path) + 1)]
         found = list(itertools.takewhile(lambda entry: entry is not None, known))
         for length in range(len(found), 0, -1):
@@ -178,7 +178,7 @@ def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
 
 
 def fill(index: PrefixIndex, pools: list[BlockPool], path: tuple, num_dropped: int, epoch: int) -> None:
-    """A sequence of this path whose table in the second group begins behind `num_dropped` blocks."""
+    """Fills a sequence of this path whose table in the second group begins after `num_dropped` blocks."""
     gone = (0, num_dropped)
     held = [[None] * dropped + pool.allocate(len(path) - dropped) for pool, dropped in zip(pools, gone)]
     node = index.root(None)

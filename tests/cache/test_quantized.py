@@ -188,7 +188,7 @@ def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.Mon
 
 
 def test_states_of_another_dtype_share_blocks() -> None:
-    """As under autocast: what is stored stays, what is shown is in the wider dtype."""
+    """As under autocast: stored codes stay; returned states have the wider dtype."""
     _, _, cache = cached("int8")
     before = cache.layers[0].keys.dense().clone()  # type: ignore[union-attr]
     shape = (2, 2, 1, 16)

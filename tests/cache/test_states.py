@@ -43,7 +43,7 @@ def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceB
 
 
 def hit(blocks: BlockManager, tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens that a new sequence begins with, and those that it could with snapshots behind each block."""
+    """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each block."""
     sequence = blocks.new()
     found, known = blocks.match(sequence, tokens, None), blocks.num_known(tokens, None)
     assert all(table.num_tokens == found for table in sequence.tables)
@@ -108,12 +108,12 @@ def test_a_snapshot_goes_with_the_blocks_in_front() -> None:
 
 
 def test_the_snapshot_may_go_while_blocks_are_taken() -> None:
-    """That a sequence stands at, as the blocks in front of it are not its own."""
+    """The snapshot at the sequence's position, since the blocks before it belong to another sequence."""
     blocks = manager(num_blocks=7)
     blocks.free(grown(blocks, TOKENS[:21], 20))
     second = blocks.new()
     second.stops = (20,)
-    assert blocks.append(second, 20)  # computes what is cached, too, and evicts some of it
+    assert blocks.append(second, 20)  # also computes cached tokens, and evicts some
     blocks.register(second, TOKENS, 20, None)
     blocks.check_integrity()
     assert blocks.append(second, 8)

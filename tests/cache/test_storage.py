@@ -74,7 +74,7 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(monkeypatch: pyte
 
 
 def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
-    """Addresses that lie side by side are one mapping: two of these have more bytes than the machine."""
+    """Contiguous addresses are one mapping: two of these have more bytes than the machine."""
     keys = torch.empty(1, 2, 0, 64)
     block_bytes = KVBlocks.allocate(1, 16, keys.to("meta"), keys.to("meta"), FULL_ATTENTION, None).block_bytes
     num_blocks = int(0.7 * psutil.virtual_memory().total) // block_bytes

@@ -33,7 +33,7 @@ def states(layout: str, dtype: torch.dtype | None = None, device: str = "cpu") -
 
 
 def host_bytes() -> int:
-    """What is alive of all copies in host memory."""
+    """Bytes of all live copies in host memory."""
     gc.collect()
     layers = [each for each in gc.get_objects() if type(each) is HostLayer]
     return sum(tensor.nbytes for layer in layers for tensor in layer.blocks.data)
@@ -122,7 +122,7 @@ def test_bytes_come_back_into_other_blocks(device: str) -> None:
     assert [group.pool.num_used for group in house.groups] == [0, 0] and ids(row) == [[], []]
     assert counts(row) == was
     house.check()
-    other = house.sequence(9 * SIZE)  # takes and overwrites what was freed
+    other = house.sequence(9 * SIZE)  # takes and overwrites the freed blocks
     kept = content(house, other)
     assert house.swapper.num_blocks(request(row)) == 6 + 4
     house.swapper.swap_in(request(row))
@@ -137,7 +137,7 @@ def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
     house = House()
     first = house.sequence(2 * SIZE + 1)
     second, third = house.fork(first), house.fork(first)
-    for row, group in ((second, 0), (third, 1)):  # writes of their own: copy-on-write of the tail, then more
+    for row, group in ((second, 0), (third, 1)):  # separate writes: copy-on-write of the tail, then more
         table = row.blocks.tables[group]
         house.groups[group].make_room(3)
         copy = table.append(SIZE + 2)

@@ -178,13 +178,13 @@ def test_labels_that_a_model_itself_prepares_are_its_prompts() -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     model.__class__ = Own
     for labels in (inputs["input_ids"].flip(0), inputs["input_ids"].flip(0).clamp(max=9), inputs["input_ids"]):
-        inputs["labels"] = labels  # others behind the same token ids
+        inputs["labels"] = labels  # different labels for the same token ids
         expected = model.generate(**inputs, max_new_tokens=100)
         assert torch.equal(model.generate(**inputs, max_new_tokens=100, **models.PAGED), expected)
 
 
 def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:
-    """A call leaves nothing behind that changes a training step."""
+    """A call leaves no state that changes a training step."""
     gradients = []
     for paged in ({}, models.PAGED):
         model = models.build("llama").train()
@@ -279,7 +279,7 @@ def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
     assert_same_tokens(expected, wrapped.generate(**inputs, **options, **models.PAGED), "compiled, paged")
     assert hf_paged.last_route(model).road == "engine"
     assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain again")
-    gc.collect()  # tracing leaves reference cycles, which hold what the traced call saw
+    gc.collect()  # tracing leaves reference cycles that hold objects of the traced call
     assert_used_pool(model)
     torch._dynamo.reset()
 
@@ -449,7 +449,7 @@ def test_streamer_in_a_thread() -> None:
 
 
 class Judge(LogitsProcessor):
-    """Asks a model at every step, by a `generate` call of its own, and biases the scores by the answer."""
+    """Queries a model at every step, by a separate `generate` call, and biases the scores by the answer."""
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.model, self.options = model, options

@@ -32,7 +32,7 @@ from tests.support import models
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)
 LONG = GenerationConfig(max_new_tokens=1500, do_sample=False)
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 21, 13)]
-WAIT = 30.0  # seconds: what takes so long hangs
+WAIT = 30.0  # seconds: a longer wait is a hang
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int) -> N
         assert set(row[len(output.generated_tokens) :]) <= {models.PAD}
         ended += output.generated_tokens[-1] == config.eos_token_id
     assert ended, "no row ended early"
-    assert config.cache_implementation is None  # the caller's is left as it was
+    assert config.cache_implementation is None  # the caller's config is unchanged
 
 
 def test_a_seed_gives_each_request_the_draws_of_generate() -> None:

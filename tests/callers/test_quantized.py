@@ -65,7 +65,7 @@ def test_item_03_torchao(name: str, scheme: str, mode: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["int8", "int4 in eights"])
 def test_torchao_where_latents_are_expanded(scheme: str) -> None:
-    """The weight that expands cached latents has functions of its own: it is no matrix to be multiplied elsewhere."""
+    """The weight that expands cached latents is a tensor subclass: it is no plain matrix to absorb."""
     model = tiny_model(DeepseekV3ForCausalLM)
     eights = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8))
     quantize_(model, SCHEMES["int8"]() if scheme == "int8" else eights)

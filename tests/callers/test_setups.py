@@ -74,7 +74,7 @@ def test_hooks_that_require_gradients() -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    """Active, it keeps the layers from caching, and plain's tokens are those of a model without a past."""
+    """While active, layers do not cache, and plain's tokens are those of a model without a past."""
     model = models.build("llama")
     usual = generate(model)
     enable, disable = "activation_checkpointing_enable", "activation_checkpointing_disable"
@@ -99,7 +99,7 @@ def test_gradient_modes(context: Callable[[], Any]) -> None:
 
 
 def test_a_hook_of_the_users_own_sees_what_plain_shows_it() -> None:
-    """One that steers, and notes what it saw."""
+    """A hook that steers, and records its inputs."""
     model, seen = models.build("llama"), []
     steering = torch.randn(64, generator=torch.Generator().manual_seed(3))
     usual = generate(model, **models.PAGED)
@@ -266,7 +266,7 @@ class Around:
     "kind", ["object", "object's object", "object's method", "number", "dict", "module's method", "first an object"]
 )
 def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
-    """What it closes over or has as an attribute now makes it look at the whole batch."""
+    """A variable in its closure or an attribute now makes it depend on the whole batch."""
     model = models.build("llama")
     mlp: Any = model.model.layers[1].mlp  # type: ignore[union-attr]
     own, options = type(mlp).forward.__get__(mlp), {"is_on": 0}
@@ -373,7 +373,7 @@ def test_autocast_in_the_forward_is_what_the_call_computes_in(dtype: torch.dtype
     assert (outputs.sequences == expected.sequences).float().mean() > 0.7
     del outputs, expected
     assert hf_paged.memory_stats(model).peak_bytes == wide // 2
-    model.forward = own  # as it was: blocks in half precision must not serve it
+    model.forward = own  # restored: blocks in half precision must not serve it
     assert_same_tokens(plain, generate(model, max_new_tokens=60, **models.PAGED))
 
 

@@ -90,7 +90,7 @@ TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)
 )
 @pytest.mark.parametrize("name", TRAINERS)
 def test_rollouts_between_steps(name: str, setup: str, tmp_path: Path) -> None:
-    """A block of the weights before a step would give other tokens than plain's, and other losses from there on."""
+    """A block from the weights before a step would change tokens, and from then on losses."""
     (plain, plain_losses), (paged, paged_losses) = (
         roll_out(*TRAINERS[name], tmp_path, is_paged, **SETUPS[setup]) for is_paged in (False, True)
     )
@@ -112,7 +112,7 @@ def native_names() -> Iterator[None]:
 @pytest.mark.parametrize("setup", ["fp32", pytest.param("peft", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_rollouts_by_transformers_continuous_batching(name: str, setup: str, tmp_path: Path) -> None:
-    """The draws, and so the rollouts and the losses, are those of the plain call with the same seed."""
+    """Draws, and so rollouts and losses, equal those of the plain call with the same seed."""
     plain = roll_out(*TRAINERS[name], tmp_path, False, **SETUPS[setup])
     ours = roll_out(*TRAINERS[name], tmp_path, True, road=BATCHES, **SETUPS[setup])
     assert len(plain[0]) == NUM_STEPS and any(plain[1])

@@ -122,7 +122,7 @@ def test_a_chat_in_a_browser(tmp_path: Path) -> None:
         assert page.requests() == (0, 0, 0)
         page.ask(QUESTION)
         first = wait_for(page.answer)
-        wait_for(lambda: page.answer().startswith(first) and len(page.answer()) > len(first) + 20)  # as it comes
+        wait_for(lambda: page.answer().startswith(first) and len(page.answer()) > len(first) + 20)  # while it streams
         wait_for(lambda: page.requests() == (0, 0, 1))
         page.ask("And once more")  # a page that is closed in the middle of an answer ends its request
         wait_for(lambda: page.requests()[0] == 1)

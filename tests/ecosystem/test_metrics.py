@@ -67,7 +67,7 @@ def test_a_cancelled_request_is_timed_where_it_began() -> None:
 
 
 def test_several_engines_and_names_that_are_taken() -> None:
-    """Engines come and go; no two collectors of one registry have the same names."""
+    """Engines are created and closed; no two collectors of one registry have the same names."""
     registry, engines = prometheus_client.CollectorRegistry(), dict[str, PagedEngine]()
     registry.register(EngineCollector(lambda: engines))
     assert "hf_paged_steps_total" not in read(registry)

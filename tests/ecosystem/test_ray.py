@@ -201,7 +201,7 @@ def test_a_device_that_is_lost_is_no_row_s_fault(folder: str) -> None:
 
 
 def test_map_batches(folder: str, cluster: None) -> None:
-    """8 prompts, greedy and sampled: the same rows whatever the batches are."""
+    """8 prompts, greedy and sampled: the same rows for any batch size."""
     rows = [
         {"prompt": text, "seed": i, "generation_config": SAMPLES if i % 2 else {"num_beams": 2}}
         for i, text in enumerate(prompts(*range(4, 12)))
@@ -296,7 +296,7 @@ def wait_for(is_true: Any, what: str) -> None:
 
 @pytest.mark.slow
 def test_serve(replica: Any) -> None:
-    """Through a handle and over HTTP: as it comes, as a whole, 8 at once, refused, and left in the middle."""
+    """Through a handle and over HTTP: streamed, whole, 8 at once, refused, and abandoned half-way."""
     texts = prompts(*range(4, 12))
     outputs = list(replica.options(stream=True).generate.remote(texts[0], {"max_new_tokens": 5}))
     assert [output.new_tokens[0] for output in outputs] == plain(texts[0], {**GREEDY, "max_new_tokens": 5})[0]

@@ -129,7 +129,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def plain(folder: str, prompt: str, **options: Any) -> str:
-    """What `generate` says."""
+    """The text of plain `generate`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "user", "content": prompt}]
@@ -141,7 +141,7 @@ def plain(folder: str, prompt: str, **options: Any) -> str:
 
 
 def test_chat_and_completions(server: Server) -> None:
-    """... are what `generate` says, at once and piece by piece."""
+    """... equal `generate`'s text, at once and streamed."""
     answer = server.chat(PROMPTS[0])
     expected = plain(server.folder, PROMPTS[0])
     assert answer.choices[0].message.content == expected
@@ -156,7 +156,7 @@ def test_chat_and_completions(server: Server) -> None:
 
 
 def test_each_request_has_its_own_options(server: Server) -> None:
-    """The first one's are not those of the others, and a seed is a request's own, whatever runs beside it."""
+    """The first one's options do not affect the others, and a seed belongs to its request."""
     sampled = {"temperature": 0.9, "top_p": 0.9, "extra_body": {"generation_config": '{"do_sample": true}'}}
     torch.manual_seed(7)
     expected = plain(server.folder, PROMPTS[2], do_sample=True, temperature=0.9, top_p=0.9)
@@ -201,7 +201,7 @@ def test_malformed_requests_are_refused(server: Server, change: dict[str, Any] |
 
 
 def test_only_the_bodys_errors_are_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """... and those of the app go on to the server, which answers 500 and logs them."""
+    """... and errors of the app pass on to the server, which answers 500 and logs them."""
     save(tmp_path)
     monkeypatch.setattr(serving.utils, "CBGenerateManager", serving.EngineGenerateManager)
     model_manager, state = ModelManager(device="cpu", model_timeout=-1), serving.EngineGenerationState()
@@ -262,8 +262,8 @@ def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
 
 @pytest.mark.slow
 def test_throughput(tmp_path: Path) -> None:
-    """32 at once are answered in a third of the time that one after another takes: a model of 100 million parameters
-    in bfloat16, whose weights are read once for all of a step."""
+    """32 concurrent requests take at most a third of the time of sequential ones: a model of 100 million parameters in
+    bfloat16, whose weights are read once per step."""
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     model = models.build("llama", **sizes, head_dim=64, num_key_value_heads=12, vocab_size=16384)
     save(tmp_path)

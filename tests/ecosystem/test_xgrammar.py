@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Every printable character of ASCII is a token."""
+    """A tokenizer with a token for every printable ASCII character."""
     names = ["<pad>", "<s>", "</s>", "<unk>", *(chr(i) for i in range(32, 127)), "\n"]
     vocab = {{" ": "\u0120", "\n": "\u010a"}.get(name, name): i for i, name in enumerate(names)}
     made = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
@@ -120,7 +120,7 @@ def test_schema() -> None:
 
 
 def test_a_choice_of_the_second_best_is_not_taken_back() -> None:
-    """A processor of the caller's comes before the mask."""
+    """The caller's processor runs before the mask."""
     with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
         (result,) = engine.generate(["x"], GREEDY, regex="abc", logits_processor=[lambda ids, scores: scores * -1])
     assert result.text == "abc" and result.finish_reason == "eos"

@@ -104,7 +104,7 @@ def test_what_is_not_finite_stays_so_and_alone(store: Callable[..., None], kv_dt
 
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
 def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
-    """The C++ kernel's numbers are PyTorch's for each of the 256 bytes that stands for one."""
+    """The C++ kernel decodes each of the 256 byte values to PyTorch's number."""
     dtype = quantized.DTYPES[kv_dtype]
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()]

@@ -59,10 +59,10 @@ PACKABLE = [
 ]
 PACKABLE += ["OPTForCausalLM", "Qwen3MoeForCausalLM"]
 REFUSED = {
-    "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states beside attention
+    "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states and attention
     "BertLMHeadModel": "causal",  # attends in both directions
     "FalconH1ForCausalLM": "PagedHybridLayer",
-    "GPTNeoForCausalLM": "are read",  # a mask of its own, by columns of the batch
+    "GPTNeoForCausalLM": "are read",  # builds a mask from the batch's columns
     "OpenAIGPTLMHeadModel": "no past_key_values",
     "MambaForCausalLM": "no past_key_values",
 }
@@ -89,7 +89,7 @@ def test_a_cache_without_known_layers_is_refused() -> None:
     assert "does not know its layers" in str(choose_layout(models.get("llama"), PagedCache()).unsupported_reason)
 
 
-# -- what is found by looking ---------------------------------------------------------------------------------------
+# -- found by inspection ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -221,7 +221,7 @@ def test_own_inputs_of_the_first_forward_alone_are_found_out(dtype: torch.dtype)
         assert "side by side" in hf_paged.last_route(model).reason
 
 
-# -- what is found by running ---------------------------------------------------------------------------------------
+# -- found by running ------------------------------------------------------------------------------------------------
 
 
 class TokenShift(nn.Module):
@@ -386,7 +386,7 @@ def test_the_check_leaves_no_trace() -> None:
     model = models.build("gemma3")
     model.model.layers[0].eval()
     model.model.layers[1].train()
-    cache = cache_for(model, block_size=8, num_blocks=1)  # the check needs more, and takes none of it
+    cache = cache_for(model, block_size=8, num_blocks=1)  # the check needs more, and uses none of it
     random_state, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     modes = [module.training for module in model.modules()]
     attributes = [dict(vars(module)) for module in model.modules()]

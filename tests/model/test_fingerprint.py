@@ -264,7 +264,7 @@ def test_adapters() -> None:
 
 @available
 def test_pytorch_and_the_kernel_give_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it stays comparable where one takes the other's place."""
+    """So that fingerprints stay comparable if one replaces the other."""
     monkeypatch.setattr(cpp, "is_available", lambda: False)
     model = llama()
     expected = read(model)

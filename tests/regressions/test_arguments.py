@@ -283,7 +283,7 @@ def test_item_11_bools_are_no_ids() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> None:
-    """Plain `generate` returns what it has; so does a paged call."""
+    """Plain `generate` returns the beams that it has; so does a paged call."""
     model, (one, other) = models.build("llama"), prompts(9, 7)
 
     def spoil(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -305,7 +305,7 @@ def test_item_11_beams_without_finite_scores_end_in_an_error(value: float) -> No
 
 
 def test_item_11_outputs_that_wait_are_bounded_and_no_result_is_lost() -> None:
-    """Requests of `add_request` that go on in the steps that `generate` takes."""
+    """Requests of `add_request` continue in the steps that `generate` runs."""
     length, count = 70, 250  # together more outputs than are kept
     with PagedEngine(models.get("llama"), {"block_size": 128, "prefix_caching": False}) as engine:
         options = {"max_new_tokens": length, "do_sample": False}

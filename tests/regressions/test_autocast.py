@@ -36,7 +36,7 @@ def test_item_02_ragged_batches(name: str, beams: int, dtype: torch.dtype) -> No
     paged = outputs(model, inputs, dtype, num_beams=beams, **models.PAGED)
     assert last_route(model).road == ("hf_loop" if models.is_encoder_decoder(name) else "engine")
     assert torch.equal(paged.sequences, plain.sequences)
-    if beams == 1:  # beams that change places leave rows of the logits behind that no token comes from
+    if beams == 1:  # reordered beams leave rows of logits from which no token is drawn
         for ours, expected in zip(paged.logits, plain.logits, strict=True):
             assert ours.dtype == expected.dtype
             torch.testing.assert_close(ours, expected, rtol=0, atol=CLOSE[dtype])

@@ -80,7 +80,7 @@ def test_item_12_calls_of_generate_with_different_salts_share_no_prefix(door: st
     expected = model.generate(**inputs, **GREEDY)
 
     def call(salt: str | None) -> int:
-        """Cached blocks afterwards: a prompt that was found leaves none of its own."""
+        """Number of cached blocks afterwards: a prompt that was found adds none."""
         options: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "cache_salt": salt}
         if door == "model":
             model.generation_config.update(cache_implementation="paged", cache_config=options)

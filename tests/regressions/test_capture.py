@@ -90,7 +90,7 @@ NOT_CAPTURED = {
     "MptForCausalLM": OWN_CODE,
     "XGLMForCausalLM": OWN_CODE,
 }
-"""Of the causal architectures that run packed, those that are not recorded on a device, with the reason."""
+"""Causal architectures that run packed but are not recorded on a device, with the reason."""
 
 WITHOUT_CHUNKS = {"GitForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
 """Of the others, those whose steps with chunks are not: attention in chunks is laid out on the host; GIT, packed in an
@@ -128,7 +128,7 @@ def test_item_16_what_is_made_of_numbers_may_be_read_and_copied(
 
 
 def test_item_16_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
-    """BioGPT's, in a plan: what failed there was told by its key."""
+    """BioGPT's mask, in a plan: the key names the operation that failed."""
     model = tiny_model(transformers.BioGptForCausalLM)
     inputs = make_inputs(model)["text"]
     expected = model.generate(**inputs, **STEPS)
@@ -157,7 +157,7 @@ def test_item_16_all_but_these_packed_architectures_are_captured(
 def test_item_16_and_so_are_their_steps_with_chunks(
     name: str, graphs: FakeGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts that come in while another request is decoded, with the model on a device."""
+    """Prompts that arrive while another request decodes, with the model on a device."""
     caplog.set_level(logging.INFO, "hf_paged")
     graphs.has_device = True
     try:

@@ -63,7 +63,7 @@ def compiler(prebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def runs(compiler: Path) -> list[Path]:
-    """What the compiler was asked to write."""
+    """Output paths passed to the compiler."""
     noted = Path(f"{compiler}.runs")
     return [Path(line) for line in noted.read_text().splitlines()] if noted.exists() else []
 
@@ -85,7 +85,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path belongs to another user, or, as only root can do that, the system says so."""
+    """Makes the path belong to another user; without root, fakes the system's answer."""
     if os.geteuid() == 0:
         os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
         return
@@ -108,7 +108,7 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.so"))
 
 
-# ------------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------------------------ kept files
 
 
 def test_item_12_the_library_is_kept_in_a_folder_of_ours_alone(compiler: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
         "appended": content + b"\0",
         "zeros at the end": content[:-4096] + bytes(4096),
     }[damage]
-    library.unlink()  # what this process has mapped stays as it is
+    library.unlink()  # this process's mapping stays valid
     library.write_bytes(changed)
     library.chmod(0o700)
     assert in_child(load) == 0
@@ -164,11 +164,11 @@ def test_item_12_a_library_that_is_not_what_was_built_is_built_again(
     assert load() and not caplog.records
 
 
-# ------------------------------------------------------------------------------------------------ what is not trusted
+# -------------------------------------------------------------------------------------------------- untrusted files
 
 
 def refused(caplog: pytest.LogCaptureFixture, compiler: Path, folder: Path, reason: str) -> None:
-    """The folder is not used, which a warning explains; the library serves all the same, and leaves nothing behind."""
+    """The folder is not used, with a warning; the library still works and leaves no files."""
     before = sorted(folder.iterdir()) if folder.is_dir() else []
     with caplog.at_level(logging.INFO, logger=cpp.__name__):
         assert load()
@@ -346,7 +346,7 @@ def test_item_12_a_temporary_folder_that_others_can_swap_is_not_used(
     assert not list(temporary.iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------------------------ messages
 
 
 def test_item_12_the_first_call_says_that_it_compiles(

@@ -124,7 +124,7 @@ def test_item_03_wrapped_weights_are_read_by_their_parts() -> None:
         assert [paged(engine) for _ in range(2)] == [(after, 0), (after, HITS)]
 
 
-# ---------------------------------------------------------------------------- what is part of a model, item 6 (b)
+# --------------------------------------------------------------------------------- parts of a model, item 6 (b)
 
 
 class Scale:

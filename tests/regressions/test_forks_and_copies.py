@@ -140,7 +140,7 @@ def in_child(work: Callable[[], None], seconds: float = 60.0) -> str:
 
 
 class Pauses(LogitsProcessor):
-    """Says that a call is in the middle of a step, and waits there."""
+    """Signals that a call is in the middle of a step, and waits there."""
 
     def __init__(self) -> None:
         self.is_there, self.may_go_on = threading.Event(), threading.Event()

@@ -42,7 +42,7 @@ def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...
         attention_mask=mask,
         max_new_tokens=2,
         do_sample=False,
-        output_attentions=True,  # not on the engine: the cache comes back as the call has filled it
+        output_attentions=True,  # not on the engine: the cache returns as the call has filled it
         return_dict_in_generate=True,
         eos_token_id=None,
         pad_token_id=0,
@@ -59,7 +59,7 @@ def test_item_20_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...
 
 @pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
 def test_item_20_nothing_is_shown_that_was_there_before(window: int | None) -> None:
-    # 0 * NaN is NaN: a model multiplies what it masks
+    # 0 * NaN is NaN: a model multiplies masked values
     config = LlamaConfig(num_hidden_layers=1)
     if window is not None:
         config.layer_types, config.sliding_window = ["sliding_attention"], window

@@ -117,7 +117,7 @@ def test_item_07_real_interrupts() -> None:
     assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
 
 
-# ------------------------------------------------------------------------------------------- where it hit before
+# ------------------------------------------------------------------------------- places of earlier failures
 
 
 class Signals(LogitsProcessor):
@@ -355,7 +355,7 @@ def test_item_07_a_handler_that_raises_while_handlers_are_put_back_leaves_the_ot
 
 
 def test_an_interrupt_waits_for_the_end_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch takes modes off and puts them on for every operation that is recorded: one would be left behind."""
+    """Torch pops and pushes modes for every recorded operation: an interrupt would leave one on the stack."""
     model, reached, original = models.build("llama"), [], graphs.Tapes.capture
     prompt = models.token_ids(1, 9)
 

@@ -83,7 +83,7 @@ def test_item_16_a_copy_made_between_two_layers_of_a_step() -> None:
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 40)], ids=["even", "mixed"])
 def test_item_16_keys_shown_before_a_write_stay_after_the_copy_has_their_block(lengths: tuple[int, ...]) -> None:
     _, paged, generator = filled(lengths)
-    for index in range(2):  # memory that is large enough: storage that grows leaves old keys where they were
+    for index in range(2):  # large enough: storage that grows would leave old keys in place
         paged.update(*states(2, 100, generator), index)
     paged.crop(-100)
     shown = paged.layers[0].keys
@@ -175,7 +175,7 @@ def test_item_16_a_layer_whose_window_was_given_back_is_refused() -> None:
 
 @pytest.mark.parametrize("operation", ["crop", "reset", "reorder_cache", "batch_repeat_interleave"])
 def test_item_16_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
-    """It showed what the others had given back, and memory of others."""
+    """Such a layer showed blocks that others had freed, and foreign memory."""
     _, paged, generator = filled((20, 20))
     argument = {"crop": (-12,), "reorder_cache": (torch.tensor([1, 1]),), "batch_repeat_interleave": (2,)}
     getattr(paged.layers[1], operation)(*argument.get(operation, ()))

@@ -22,7 +22,7 @@ OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 def sharper(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """sdpa with doubled scores, on what code outside torch could read."""
+    """sdpa with doubled scores, computed from data that non-torch code could read."""
     assert type(key) is type(value) is torch.Tensor and key.data_ptr() and value.data_ptr()
     if attention_mask is not None:
         assert type(attention_mask) is torch.Tensor
@@ -119,7 +119,7 @@ def assert_gathered(model: Any, implementation: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_item_17_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama")
-    before = model.generate(**inputs, **OPTIONS, **models.PAGED)  # what is found out now does not hold later
+    before = model.generate(**inputs, **OPTIONS, **models.PAGED)  # a finding made here is invalid later
     implementation = way()
     model.set_attn_implementation(implementation)
     expected = model.generate(**inputs, **OPTIONS, num_beams=beams)

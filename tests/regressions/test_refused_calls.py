@@ -48,7 +48,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def call(model: PreTrainedModel, arguments: dict[str, Any], **paged: Any) -> torch.Tensor:
-    """The call expects more blocks than the others, so that these find enough of what it left."""
+    """The call expects more blocks than the others, so that later calls find enough left."""
     arguments = {**OPTIONS, "max_new_tokens": 120, **arguments, **paged}
     return model.generate(arguments.pop("input_ids"), **arguments)
 

@@ -56,7 +56,7 @@ class Writes(StoppingCriteria):
     ("how", "mode"),
     [
         *(("logits_processor", mode) for mode in ("greedy", "sample", "samples", "beams")),
-        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),  # those of beams get a copy
+        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),  # criteria of beams get a copy
     ],
 )
 def test_item_05_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:

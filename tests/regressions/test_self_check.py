@@ -18,7 +18,7 @@ PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5
 
 
 class _Single(nn.Module):
-    """Computes something else of a row of one token, as code that tells decode steps by their shape does."""
+    """Computes something else for a row of one token, like code that detects decode steps by their shape."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

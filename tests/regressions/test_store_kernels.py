@@ -54,7 +54,7 @@ class Far:
         self.used = 0
 
     def rows(self, content: torch.Tensor) -> torch.Tensor:
-        """`content` `[3, 16]`; row 2 is where an int32 offset would be 2^31 elements before row 0: there lie NaN."""
+        """`content` `[3, 16]`; an overflowing int32 offset would put row 2 2^31 elements before row 0: NaN is there."""
         first = 2 * FAR + self.used
         self.memory[self.used : self.used + 16] = float("nan")
         self.used += 16

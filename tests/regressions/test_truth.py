@@ -25,7 +25,7 @@ CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "0", "400", "500", 
 
 
 def prose(text: str, marks: list[str]) -> str:
-    """The text without what is rendered, and without code and the targets of links."""
+    """The text without rendered sections, code and link targets."""
     for mark in marks:
         start, end = readme.between(text, mark)
         text = text[:start] + text[end:]

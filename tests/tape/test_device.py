@@ -106,7 +106,7 @@ def test_numbers_of_python() -> None:
 
 @pytest.mark.parametrize("width", [64, 2048])
 def test_one_number_a_row_in_place(width: int) -> None:
-    """Rows are cut into parts, each of which must not change what the row has once."""
+    """Rows are split into parts; no part may change the row's shared number."""
 
     def scale(x: Tensor) -> Tensor:
         factor = x.pow(2).mean(-1, keepdim=True)

@@ -121,7 +121,7 @@ def test_the_last_requests_and_names_as_they_are() -> None:
     figure = plot_intervals(many, max_requests=10)
     assert labels(figure) == [rf"$\bad{{{number}$" for number in range(40, 50)]
     assert figure.axes[0].get_ylabel() == "the last 10 of 50 requests"
-    figure.savefig(io.BytesIO())  # a name is no formula, whatever it holds
+    figure.savefig(io.BytesIO())  # a name is never parsed as a formula
     long = plot_intervals([interval(0, A.DECODE, 0, 1)._replace(request_id="x" * 100)])
     assert len(labels(long)[0]) == 16
 

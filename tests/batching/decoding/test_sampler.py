@@ -116,7 +116,7 @@ def test_several_samples_of_each_prompt(model_name: str) -> None:
 
 
 class BiasFromBatch(LogitsProcessor):
-    """A caller's own: keeps state, looks at the whole batch, and keeps what it was shown."""
+    """A custom processor that keeps state, reads the whole batch and records its inputs."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -194,7 +194,7 @@ def test_dicts_with_scores_and_logits(do_sample: bool, processors: dict[str, Any
     assert torch.equal(plain.sequences, ours.sequences) and len(set(decoding.lengths)) > 1
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         assert isinstance(mine, tuple) and len(mine) == len(theirs)
-        for a, b in zip(theirs, mine):  # those of rows that have ended as well
+        for a, b in zip(theirs, mine):  # those of ended rows, too
             assert a.shape == b.shape and a.dtype == b.dtype == torch.float32
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert not decoding.can_split, "what a row computes after its end depends on when others end"
@@ -388,7 +388,7 @@ PROMPT_LENGTHS = (11, 3, 7, 5, 9, 4)
 
 
 def step_together(decodings: list[Any], model: Any) -> list[Any]:
-    """One step of those that are open, with logits that are rows of one tensor."""
+    """One step of the open decodings, whose logits are rows of one tensor."""
     rows = [logits_of(model, decoding.input_ids[decoding.open_rows]) for decoding in decodings]
     together, ready, start = torch.cat(rows), [], 0
     for decoding, own in zip(decodings, rows):
@@ -604,7 +604,7 @@ def test_processors_that_hold_a_value_for_each_row() -> None:
     try:
         processors.append(known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor([0, 2, 4, 6, 8, 9])))
     except ValueError:
-        pass  # older transformers take one number for all rows
+        pass  # older transformers accept only one number for all rows
     rows = [4, 1, 3]
     assert are_row_wise(processors, 6) and not are_row_wise(processors, 12)
     assert torch.equal(for_rows(processors, rows, 6)(ids[rows], scores[rows]), processors(ids, scores)[rows])

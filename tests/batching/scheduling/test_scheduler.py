@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def make(num_blocks: int = 64, tokens: int = 64, seqs: int = 8, window: Any = None, **options: Any) -> Scheduler:
-    """A scheduler over one pool; no watermark unless told."""
+    """A scheduler over one pool; no watermark by default."""
     caching = options.pop("prefix_caching", True)
     blocks = BlockManager([BlockGroup(BlockPool(num_blocks), GroupSpec(window=window))], SIZE, prefix_caching=caching)
     options = {"watermark": 0.0, **options}
@@ -34,7 +34,7 @@ def add(scheduler: Scheduler, name: str, length: int, new_tokens: int = 8, **opt
 
 
 def counts(batch: StepPlan) -> list[tuple[Any, int]]:
-    """What is scheduled, by the requests' names."""
+    """The scheduled token counts, with the requests' names."""
     return [(sequence.request.request_id, query_len) for sequence, query_len in batch.items]
 
 
@@ -91,7 +91,7 @@ def test_prompts_beside_decodes_are_few_tokens_whoever_comes_first() -> None:
     assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)] and d.status is Status.WAITING
     for each in (a, b):
         each.sequences[0].token_ids.append(1)
-    assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)]  # which comes before them now
+    assert counts(scheduler.schedule()) == [("b", 1), ("a", 1), ("c", 3)]  # which is now before them
     a.sequences[0].token_ids.append(1)
     assert counts(scheduler.schedule()) == [("a", 1), ("d", 1), ("c", 2)]
     assert counts(scheduler.schedule()) == [("d", 3)] and c.status is Status.RUNNING
@@ -236,7 +236,7 @@ def test_rows_computed_anew_share_their_prompt_again() -> None:
     for number, sequence in enumerate(request.sequences):
         sequence.token_ids.append(number)
     scheduler.schedule()
-    assert scheduler.blocks.num_free == used - 2  # a tail of its own for each row
+    assert scheduler.blocks.num_free == used - 2  # a separate tail for each row
     for _ in range(12):
         other.sequences[0].token_ids.append(1)
         if scheduler.schedule().preempted:

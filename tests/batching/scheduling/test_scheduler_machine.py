@@ -30,7 +30,7 @@ GARBAGE = ("garbage",)
 
 
 class Memory:
-    """What the slots of one layer group hold."""
+    """Contents of the slots of one layer group."""
 
     def __init__(self, block_size: int) -> None:
         self.slots: dict[tuple[int, int], Any] = {}
@@ -55,13 +55,13 @@ class Memory:
 
 @dataclass(eq=False)
 class Host:
-    """What was swapped out together: for each group, contents by the block ids of then."""
+    """Contents swapped out together, by group and former block id."""
 
     contents: list[dict[int, list[Any]]]
 
 
 class Group(BlockGroup):
-    """A group whose blocks hold what `Memory` says."""
+    """A group whose block contents are in a `Memory`."""
 
     def __init__(self, pool: BlockPool, spec: GroupSpec, memory: Memory) -> None:
         super().__init__(pool, spec, memory.block_size)
@@ -201,7 +201,7 @@ class Engine(RuleBasedStateMachine):
         self.answered: dict[Request, set[int]] = {}
         self.is_beam: dict[Request, bool] = {}
         self.version = 0  # of the weights
-        self.least_version: dict[Request, int] = {}  # of what a request may be served
+        self.least_version: dict[Request, int] = {}  # least weights version that a request may be served
         self.outside: list[list[int]] = [[] for _ in windows]
 
     def room(self, pool: BlockPool, pools: list[BlockPool]) -> Any:
@@ -414,7 +414,7 @@ class Engine(RuleBasedStateMachine):
         for group, outside in zip(self.groups, self.outside):
             group.pool.release(outside)
         self.outside = [[] for _ in self.groups]
-        self.scheduler.max_num_batched_tokens = 64  # one token a step, all rows in turn, takes thousands
+        self.scheduler.max_num_batched_tokens = 64  # one token per step, rows in turn, takes thousands of steps
         steps = 0
         while self.scheduler.has_unfinished:
             self.step(False, False)

@@ -60,7 +60,7 @@ def test_decode_fits_smaller_chips(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 def test_loads_and_stores_are_wide(compiled: list[Compiled]) -> None:
-    """What is not specialised on its address must not narrow the loads of queries, keys, values and parts."""
+    """Arguments whose address is not specialised must not narrow the loads of queries, keys, values and parts."""
     for kernel, operations in (
         ("_store_kernel", ("LDG.128", "STG.128")),
         ("attention_kernel", ("LDG.128",)),
@@ -109,7 +109,7 @@ def test_a_problem_is_seen() -> None:
 
 
 def test_residency() -> None:
-    """What a multiprocessor holds, and why not more: figures of the occupancy calculators."""
+    """Resident blocks of a multiprocessor and the limiting resource: figures of the occupancy calculators."""
     assert CHIPS["sm_90"].residency(128, 72192, 4) == (3, "shared memory")
     assert CHIPS["sm_90"].residency(80, 12928, 4) == (6, "registers")
     assert CHIPS["sm_90"].residency(32, 0, 4) == (16, "registers")
@@ -118,7 +118,7 @@ def test_residency() -> None:
 
 
 def test_the_main_loop_is_found() -> None:
-    """Not what lies behind the program's end and jumps back, nor a trap that jumps to itself."""
+    """Code after the program's end that jumps back, or a trap that jumps to itself, is no loop."""
     lines = ["S2R R0 ;", "IADD R1, R0 ;", "@P0 BRA 0x10 ;", "BRA.DIV ~URZ, 0x60 ;", "@!UP0 BRA 0x10 ;", "EXIT ;"]
     lines += ["WARPSYNC R2 ;", "BRA 0x30 ;", "BRA 0x80 ;"]
     code = parse_sass("\n".join(f"        /*{16 * i:04x}*/     {line}     /* 0x0 */" for i, line in enumerate(lines)))

@@ -199,7 +199,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
         ({"step": replace(build(Case()).step, block_size=48)}, "block size 48: a power of two from 4 to 256"),
         ({"step": replace(build(Case()).step, query_start=tuple(range(8194)))}, "8193 rows: at most 8192"),
-        # of more queries a row, which the prefill kernel takes
+        # of more queries per row, which the prefill kernel handles
         ({**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)}, "blocks of a wider dtype"),
         ({**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)}, "values of 520 dimensions: at most 512"),
         ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),

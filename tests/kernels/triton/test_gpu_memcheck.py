@@ -31,7 +31,7 @@ def test_memcheck(name: str) -> None:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    # one allocation a tensor, so that what lies behind it belongs to none
+    # one allocation per tensor, so that the memory after it is unallocated
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment.pop("TRITON_INTERPRET", None)
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FOLDER / f"test_{name}.py")]

@@ -89,7 +89,7 @@ CASES = [
 
 @dataclass
 class Built:
-    """Arguments of `prefill_attention`, and for each row the step that the reference takes."""
+    """Arguments of `prefill_attention`, and the reference's step for each row."""
 
     query: torch.Tensor
     key_blocks: torch.Tensor
@@ -175,7 +175,7 @@ def expected(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
         query = built.query[rows].double().transpose(0, 1)[None]
         arguments = (query, key_blocks, value_blocks, step)
         outputs.append(attend(reference, *arguments, sinks=sinks, **options)[0])
-        # The share that one more logit of 0 takes is 1 / (1 + exp(lse)); taken from a sink and values of one.
+        # A sink, one more logit of 0, takes the share 1 / (1 + exp(lse)); taken from a sink and values of one.
         ones = torch.ones_like(value_blocks[..., :1])
         zero = torch.zeros(heads, dtype=torch.float64)
         share = attend(reference, query, key_blocks, ones, step, sinks=zero, **options)[0, ..., 0]
